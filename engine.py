@@ -1,0 +1,446 @@
+"""The in-process API, the configuration, and the one step loop (paper §4.1).
+
+    submit -> inbox -> | step: schedule, execute, account | -> outbox -> handle -> history
+                         the owner's thread                    the caller's thread
+
+One owner steps; everyone else posts to the inbox and waits on an outbox. Without `start()` the owner is whoever waits for a
+handle: the steps run in the caller's thread, so breakpoints and exceptions work as one expects. A turn that has ended is
+committed to the history by its caller, and only then told to be done.
+
+Invariant: the answer never depends on the cache. Any sizes, policy and interleaving give the tokens of a full recompute.
+
+`python engine.py` plays two conversations under starved tiers and prints each step's batch."""
+import os
+import random
+import threading
+import time
+import traceback
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import torch
+
+from eviction import POLICIES, RecomputeCost
+from history import History
+from kv_cache import KVCache
+from model import find_checkpoint, load_model, random_model
+from scheduler import Batch, Request, Scheduler
+from tokenizer import TextStream, load_tokenizer
+from worker import Sampling, Worker
+
+
+def flag(default, help: str, choices=None):
+    return field(default=default, metadata=dict(help=help, choices=choices))
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every flag of server.py and bench.py, and every keyword of Engine, in one place."""
+    model: str = flag("tiny_chat", "a checkpoint's directory, a hub name, or with --random-weights a preset")
+    random_weights: bool = flag(False, "do not load the model's weights, make some up (for measuring)")
+    device: str = flag("auto", "auto, cpu, cuda, cuda:1, ...")
+    dtype: str = flag("auto", "of weights and cache; auto: bfloat16 on CUDA, float32 elsewhere", ("auto", "float32", "float16", "bfloat16"))
+    gpu_cache_tokens: int = flag(None, "slots of the first tier; by default what memory allows")
+    cpu_cache_tokens: int = flag(None, "size of the second tier; 0: none (the paper's GPU cache variant)")
+    chunk_size: int = flag(32, "tokens moved and evicted together")
+    max_batch_tokens: int = flag(512, "tokens computed in one step")
+    max_running: int = flag(64, "requests served at once")
+    swap_threshold: float = flag(0.25, "share of the slots to keep available by copying ahead of time; 0: only on demand")
+    reserve: float = flag(0.10, "share of the slots that admission leaves for the growth of running requests")
+    policy: str = flag("retention", "what leaves first", tuple(POLICIES))
+    stateless: bool = flag(False, "forget all KV at the end of each request, as other servers do")
+    separate_phases: bool = flag(False, "never mix prefill and decode in a batch")
+    no_pipeline: bool = flag(False, "wait for all of a swap-in before the model starts")
+    history: str = flag(None, "file that keeps every conversation's turns; in-process default: memory only")
+
+    def __post_init__(self):
+        for name in ("gpu_cache_tokens", "chunk_size", "max_batch_tokens", "max_running"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.cpu_cache_tokens is not None and self.cpu_cache_tokens < 0:
+            raise ValueError(f"cpu_cache_tokens must be at least 0, got {self.cpu_cache_tokens}")
+        for name in ("swap_threshold", "reserve"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is a share of the slots, at least 0 and below 1, got {getattr(self, name)}")
+        for name in ("policy", "dtype"):
+            choices = self.__dataclass_fields__[name].metadata["choices"]
+            if getattr(self, name) not in choices:
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose from {', '.join(choices)}")
+
+
+@dataclass(frozen=True)
+class Reply:
+    text: str                   # without special tokens and the stop string; empty where there is no tokenizer
+    token_ids: list[int]        # everything sampled, a stop token included
+    finish_reason: str          # "stop" | "length" | "cancelled"
+    usage: dict                 # prompt_tokens, completion_tokens, gpu, cpu, recomputed, new
+
+
+class Handle:
+    """A submitted turn. Iterate it for tokens, `pieces()` for text, `result()` for the Reply; any number of times."""
+
+    def __init__(self, engine: "Engine", conversation: str | None, prompt: list[int], messages: list[dict], options: dict):
+        self.engine, self.conversation, self.prompt, self.messages, self.options = engine, conversation, prompt, messages, options
+        self.lock, self.outbox = threading.Lock(), SimpleQueue()
+        self.request: Request | None = None                  # made by the engine's owner
+        self.stream = TextStream(engine.tokenizer, options["stop"]) if engine.tokenizer else None
+        self.token_ids, self.text = [], ""
+        self.reply, self.error = None, None
+        self.submitted, self.first_token_seconds = time.monotonic(), None
+
+    def __iter__(self):
+        seen = 0
+        while seen < len(self.token_ids) or self._pull():
+            yield from self.token_ids[seen:(seen := len(self.token_ids))]
+
+    def pieces(self):
+        """The text as it grows."""
+        sent = 0
+        while self._pull():
+            if len(self.text) > sent:
+                yield self.text[sent:(sent := len(self.text))]
+        if len(self.text) > sent:
+            yield self.text[sent:]
+
+    def result(self) -> Reply:
+        while self._pull():
+            pass
+        return self.reply
+
+    def cancel(self):
+        """Ends the turn early; it leaves no trace. Its reply's finish_reason is "cancelled", unless it was complete already."""
+        self.engine.call(lambda: self.engine.cancel(self))
+
+    def _pull(self) -> bool:
+        """Waits for the next token, or for the end; False when there is no more."""
+        with self.lock:
+            if not self.reply and not self.error:
+                token = self.engine.wait_for(self.outbox)
+                if token is None:
+                    self._settle()
+                else:
+                    self.first_token_seconds = self.first_token_seconds or time.monotonic() - self.submitted
+                    self.token_ids.append(token)
+                    self.text += self.stream.push(token) if self.stream else ""
+            if self.error:
+                raise self.error
+            return not self.reply
+
+    def _settle(self):
+        """The turn has ended: commits it, unless it was cancelled or has failed."""
+        self.text += self.stream.finish() if self.stream else ""
+        request = self.request
+        try:
+            if request is None or request.error:
+                raise request.error if request else self.engine.failure
+            if request.finish_reason != "cancelled":
+                self.engine.commit(self)
+            sources = request.usage or dict.fromkeys(("gpu", "cpu", "recomputed", "new"), 0)
+            usage = dict(prompt_tokens=sum(sources.values()), completion_tokens=len(self.token_ids), **sources)
+            self.reply = Reply(self.text, self.token_ids, request.finish_reason, usage)
+        except Exception as error:
+            self.error = error
+        finally:
+            self.engine.settled(self)
+
+
+class Engine:
+    def __init__(self, model: str = "tiny_chat", *, worker=None, cost: RecomputeCost | None = None, clock=time.monotonic,
+                 history: History | str | None = None, debug: bool = False, **flags):
+        """flags: the fields of Config. worker, clock: a simulation's. cost: a profile made earlier; by default it is measured now.
+        debug: check_integrity() after every step."""
+        self.config = config = Config(model=model, history=history if isinstance(history, str) else None, **flags)
+        self.clock, self.debug = clock, debug
+        self.tokenizer = None
+        self.worker = worker or self._load_worker(config)
+        slots, places = self.worker.num_slots, self.worker.num_places
+        policy = POLICIES[config.policy](cost or self.worker.profile(), config.chunk_size)
+        self.cache = KVCache(slots, places, config.chunk_size, config.max_running, self.worker.max_context, policy)
+        self.scheduler = Scheduler(self.cache, self.worker.max_context, config.max_batch_tokens, config.swap_threshold, config.reserve,
+                                   config.stateless, config.separate_phases)
+        fingerprint = self.tokenizer.fingerprint if self.tokenizer else ""
+        self.history = history if isinstance(history, History) else History(config.history or ":memory:", fingerprint)
+        self.inbox = SimpleQueue()                          # functions, run by the owner between steps
+        self.lock = threading.RLock()                       # guards `pending`
+        self.pending: dict[str, list[Handle]] = {}          # by conversation: turns that are not in the history yet, in order
+        self.stepping = threading.RLock()                   # held by the owner
+        self.thread, self.failure = None, None
+
+    def _load_worker(self, config: Config) -> Worker:
+        device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.startswith("cuda") else "float32"
+        if config.random_weights:
+            model = random_model(config.model, device, getattr(torch, dtype))
+        else:
+            directory = find_checkpoint(config.model)
+            model, self.tokenizer = load_model(directory, device, getattr(torch, dtype)), load_tokenizer(directory)
+        slots, cpu_tokens = tier_sizes(config, model)
+        return Worker(model, slots, cpu_tokens // config.chunk_size, config.chunk_size, config.max_running,
+                      min(model.config.max_context, slots), pipeline=not config.no_pipeline)
+
+    # ---- the loop
+
+    def step(self) -> Batch:
+        """One iteration: schedule, execute, account. Everyone uses it, the simulation too."""
+        with self.stepping:
+            self.take_inbox()
+            batch = self.scheduler.schedule(self.clock())
+            if batch or self.cache.in_flight:
+                result = self.worker.execute(batch)
+                for request, token in self.scheduler.account(batch, result, self.clock()):
+                    request.outbox.put(token)
+            self._let_go_of_the_cold()
+            if self.debug:
+                self.cache.check_integrity()
+            return batch
+
+    def take_inbox(self, block: bool = False):
+        """Runs what others have posted: the only door for other threads."""
+        try:
+            while True:
+                self.inbox.get(block)()
+                block = False
+        except Empty:
+            pass
+
+    def start(self) -> "Engine":
+        """Steps in a thread of its own from now on."""
+        self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.thread.start()
+        return self
+
+    def _run(self):
+        try:
+            batch = None
+            while self.thread:
+                self.take_inbox(block=not (batch or self.scheduler.busy))
+                batch = self.step()                          # one more when all is done: room is made while nobody waits
+        except Exception as error:
+            traceback.print_exc()
+            self._fail(error)
+
+    def _fail(self, error):
+        """A step went wrong: nothing more runs; everyone who waits, or will, is told why."""
+        with self.lock:
+            self.failure, self.thread = RuntimeError(f"the engine has stopped: {error!r}"), None
+            self.take_inbox()
+            for handle in [handle for handles in self.pending.values() for handle in handles]:
+                if handle.request:
+                    handle.request.error = self.failure
+                handle.outbox.put(None)
+
+    def wait_for(self, outbox: SimpleQueue):
+        """The next item; without a thread of the engine's own it steps until there is one."""
+        while not self.thread and outbox.empty():
+            if self.failure:
+                raise self.failure
+            self.step()
+        return outbox.get()
+
+    def call(self, function):
+        """Runs a function as the owner does, between steps, and returns its result."""
+        done = SimpleQueue()
+        with self.lock:
+            self.inbox.put(lambda: done.put(function()))
+        if not self.thread:
+            with self.stepping:
+                self.take_inbox()
+        return done.get()
+
+    # ---- turns
+
+    def submit(self, prompt: list[int], conversation: str | None = None, *, max_tokens: int | None = None, temperature: float = 0.0,
+               top_k: int = 0, top_p: float = 1.0, seed: int | None = None, stop=(), ignore_eos: bool = False, messages=()) -> Handle:
+        """Token ids, to be appended to the conversation (None: a one-off, nothing is kept), and a reply generated.
+        messages: the visible ones that the ids stand for. ValueError for what can't be served."""
+        options = dict(max_tokens=max_tokens, ignore_eos=ignore_eos, stop=[stop] if isinstance(stop, str) else list(stop or ()),
+                       sampling=Sampling(temperature, top_k, top_p, random.getrandbits(32) if seed is None else seed))
+        self._check(prompt, options)
+        handle = Handle(self, conversation, list(prompt), list(messages), options)
+        with self.lock:
+            if self.failure:
+                raise self.failure
+            earlier = self.pending.get(conversation, []) if conversation is not None else []
+            head = self.history.head(conversation) if conversation is not None else None
+            length = (head.length if head else 0) + sum(len(h.prompt) for h in earlier) + len(prompt)
+            if length + (max_tokens or 1) > self.scheduler.limit:
+                raise ValueError(f"the conversation has {length} tokens with this prompt and max_tokens is {max_tokens or 'not given'}: "
+                                 f"together they exceed the limit of {self.scheduler.limit} tokens")
+            self.pending.setdefault(conversation, []).append(handle)
+            self.inbox.put(lambda: self._enter(handle))
+        return handle
+
+    def generate(self, prompt: list[int], conversation: str | None = None, **options) -> Reply:
+        """submit and wait."""
+        return self.submit(prompt, conversation, **options).result()
+
+    def chat(self, text: str, conversation: str | None = None, **options) -> Reply:
+        """Text in, text out, through the chat template. Only the new message is tokenised."""
+        with self.lock:
+            earlier = list(self.pending.get(conversation, ())) if conversation is not None else []
+        for handle in earlier:
+            handle.result()                                  # what the template still owes depends on how its reply ends
+        head = self.history.head(conversation) if conversation is not None else None
+        before = self.history.messages(head.id) if head else []
+        return self._submit_turn(before, [dict(role="user", content=text)], head, conversation, options).result()
+
+    def submit_chat(self, messages: list[dict], hint: str | None = None, **options) -> Handle:
+        """A client resends the visible history and new messages. The longest part that is remembered is continued: in its
+        conversation if that ends there and is idle, else in a new branch. hint: the name that the client gives to its
+        conversation: it decides between equals and names a new conversation, it opens nothing."""
+        with self.lock:
+            turn, known = self.history.match(messages, hint) or (None, 0)
+            if turn and turn.conversation not in self.pending and self.history.head(turn.conversation).id == turn.id:
+                name = turn.conversation
+            else:
+                taken = hint is None or hint in self.pending or self.history.head(hint)
+                name = f"conv_{uuid.uuid4().hex}" if taken else hint
+                if turn:
+                    self.history.branch(turn.id, name)
+            return self._submit_turn(messages[:known], messages[known:], turn, name, options)
+
+    def _submit_turn(self, before, new, turn, name, options):
+        if self.tokenizer is None:
+            raise ValueError(f"{self.config.model} has no tokenizer: it serves token ids only, use generate()")
+        prompt = self.tokenizer.turn(before, new, turn.last_token if turn else None)
+        return self.submit(prompt, name, messages=new, **options)
+
+    def _check(self, prompt, options):
+        vocabulary, sampling, max_tokens = self.worker.vocab_size, options["sampling"], options["max_tokens"]
+        if not prompt:
+            raise ValueError("the prompt is empty: give at least one token")
+        if wrong := [token for token in prompt if not isinstance(token, int) or not 0 <= token < vocabulary]:
+            raise ValueError(f"token ids must be ints from 0 to {vocabulary - 1}, got {wrong[0]!r}")
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+        if sampling.temperature < 0 or sampling.top_k < 0 or not 0 < sampling.top_p <= 1:
+            raise ValueError(f"need temperature >= 0, top_k >= 0 and 0 < top_p <= 1, got {sampling}")
+        if options["stop"] and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this checkpoint has none")
+
+    def _enter(self, handle: Handle):
+        """The owner takes a handle from the inbox."""
+        options, reached = handle.options, None
+        if options["stop"]:
+            stream = TextStream(self.tokenizer, options["stop"])
+            def reached(token):
+                stream.push(token)
+                return stream.stopped
+        handle.request = Request(self._open(handle.conversation), handle.prompt, options["max_tokens"],
+                                 frozenset() if options["ignore_eos"] else self.worker.stop_ids, reached, options["sampling"], handle.outbox)
+        self.scheduler.submit(handle.request)
+
+    def _open(self, name):
+        """A conversation that is cold lives in the history alone."""
+        if name is None or name in self.cache.conversations:
+            return self.cache.open(name)
+        head = self.history.head(name)
+        return self.cache.open(name, self.history.tokens(head.id) if head else ())
+
+    def _let_go_of_the_cold(self):
+        for conversation in list(self.cache.cold.values()):
+            if conversation.name not in self.pending:
+                self.cache.forget(conversation)
+
+    def cancel(self, handle: Handle):
+        if handle.request:
+            self.scheduler.cancel(handle.request, self.clock())
+
+    def commit(self, handle: Handle):
+        """In the caller's thread, when a turn has ended. Earlier turns of the conversation first, whoever waits for them."""
+        if handle.conversation is None:
+            return
+        for earlier in list(self.pending[handle.conversation]):
+            if earlier is handle:
+                break
+            self._wait_quietly(earlier)
+        head = self.history.head(handle.conversation)
+        exact = self.tokenizer is not None and self.tokenizer.decode(handle.token_ids) == handle.text
+        try:
+            self.history.commit(handle.conversation, head.id if head else None, handle.prompt, handle.token_ids, handle.messages,
+                                handle.text if handle.messages else None, exact)
+        except Exception:
+            self.call(lambda: self._forget_kv(handle.conversation))      # the cache must not remember what the history does not
+            raise
+
+    def settled(self, handle: Handle):
+        with self.lock:
+            handles = self.pending[handle.conversation]
+            handles.remove(handle)
+            if not handles:
+                del self.pending[handle.conversation]
+
+    def forget(self, conversation: str):
+        """Cancels what runs, frees both tiers and the history of a conversation."""
+        with self.lock:
+            handles = list(self.pending.get(conversation, ()))
+        for handle in handles:
+            handle.cancel()
+            self._wait_quietly(handle)
+        self.call(lambda: self._forget_kv(conversation))
+        self.history.forget(conversation)
+
+    def _wait_quietly(self, handle):
+        try:
+            handle.result()
+        except Exception:
+            pass                                             # whoever waits for that handle is told
+
+    def _forget_kv(self, name):
+        if conversation := self.cache.conversations.get(name):
+            for request in list(self.scheduler.turns.get(conversation.order, ())):
+                self.scheduler.cancel(request, self.clock())
+            self.cache.forget(conversation)
+
+    # ---- what can be seen
+
+    def stats(self) -> dict:
+        def read():
+            cache, scheduler = self.cache, self.scheduler
+            return dict(**scheduler.stats, **cache.stats, steps=scheduler.steps, slots_total=cache.num_slots, slots_free=len(cache.free_slots),
+                        cpu_chunks_total=cache.num_places, cpu_chunks_free=len(cache.free_places), running=len(scheduler.running),
+                        waiting=sum(map(len, scheduler.turns.values())) - len(scheduler.running), conversations=len(cache.conversations))
+        return self.call(read)
+
+    def cached_conversations(self) -> list[dict]:
+        """Every conversation that has KV: a letter per chunk, G for GPU, B for both tiers, C for CPU, . for absent."""
+        letters = {"GPU": "G", "GPU_AND_CPU": "B", "CPU": "C"}
+        def read():
+            now = self.clock()
+            return [dict(id=c.name, tokens=len(c.tokens), running=c.row is not None, waiting=c.waiting, idle_seconds=round(now - c.last_active, 3),
+                         chunks="".join(letters[chunk.state] if chunk else "." for chunk in c.chunks))
+                    for c in self.cache.conversations.values() if c.cached]
+        return self.call(read)
+
+    def close(self):
+        """Cancels what runs, stops the thread, closes the history. Everything that was told to be done is kept."""
+        with self.lock:
+            handles = [handle for handles in self.pending.values() for handle in handles]
+        for handle in handles:
+            handle.cancel()
+            self._wait_quietly(handle)
+        if thread := self.thread:
+            self.thread = None
+            self.inbox.put(lambda: None)
+            thread.join()
+        self.history.close()
+
+
+def tier_sizes(config: Config, model) -> tuple[int, int]:
+    """Tokens of the GPU and the CPU tier: as given, else nine tenths of the GPU's free memory and a quarter of the host's.
+    Where the host's memory is both tiers, the first has room for sixteen whole contexts, the second for four times that."""
+    parameter, shape = next(model.parameters()), model.config
+    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * parameter.element_size()
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4 // token_bytes
+    if parameter.device.type == "cuda":
+        gpu, cpu = int(0.9 * torch.cuda.mem_get_info(parameter.device)[0]) // token_bytes, host
+    else:
+        gpu = min(16 * shape.max_context, host // 5)
+        cpu = 4 * gpu
+    gpu = gpu if config.gpu_cache_tokens is None else config.gpu_cache_tokens
+    cpu = cpu if config.cpu_cache_tokens is None else config.cpu_cache_tokens
+    if gpu < 2:
+        raise ValueError(f"no memory is left for the cache: {gpu} tokens of {token_bytes} bytes; choose a smaller model or gpu_cache_tokens >= 2")
+    return gpu, cpu

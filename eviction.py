@@ -1,0 +1,167 @@
+"""What a chunk is worth, and which chunk goes first (paper §4.3).
+
+When space runs out we give up the chunk that is cheapest to bring back and least likely to be wanted soon:
+
+    retention value = Cost(l) / idle        Cost(l) = attention(l) + c
+
+l is the context length at the chunk. Attention to a long context costs more than to a short one, everything else (c) costs
+the same for every chunk, so the *leading* chunks of a conversation are the cheap ones. `idle` is the time since its last turn.
+
+A policy says which end of a conversation goes first, how much goes at once, and a value that never rises with idleness.
+Invariant: within one key the longest idle conversation is the cheapest, whatever the time is. So `VictimIndex` keeps one heap
+by last activity per key and only ever compares the few hundred heads: O(keys + k log C) for k victims of C conversations."""
+import heapq
+from bisect import bisect_right
+from itertools import accumulate
+
+SHORTEST_IDLE = 1e-3    # seconds; also the idle time of a conversation whose turn waits in the queue
+
+
+class RecomputeCost:
+    """Seconds to recompute one chunk at context length l, from a profile of attention at a few lengths (powers of two)."""
+
+    def __init__(self, attention: dict[int, float], rest: float):
+        """attention: {context length in tokens: seconds of attention of one chunk}; rest: seconds of all else, the same for every chunk."""
+        if not attention or rest < 0:
+            raise ValueError(f"a cost profile needs at least one length and rest >= 0, got {attention} and {rest}")
+        self.lengths = sorted(attention)
+        self.seconds = list(accumulate((attention[length] for length in self.lengths), max))   # noise must not make later tokens cheaper
+        self.rest = rest
+
+    def __call__(self, length: int) -> float:
+        """attention(length) + rest. Linear between the profiled lengths; before the first it is the first's;
+        beyond the last it goes on with the slope of the last two."""
+        lengths, seconds = self.lengths, self.seconds
+        if length <= lengths[0] or len(lengths) == 1:
+            return seconds[0] + self.rest
+        right = min(bisect_right(lengths, length), len(lengths) - 1)
+        left = right - 1
+        slope = (seconds[right] - seconds[left]) / (lengths[right] - lengths[left])
+        return seconds[left] + slope * (length - lengths[left]) + self.rest
+
+
+class Policy:
+    """Least recently used, leading end first, one chunk at a time; the other policies override what differs.
+
+    step: +1 takes a conversation's chunks from the leading end, -1 from the trailing end.
+    key(index, count): a small integer: all that a value may depend on besides idleness. index: of the next chunk to go;
+    count: the conversation's chunks that could go.
+    unit(count): how many of them go at once.
+    value(key, idle): what is lost by evicting, the lowest goes first; must not rise with idle."""
+    step = 1
+
+    def __init__(self, cost: RecomputeCost, chunk_size: int):
+        self.cost, self.chunk_size = cost, chunk_size
+
+    def key(self, index: int, count: int) -> int:
+        return 0
+
+    def unit(self, count: int) -> int:
+        return 1
+
+    def value(self, key: int, idle: float) -> float:
+        return 1 / idle
+
+
+class RetentionValue(Policy):
+    """Pensieve: recomputation cost per second of idleness."""
+
+    def key(self, index, count):
+        return index
+
+    def value(self, key, idle):
+        """Cost at the context length where chunk number `key` ends, divided by idle (seconds)."""
+        return self.cost((key + 1) * self.chunk_size) / idle
+
+
+class Trailing(Policy):
+    """SGLang, RAGCache: least recently used, from the trailing end, since their prefix lookup stops at the first miss."""
+    step = -1
+
+
+class TrailingHalf(Policy):
+    """The paper's draft: half of a conversation from its trailing end; the longest and most idle conversation first."""
+    step = -1
+
+    def key(self, index, count):
+        return count
+
+    def unit(self, count):
+        return (count + 1) // 2
+
+    def value(self, key, idle):
+        return 1 / (key * idle)
+
+
+class WholeConversation(Policy):
+    """CachedAttention: all of the least recently used conversation at once."""
+
+    def unit(self, count):
+        return count
+
+
+POLICIES = {"retention": RetentionValue, "lru": Policy, "trailing-half": TrailingHalf, "conversation": WholeConversation, "trailing": Trailing}
+
+
+def idle_time(now: float, last_active: float) -> float:
+    return max(now - last_active, SHORTEST_IDLE)
+
+
+class VictimIndex:
+    """The conversations that have a chunk to give up, cheapest first at any time.
+
+    A member is filed under (key, last_active). Moving it leaves its old heap entry behind as stale;
+    stale entries are discarded when they surface, and all at once when they are the majority."""
+
+    def __init__(self, policy: Policy):
+        self.policy = policy
+        self.heaps = {}       # key -> heap of (last_active, conversation.order)
+        self.members = {}     # conversation.order -> (key, last_active, conversation)
+        self.entries = 0      # in all heaps, stale ones included
+
+    def file(self, conversation, key: int, last_active: float):
+        """Adds the conversation, or moves it to this key and last activity."""
+        if self.members.get(conversation.order, (None, None))[:2] != (key, last_active):
+            self.members[conversation.order] = (key, last_active, conversation)
+            self._push(key, (last_active, conversation.order))
+            if self.entries > 2 * len(self.members) + 64:
+                self._rebuild()
+
+    def discard(self, conversation):
+        self.members.pop(conversation.order, None)
+
+    def cheapest(self, now: float):
+        """Yields conversations by rising value at `now`; ties by order. Whoever iterates evicts from the one just yielded
+        before asking for the next: while it still has something to give, it may come again."""
+        heads = []
+        for key in list(self.heaps):
+            self._surface(key, now, heads)
+        while heads:
+            _, order, key, last_active = heapq.heappop(heads)
+            member = self.members.get(order)
+            if member is not None and member[:2] == (key, last_active):
+                yield member[2]
+                if order in self.members:
+                    self._surface(self.members[order][0], now, heads)
+            self._surface(key, now, heads)
+
+    def _surface(self, key, now, heads):
+        """Puts the longest idle member under `key` among the heads, with its value."""
+        heap = self.heaps.get(key, [])
+        while heap and self.members.get(heap[0][1], (None, None))[:2] != (key, heap[0][0]):
+            heapq.heappop(heap)
+            self.entries -= 1
+        if heap:
+            last_active, order = heap[0]
+            heapq.heappush(heads, (self.policy.value(key, idle_time(now, last_active)), order, key, last_active))
+        else:
+            self.heaps.pop(key, None)
+
+    def _push(self, key, entry):
+        heapq.heappush(self.heaps.setdefault(key, []), entry)
+        self.entries += 1
+
+    def _rebuild(self):
+        self.heaps, self.entries = {}, 0
+        for order, (key, last_active, _) in self.members.items():
+            self._push(key, (last_active, order))

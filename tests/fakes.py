@@ -1,0 +1,120 @@
+"""A worker without a model, whose memory can be checked: each slot and each place remembers which prefix of tokens its KV stands for."""
+import random
+import zlib
+
+import numpy as np
+
+from eviction import POLICIES, RecomputeCost
+from kv_cache import KVCache
+from scheduler import Batch, Request, Result, Scheduler
+
+COST = RecomputeCost({32: 1.0, 1024: 4.0}, rest=1.0)
+
+
+def prefix(tokens, length) -> int:
+    """What the KV of position length - 1 depends on: every token up to there."""
+    return zlib.crc32(tokens[:length].tobytes())
+
+
+def answer(tokens) -> int:
+    """The fake model: the next token is a function of the whole context."""
+    return prefix(tokens, len(tokens)) % 50
+
+
+class FakeWorker:
+    """Computes prefixes instead of KV. Copies end late and out of step: `land` says which of those in flight end now.
+    A copy out reads its slots, and a copy in reads its place, at the beginning or at the end of the copy, as chance will have it."""
+    vocab_size, stop_ids = 50, frozenset()
+
+    def __init__(self, cache: KVCache, land=lambda tickets: list(tickets), seed=0):
+        self.cache, self.land, self.random = cache, land, random.Random(seed)
+        self.table = np.full_like(cache.table, -1)
+        self.slots, self.places = {}, {}
+        self.flying = {}                       # ticket -> what it carries, None until it is read
+        self.traces = []
+
+    def execute(self, batch: Batch) -> Result:
+        self.traces.append(str(batch))
+        for row, start, slots in batch.table_updates:
+            self.table[row, start:start + len(slots)] = slots
+        for ticket in batch.swap_in + batch.swap_out:
+            self.flying[ticket] = self.read(ticket) if self.random.random() < 0.5 else None
+        for span in batch.spans:
+            self.wait(span.request.conversation)
+            for position in range(span.start, span.end):
+                self.slots[self.table[span.request.conversation.row, position]] = prefix(span.request.conversation.tokens, position + 1)
+        for span in batch.spans:
+            self.check(span)
+        tokens = [answer(span.request.conversation.tokens) for span in batch.spans if span.samples]
+        landed = self.land(self.flying) or list(self.flying)[:not batch.spans]
+        return Result(tokens, [self.arrive(ticket) for ticket in landed])
+
+    def check(self, span):
+        """Everything the span reads is there, and is what it is believed to be."""
+        conversation = span.request.conversation
+        for position in range(span.end):
+            content = self.slots.get(self.table[conversation.row, position])
+            assert content == prefix(conversation.tokens, position + 1), f"{conversation.name}[{position}] is not in its slot"
+
+    def wait(self, conversation):
+        for ticket in self.flying:
+            if ticket.conversation is conversation and ticket.direction == "in":
+                self.write(ticket)
+
+    def read(self, ticket):
+        if ticket.direction == "out":
+            return [self.slots.get(slot) for slot in ticket.slots]
+        return list(self.places[ticket.place])
+
+    def write(self, ticket):
+        if self.flying[ticket] != "written":
+            content = self.flying[ticket] or self.read(ticket)
+            if ticket.direction == "out":
+                self.places[ticket.place] = content
+            else:
+                self.slots.update(zip(ticket.slots, content))
+            self.flying[ticket] = "written"
+
+    def arrive(self, ticket):
+        self.write(ticket)
+        del self.flying[ticket]
+        return ticket
+
+
+class World:
+    """A scheduler and a fake worker with a clock of our own."""
+
+    def __init__(self, slots=32, places=8, chunk=4, rows=4, limit=None, policy="retention", land=None, seed=0, **switches):
+        self.cache = KVCache(slots, places, chunk, rows, limit or slots, POLICIES[policy](COST, chunk))
+        self.scheduler = Scheduler(self.cache, limit or slots, **{"max_batch_tokens": 16, **switches})
+        self.worker = FakeWorker(self.cache, land or (lambda tickets: list(tickets)), seed)
+        self.now = 0.0
+
+    def submit(self, name, prompt, max_tokens=4):
+        """prompt: ids, or how many."""
+        prompt = [(7 * i + len(str(name))) % 50 for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
+        request = Request(self.cache.open(name), prompt, max_tokens)
+        self.scheduler.submit(request)
+        return request
+
+    def step(self, dt=1.0):
+        self.now += dt
+        batch = self.scheduler.schedule(self.now)
+        if batch or self.cache.in_flight:
+            list(self.scheduler.account(batch, self.worker.execute(batch), self.now))
+        self.cache.check_integrity()
+        return batch
+
+    def run(self, steps=1000):
+        """Until nothing is left to do; returns the traces of these steps."""
+        begin = len(self.worker.traces)
+        while self.scheduler.busy:
+            self.step()
+            steps -= 1
+            assert steps, "no end in sight: " + "\n".join(self.worker.traces[-20:])
+        return self.worker.traces[begin:]
+
+    def turn(self, name, prompt, max_tokens=4):
+        request = self.submit(name, prompt, max_tokens)
+        traces = self.run()
+        return request, traces

@@ -1,0 +1,311 @@
+"""The model against transformers, on real checkpoints that transformers wrote; and every way in which loading refuses."""
+import json
+import pickle
+
+import huggingface_hub.constants
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+
+import model as model_file
+from model import PRESETS, Model, ModelConfig, empty_model, find_checkpoint, load_model, random_model
+
+GPT2 = dict(vocab_size=97, n_positions=64, n_embd=32, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=5)
+OPT = dict(vocab_size=97, max_position_embeddings=64, hidden_size=32, word_embed_proj_dim=32, num_hidden_layers=3,
+           num_attention_heads=4, ffn_dim=72, eos_token_id=5)
+CHECKPOINTS = {
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
+    "gpt2-variant": lambda: GPT2LMHeadModel(GPT2Config(**GPT2 | dict(
+        n_inner=40, activation_function="relu", n_head=2, layer_norm_epsilon=1e-3, tie_word_embeddings=False))),
+    "opt": lambda: OPTForCausalLM(OPTConfig(**OPT)),
+    "opt-variant": lambda: OPTForCausalLM(OPTConfig(**OPT | dict(
+        activation_function="gelu", num_attention_heads=8, tie_word_embeddings=False))),
+}
+
+
+def dense_attend(*lengths):
+    """attend() for whole sequences of these lengths, packed: plain causal attention within each of them."""
+    def attend(layer, q, k, v):                                                         # [T, H, D], [T, H_kv, D] twice
+        outs = [F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in qkv), is_causal=True, enable_gqa=True)
+                for qkv in zip(q.split(lengths), k.split(lengths), v.split(lengths))]   # [1, H, length, D] each
+        return torch.cat([out[0].transpose(0, 1) for out in outs])                      # [T, H, D]
+    return attend
+
+
+def run(model, *sequences):
+    """The logits of every token of the sequences, in one ragged batch: a tensor [length, vocab] per sequence."""
+    lengths = [len(s) for s in sequences]
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    hidden = model(torch.cat(sequences), positions, dense_attend(*lengths))
+    return model.logits(hidden).split(lengths)
+
+
+def tokens(n, seed=0, vocab=97):
+    return torch.randint(vocab, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def randomised(theirs):
+    """Values with which no mistake can hide: norms and biases are not 1 and 0, and attention is far from uniform."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in theirs.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    return theirs.eval()
+
+
+@pytest.fixture(params=CHECKPOINTS)
+def theirs(request):
+    return randomised(CHECKPOINTS[request.param]())
+
+
+def assert_same(ours, theirs, *lengths):
+    sequences = [tokens(n, seed=n) for n in lengths]
+    for sequence, logits in zip(sequences, run(ours, *sequences)):
+        with torch.no_grad():
+            expected = theirs(sequence[None]).logits[0]                                 # [length, vocab]
+        assert logits.dtype == torch.float32 and logits.shape == expected.shape
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_logits_equal_those_of_transformers_also_in_a_ragged_batch(theirs, tmp_path):
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(tmp_path, "cpu", torch.float32)
+    assert_same(ours, theirs, 40)
+    assert_same(ours, theirs, 1)
+    assert_same(ours, theirs, 64, 1, 17)            # 64: the last position that there is
+
+
+def test_shards_and_pickled_weights_load_as_well(theirs, tmp_path):
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert_same(load_model(tmp_path, "cpu", torch.float32), theirs, 9)
+    for file in tmp_path.glob("model*"):
+        file.unlink()
+    for legacy in (False, True):                    # both formats that torch.save has had
+        torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
+        assert_same(load_model(tmp_path, "cpu", torch.float32), theirs, 9)
+
+
+def test_sharded_pickles_load(tmp_path):
+    theirs = randomised(CHECKPOINTS["opt"]())
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    items = list(theirs.state_dict().items())
+    shards = {"pytorch_model-1.bin": dict(items[:20]), "pytorch_model-2.bin": dict(items[20:])}
+    for file, shard in shards.items():
+        torch.save(shard, tmp_path / file)
+    index = {"weight_map": {name: file for file, shard in shards.items() for name in shard}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert_same(load_model(tmp_path, "cpu", torch.float32), theirs, 9)
+
+
+@pytest.mark.parametrize("kind, change", [
+    ("gpt2", lambda name: name.removeprefix("transformer.")), ("opt", lambda name: name.removeprefix("model.")),
+    ("opt", lambda name: name.removeprefix("model.decoder."))])
+def test_names_load_without_their_prefix_and_mask_buffers_are_ignored(kind, change, tmp_path):
+    theirs = randomised(CHECKPOINTS[kind]())
+    theirs.save_pretrained(tmp_path)
+    weights = {change(name): tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    if kind == "gpt2":
+        weights |= {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    save_file(weights | {"lm_head.weight": torch.zeros(97, 32)}, tmp_path / "model.safetensors")    # tied: not used
+    assert_same(load_model(tmp_path, "cpu", torch.float32), theirs, 9)
+
+
+def test_half_precision_checkpoints_load_in_any_dtype(theirs, tmp_path):
+    theirs.half().save_pretrained(tmp_path)
+    assert_same(load_model(tmp_path, "cpu", torch.float32), theirs.float(), 20)
+    ours = load_model(tmp_path, "cpu", torch.bfloat16)
+    assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in ours.parameters())
+    assert run(ours, tokens(5))[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("config, generation, expected", [
+    (5, None, {5}), ([5, 6], None, {5, 6}), (None, 7, {7}), (5, [7, 8], {5, 7, 8}), (None, None, set())])
+def test_eos_ids_come_from_both_configurations(config, generation, expected, tmp_path):
+    CHECKPOINTS["gpt2"]().save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", eos_token_id=config)
+    edit_json(tmp_path / "generation_config.json", eos_token_id=generation)
+    assert load_model(tmp_path, "cpu", torch.float32).config.eos_ids == expected
+
+
+# What loading refuses: the message names the culprit.
+
+def edit_json(file, **fields):
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def refusal(directory):
+    with pytest.raises(ValueError) as error:
+        load_model(directory, "cpu", torch.float32)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind, field, value", [
+    ("gpt2", "scale_attn_weights", False), ("gpt2", "scale_attn_by_inverse_layer_idx", True),
+    ("gpt2", "reorder_and_upcast_attn", True), ("gpt2", "add_cross_attention", True), ("gpt2", "activation_function", "silu"),
+    ("gpt2", "model_type", "mamba"), ("gpt2", "n_head", 5), ("gpt2", "n_layer", 0), ("gpt2", "vocab_size", "97"),
+    ("opt", "do_layer_norm_before", False), ("opt", "word_embed_proj_dim", 16), ("opt", "enable_bias", False),
+    ("opt", "layer_norm_elementwise_affine", False), ("opt", "_remove_final_layer_norm", True),
+    ("opt", "activation_function", "tanh")])
+def test_unsupported_variants_are_refused_by_name(kind, field, value, tmp_path):
+    CHECKPOINTS[kind]().save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", **{field: value})
+    ours = {"n_head": "num_heads", "n_layer": "num_layers"}.get(field, field)
+    message = refusal(tmp_path)
+    assert ours.removesuffix("_function") in message and str(value) in message and "config.json" in message
+
+
+def test_a_field_that_is_missing_is_named(tmp_path):
+    CHECKPOINTS["opt"]().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["ffn_dim"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "'ffn_dim'" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "\udcff"])
+def test_a_corrupt_config_is_refused(content, tmp_path):
+    (tmp_path / "config.json").write_text(content, errors="surrogateescape")
+    assert "config.json" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("kind, name", [("gpt2", "transformer.h.1.mlp.c_proj.bias"), ("gpt2-variant", "lm_head.weight"),
+                                        ("opt", "model.decoder.layers.2.self_attn.k_proj.weight")])
+def test_missing_unexpected_and_misshapen_tensors_are_named(kind, name, tmp_path):
+    CHECKPOINTS[kind]().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    good, short = weights.pop(name), name.removeprefix("transformer.").removeprefix("model.decoder.")
+    shape = list(good.shape)
+
+    save_file(weights, file)
+    assert f"'{short}'" in refusal(tmp_path) and "missing" in refusal(tmp_path)
+    save_file(weights | {name: torch.ones(1, *shape)}, file)
+    assert f"'{short}'" in refusal(tmp_path) and str(shape) in refusal(tmp_path) and str([1, *shape]) in refusal(tmp_path)
+    save_file(weights | {name: good.to(torch.int8)}, file)
+    assert f"'{short}'" in refusal(tmp_path) and "int8" in refusal(tmp_path)
+    save_file(weights | {name: good, name + "_scale": good.clone()}, file)
+    assert f"'{short}_scale'" in refusal(tmp_path) and "unexpected" in refusal(tmp_path)
+    if short != name:
+        save_file(weights | {name: good, short: good.clone()}, file)
+        assert f"'{short}'" in refusal(tmp_path) and "twice" in refusal(tmp_path)
+
+
+def test_truncated_and_garbled_files_are_refused(tmp_path):
+    theirs = CHECKPOINTS["gpt2"]()
+    theirs.save_pretrained(tmp_path)
+    good = tmp_path / "model.safetensors"
+    safetensors, bin = good.read_bytes(), tmp_path / "pytorch_model.bin"
+    for content in (safetensors[:-1000], safetensors[:100], safetensors[:4], b"", b"\xff" * 1000):
+        good.write_bytes(content)
+        assert "model.safetensors" in refusal(tmp_path)
+    good.unlink()
+    for legacy in (False, True):
+        torch.save(theirs.state_dict(), bin, _use_new_zipfile_serialization=not legacy)
+        content = bin.read_bytes()
+        for content in (content[:-1000], content[:100], b"", b"\xff" * 1000):
+            bin.write_bytes(content)
+            assert "pytorch_model.bin" in refusal(tmp_path)
+    torch.save([1, 2], bin)
+    assert "pytorch_model.bin" in refusal(tmp_path)
+
+
+def test_pickled_code_is_refused_and_does_not_run(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return open, (str(tmp_path / "boom"), "w")
+    CHECKPOINTS["gpt2"]().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"wte.weight": Bomb()}, protocol=2))
+    assert "pytorch_model.bin" in refusal(tmp_path)
+    assert not (tmp_path / "boom").exists()
+
+
+def test_missing_files_are_named(tmp_path):
+    assert "config.json" in refusal(tmp_path)
+    CHECKPOINTS["opt"]().save_pretrained(tmp_path, max_shard_size="20KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    assert shard.name in refusal(tmp_path)
+    for file in tmp_path.glob("model*"):
+        file.unlink()
+    assert "model.safetensors" in refusal(tmp_path)
+
+
+# Finding checkpoints.
+
+def test_a_directory_is_found_as_given_or_beside_the_code(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    assert find_checkpoint(str(tmp_path / "mine")) == tmp_path / "mine"
+    monkeypatch.chdir(tmp_path)
+    assert find_checkpoint("mine").resolve() == tmp_path / "mine"
+    assert find_checkpoint("tests").samefile(model_file.__file__.replace("model.py", "tests"))
+
+
+def test_a_hub_name_is_found_in_the_hubs_cache_without_network(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--someone--tiny"
+    CHECKPOINTS["gpt2"]().save_pretrained(repository / "snapshots" / "0123abcd")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123abcd")
+    assert load_model(find_checkpoint("someone/tiny"), "cpu", torch.float32).config.vocab_size == 97
+
+
+@pytest.mark.parametrize("name", ["gpt3-13b", "someone/nothing", "./no/such/dir"])
+def test_a_model_that_is_nowhere_is_refused_with_the_fix(name, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="directory") as error:
+        find_checkpoint(name)
+    assert repr(name) in str(error.value)
+    assert ("--random-weights" in str(error.value)) == (name in PRESETS)
+
+
+# Presets, random weights, grouped heads.
+
+@pytest.mark.parametrize("preset, published", [
+    ("gpt2", 124e6), ("gpt3-6.7b", 6.7e9), ("gpt3-13b", 13e9), ("opt-125m", 125e6), ("opt-1.3b", 1.3e9), ("opt-2.7b", 2.7e9),
+    ("opt-6.7b", 6.7e9), ("opt-13b", 13e9), ("opt-30b", 30e9), ("opt-66b", 66e9)])
+def test_presets_have_the_published_number_of_parameters(preset, published):
+    with torch.device("meta"):
+        count = sum(p.numel() for p in Model(PRESETS[preset]).parameters())
+    assert count == pytest.approx(published, rel=0.025)
+
+
+def test_random_models_repeat_and_their_seeds_differ(monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny", ModelConfig(
+        vocab_size=1000, num_layers=2, num_heads=4, num_kv_heads=2, width=64, ffn_width=128, max_context=32, activation="relu"))
+    one, same, other = (random_model("tiny", "cpu", torch.bfloat16, seed) for seed in (3, 3, 4))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters()))
+    assert not torch.equal(one.tokens.weight, other.tokens.weight)
+    assert one.tokens.weight.float().std().item() == pytest.approx(0.02, rel=0.02)
+    assert run(one, tokens(3))[0].std() > 0.01
+    with pytest.raises(ValueError, match="gpt5.*opt-13b"):
+        random_model("gpt5", "cpu", torch.float32)
+
+
+def test_grouped_heads_equal_full_heads_whose_keys_and_values_repeat():
+    sizes = dict(vocab_size=97, num_layers=2, num_heads=6, width=48, ffn_width=64, max_context=64, activation="gelu")
+    grouped, full = (randomised(empty_model(ModelConfig(num_kv_heads=n, **sizes), "cpu", torch.float32)) for n in (2, 6))
+    state, seen = grouped.state_dict(), []
+    for name in [n for n in state if ".qkv." in n]:
+        q, k, v = state[name].split([48, 16, 16])                                       # [heads * D, ...]
+        state[name] = torch.cat([q] + [x.unflatten(0, (2, 8)).repeat_interleave(3, dim=0).flatten(0, 1) for x in (k, v)])
+    full.load_state_dict(state)
+
+    def attend(layer, q, k, v):
+        seen.append((layer, q.shape, k.shape, v.shape))
+        return dense_attend(len(q))(layer, q, k, v)
+    hidden = grouped(tokens(10), torch.arange(10), attend)
+    assert seen == [(layer, (10, 6, 8), (10, 2, 8), (10, 2, 8)) for layer in range(2)]
+    torch.testing.assert_close(grouped.logits(hidden), run(full, tokens(10))[0], atol=1e-4, rtol=1e-4)
+
+
+def test_the_embedded_checkpoint_loads():
+    directory = find_checkpoint("tests").with_name("tiny_chat")
+    if not (directory / "model.safetensors").is_file():
+        pytest.skip("tiny_chat is not there")
+    ours = load_model(directory, "cpu", torch.float32)
+    assert run(ours, tokens(8, vocab=ours.config.vocab_size))[0].isfinite().all()

@@ -1,0 +1,67 @@
+"""Property tests of cache and scheduler: whatever comes in whatever order, nothing is lost and nothing stale is believed."""
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from eviction import POLICIES
+from fakes import World, answer
+
+NAMES = "abcde"
+actions = st.lists(max_size=60, elements=st.one_of(
+    st.tuples(st.just("submit"), st.sampled_from(NAMES), st.integers(1, 20), st.integers(1, 8)),
+    st.tuples(st.just("one-off"), st.integers(1, 12), st.integers(1, 6)),
+    st.tuples(st.just("step"), st.integers(1, 6), st.sampled_from([0.0, 0.001, 1.0, 1000.0])),
+    st.tuples(st.just("cancel"), st.integers(0, 30)),
+    st.tuples(st.just("forget"), st.sampled_from(NAMES)),
+))
+worlds = st.fixed_dictionaries(dict(
+    slots=st.integers(20, 70), places=st.sampled_from([0, 1, 2, 5, 12, 40]), chunk=st.sampled_from([1, 3, 4, 8]), rows=st.integers(1, 4),
+    policy=st.sampled_from(sorted(POLICIES)), seed=st.integers(0, 9), swap_threshold=st.sampled_from([0.0, 0.25, 0.6]),
+    reserve=st.sampled_from([0.0, 0.1]), stateless=st.booleans(), separate_phases=st.booleans(), max_batch_tokens=st.sampled_from([4, 16])))
+
+
+def act(world, requests, action):
+    kind, *arguments = action
+    if kind in ("submit", "one-off"):
+        name, prompt, max_tokens = arguments if kind == "submit" else (None, *arguments)
+        requests.append(world.submit(name, prompt, max_tokens))
+    elif kind == "step":
+        for _ in range(arguments[0]):
+            world.step(arguments[1])
+    elif kind == "cancel" and requests:
+        world.scheduler.cancel(requests[arguments[0] % len(requests)], world.now)
+    elif kind == "forget" and (conversation := world.cache.conversations.get(arguments[0])):
+        for request in list(world.scheduler.turns.get(conversation.order, ())):
+            world.scheduler.cancel(request, world.now)
+        world.cache.forget(conversation)
+    world.cache.check_integrity()
+
+
+def land_some(random):
+    return lambda tickets: [ticket for ticket in tickets if random.random() < 0.4]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(worlds, actions, st.randoms(use_true_random=False))
+def test_anything_in_any_order(parameters, todo, random):
+    """FakeWorker checks that everything a span reads is in its slot; here: no deadlock, order kept, every request ends, answers exact."""
+    world, requests = World(land=land_some(random), **parameters), []
+    for action in todo:
+        act(world, requests, action)
+    world.run(steps=5000)
+    for request in requests:
+        assert request.finish_reason in ("length", "cancelled", "failed")
+        assert (request.finish_reason == "length") == (len(request.generated) == request.max_tokens)
+        assert (request.finish_reason == "failed") == (request.error is not None)
+        if request.usage and request.finish_reason == "length":
+            assert sum(request.usage.values()) == request.before[0] + len(request.prompt)
+    for conversation in world.cache.conversations.values():
+        tokens = conversation.tokens
+        finished = [r for r in requests if r.conversation is conversation and r.finish_reason == "length"]
+        expected = []
+        for request in finished:                       # what a run of these turns alone would have given
+            expected += request.prompt
+            for _ in range(request.max_tokens):
+                expected.append(answer(tokens[:len(expected)]))
+        assert tokens.tolist() == expected
+        assert [r.arrival for r in finished] == sorted(r.arrival for r in finished)
+    assert world.cache.available == world.cache.num_slots - sum(
+        len(c.slots) for conv in world.cache.conversations.values() for c in conv.chunks if c and c.move == "copy")

@@ -1,0 +1,139 @@
+"""Runs a batch: inputs, transfers, forward, sampling (paper §4.2-4.4). Below this line there are tensors, above it integers.
+
+All spans of a batch are packed into one ragged sequence of T tokens and go through the model together, whatever they mean.
+In each layer: store the new K and V into their slots, wait for that layer's swap-ins, attend.
+
+    tokens     a0 a1 a2 a3 | a16 ... a22 | b31          [T]
+    positions   0  1  2  3 |  16 ...  22 |  31          [T]   and slots = slot_table[row, position]
+    sampled at                         ^     ^                where a span ends its request's context
+
+A step with no spans only moves chunks. The token of (seed, position) never depends on what else is in the batch."""
+import time
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+
+from attention_kernel import SpanTensors, multi_token_attention
+from eviction import RecomputeCost
+from kv_cache import KVPool
+from scheduler import Batch, Request, Result, Span
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+class Worker:
+    """Owns the model, the KV pool and the device's slot table."""
+
+    def __init__(self, model, num_slots: int, num_places: int, chunk_size: int, rows: int, max_context: int, pipeline: bool = True):
+        config, parameter = model.config, next(model.parameters())
+        self.model, self.device, self.chunk_size = model, parameter.device, chunk_size
+        self.group = config.num_heads // config.num_kv_heads
+        self.pool = KVPool(config.num_layers, config.num_kv_heads, config.head_dim, num_slots, num_places, chunk_size,
+                           self.device, parameter.dtype, pipeline)
+        self.num_slots, self.num_places, self.max_context = num_slots, num_places, max_context
+        self.vocab_size, self.stop_ids = config.vocab_size, config.eos_ids
+        anywhere = torch.arange(max_context, dtype=torch.int32, device=self.device) % num_slots      # for the profile
+        self.slot_table = anywhere.repeat(rows, 1)               # [rows, max_context]
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> Result:
+        """Runs the batch's spans and starts its transfers. With nothing to compute it waits for a copy in flight, if there is one."""
+        self._update_table(batch.table_updates)
+        inputs = self._inputs(batch.spans) if batch.spans else None      # uploaded before the copy engines get busy
+        self.pool.swap_in(batch.swap_in)
+        self.pool.swap_out(batch.swap_out)
+        tokens = self._run(batch.spans, *inputs) if inputs else []
+        return Result(tokens, self.pool.landed(block=not inputs))
+
+    def _update_table(self, updates):
+        if updates:
+            rows = np.concatenate([np.full(len(slots), row) for row, _, slots in updates])
+            positions = np.concatenate([np.arange(start, start + len(slots)) for _, start, slots in updates])
+            slots = np.concatenate([slots for _, _, slots in updates])
+            rows, positions, slots = torch.from_numpy(np.stack([rows, positions, slots])).to(self.device)
+            self.slot_table[rows, positions] = slots.int()
+
+    def _inputs(self, spans: list[Span]):
+        """The packed batch: tokens, positions, slots [T] each, and the spans as the kernel takes them."""
+        row = [span.request.conversation.row for span in spans]
+        q_len = [span.end - span.start for span in spans]
+        tokens = np.concatenate([span.request.conversation.tokens[span.start:span.end] for span in spans])
+        positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
+        tokens, positions, rows = torch.from_numpy(np.stack([tokens, positions, np.repeat(row, q_len)])).to(self.device)   # [T] each
+        tensors = SpanTensors.build(row=row, q_len=q_len, kv_len=[span.end for span in spans], device=self.device)
+        tensors.plan(self.group)
+        return tokens, positions, self.slot_table[rows, positions].long(), tensors
+
+    def _run(self, spans, tokens, positions, slots, tensors: SpanTensors) -> list[int]:
+        """One forward over all spans; a token for each span that samples."""
+        def attend(layer, q, k, v):                              # q [T, H, D], k and v [T, H_kv, D]
+            self.pool.store(layer, slots, k, v)
+            self.pool.wait(layer)
+            return multi_token_attention(q, *self.pool.gpu[layer], self.slot_table, tensors)      # [T, H, D]
+
+        hidden = self.model(tokens, positions, attend)           # [T, width]
+        ends = np.cumsum([span.end - span.start for span in spans]) - 1
+        last = [int(end) for end, span in zip(ends, spans) if span.samples]
+        if not last:
+            return []
+        logits = self.model.logits(hidden[last])                 # [N, vocab]
+        return sample(logits, [span.request for span in spans if span.samples])
+
+    @torch.inference_mode()
+    def profile(self, repeats: int = 3) -> RecomputeCost:
+        """Measures what recomputing one chunk costs: attention at context lengths of powers of two, and everything else."""
+        config, chunk = self.model.config, min(self.chunk_size, self.max_context)
+        q = torch.zeros(chunk, config.num_heads, config.head_dim, device=self.device, dtype=self.pool.gpu.dtype)
+        tokens, positions = torch.arange(chunk, device=self.device) % config.vocab_size, torch.arange(chunk, device=self.device)
+        lengths = [chunk]
+        while 2 * lengths[-1] <= self.max_context:
+            lengths.append(2 * lengths[-1])
+
+        def attention(length):
+            spans = SpanTensors.build(row=[0], q_len=[chunk], kv_len=[length], device=self.device)
+            return config.num_layers * self._seconds(lambda: multi_token_attention(q, *self.pool.gpu[0], self.slot_table, spans), repeats)
+
+        rest = self._seconds(lambda: self.model(tokens, positions, lambda layer, q, k, v: q), repeats)
+        return RecomputeCost({length: attention(length) for length in lengths}, rest)
+
+    def _seconds(self, run, repeats):
+        def once():
+            start = time.perf_counter()
+            run()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter() - start
+        once()
+        return median(once() for _ in range(repeats))
+
+
+def sample(logits: torch.Tensor, requests: list[Request]) -> list[int]:
+    """One token from each row of logits [N, vocab]."""
+    tokens = logits.argmax(-1)                                   # [N]
+    for i, request in enumerate(requests):
+        if request.sampling.temperature > 0:
+            tokens[i] = draw(logits[i], request.sampling, request.total)
+    return tokens.tolist()
+
+
+def draw(logits: torch.Tensor, sampling: Sampling, position: int) -> torch.Tensor:
+    """A token from softmax(logits [vocab] / temperature) cut to top_k and top_p. Gumbel noise keyed by (seed, position) makes the
+    draw an argmax, so that it repeats in any batch, after a suspension and on any device."""
+    logits = logits.float() / sampling.temperature
+    ranked, order = logits.sort(descending=True, stable=True)
+    share = ranked.softmax(-1)
+    before = share.cumsum(-1) - share                            # probability mass in front of each token
+    rank = torch.arange(len(ranked), device=logits.device)
+    ranked[(before >= sampling.top_p) | (rank >= (sampling.top_k or len(ranked)))] = -torch.inf
+    generator = torch.Generator().manual_seed((sampling.seed * 1_000_003 + position) % 2**63)
+    noise = -torch.log(-torch.log(torch.rand(len(logits), generator=generator).clamp(1e-20, 1 - 1e-7)))
+    return order[(ranked + noise.to(logits.device)[order]).argmax()]
