@@ -36,7 +36,6 @@ class Worker:
     def __init__(self, model, num_slots: int, num_places: int, chunk_size: int, rows: int, max_context: int, pipeline: bool = True):
         config, parameter = model.config, next(model.parameters())
         self.model, self.device, self.chunk_size = model, parameter.device, chunk_size
-        self.group = config.num_heads // config.num_kv_heads
         self.pool = KVPool(config.num_layers, config.num_kv_heads, config.head_dim, num_slots, num_places, chunk_size,
                            self.device, parameter.dtype, pipeline)
         self.num_slots, self.num_places, self.max_context = num_slots, num_places, max_context
@@ -70,7 +69,6 @@ class Worker:
         positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
         tokens, positions, rows = torch.from_numpy(np.stack([tokens, positions, np.repeat(row, q_len)])).to(self.device)   # [T] each
         tensors = SpanTensors.build(row=row, q_len=q_len, kv_len=[span.end for span in spans], device=self.device)
-        tensors.plan(self.group)
         return tokens, positions, self.slot_table[rows, positions].long(), tensors
 
     def _run(self, spans, tokens, positions, slots, tensors: SpanTensors) -> list[int]:

@@ -1,4 +1,5 @@
 """The answer never depends on the cache: whatever the tiers, policy and switches, what transformers gives on the whole history."""
+import itertools
 import random
 
 import pytest
@@ -82,8 +83,9 @@ def test_interleaved_conversations_are_exact(checkpoint, switches):
 def test_the_pressure_is_real(checkpoint):
     """The same traffic really takes every way: all four sources, suspension, cancellation, chunked prefill, swaps, drops."""
     directory, _ = checkpoint
-    engine = Engine(directory, cost=COST, debug=True, gpu_cache_tokens=256, cpu_cache_tokens=160, chunk_size=8, max_batch_tokens=24, max_running=4, reserve=0.0)
-    for _ in converse(engine, rounds=12, seed=1):
+    engine = Engine(directory, cost=COST, debug=True, clock=itertools.count().__next__, gpu_cache_tokens=200, cpu_cache_tokens=160, chunk_size=8,
+                    max_batch_tokens=24, max_running=4, reserve=0.0, swap_threshold=0.1)
+    for _ in converse(engine, rounds=12, seed=2):
         pass
     stats = engine.stats()
     for name in ("prompt_tokens_gpu", "prompt_tokens_cpu", "prompt_tokens_recomputed", "prompt_tokens_new", "suspensions", "cancelled",
