@@ -14,10 +14,10 @@ import os
 import random
 import threading
 import time
-import traceback
 import uuid
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import count, takewhile
 from queue import Empty, SimpleQueue
 
 import torch
@@ -76,6 +76,11 @@ class Reply:
     token_ids: list[int]        # everything sampled, a stop token included
     finish_reason: str          # "stop" | "length" | "cancelled"
     usage: dict                 # prompt_tokens, completion_tokens, gpu, cpu, recomputed, new
+
+    @property
+    def sources(self) -> str:
+        """Where the context came from: gpu 96 · cpu 64 · recomputed 32 · new 14"""
+        return " · ".join(f"{source} {self.usage[source]}" for source in ("gpu", "cpu", "recomputed", "new"))
 
 
 class Handle:
@@ -184,7 +189,7 @@ class Engine:
 
     def step(self) -> Batch:
         """One iteration: schedule, execute, account. Everyone uses it, the simulation too."""
-        with self.stepping:
+        with self.stepping, self._failing():
             self.take_inbox()
             batch = self.scheduler.schedule(self.clock())
             if batch or self.cache.in_flight:
@@ -212,24 +217,25 @@ class Engine:
         return self
 
     def _run(self):
-        try:
-            batch = None
-            while self.thread:
-                self.take_inbox(block=not (batch or self.scheduler.busy))
-                batch = self.step()                          # one more when all is done: room is made while nobody waits
-        except Exception as error:
-            traceback.print_exc()
-            self._fail(error)
+        batch = None
+        while self.thread:
+            self.take_inbox(block=not (batch or self.scheduler.busy))
+            batch = self.step()                              # one more when all is done: room is made while nobody waits
 
-    def _fail(self, error):
-        """A step went wrong: nothing more runs; everyone who waits, or will, is told why."""
-        with self.lock:
-            self.failure, self.thread = RuntimeError(f"the engine has stopped: {error!r}"), None
-            self.take_inbox()
-            for handle in [handle for handles in self.pending.values() for handle in handles]:
-                if handle.request:
-                    handle.request.error = self.failure
-                handle.outbox.put(None)
+    @contextmanager
+    def _failing(self):
+        """A step that goes wrong is the last: what is in the tiers is not to be trusted. Everyone who waits, or will, is told why."""
+        try:
+            yield
+        except Exception as error:
+            with self.lock:
+                self.failure, self.thread = RuntimeError(f"the engine has stopped: {error!r}"), None
+                self.take_inbox()
+                for handle in self._unsettled():
+                    if handle.request:
+                        handle.request.error = self.failure
+                    handle.outbox.put(None)
+            raise
 
     def wait_for(self, outbox: SimpleQueue):
         """The next item; without a thread of the engine's own it steps until there is one."""
@@ -262,7 +268,7 @@ class Engine:
         with self.lock:
             if self.failure:
                 raise self.failure
-            earlier = self.pending.get(conversation, []) if conversation is not None else []
+            earlier = [] if conversation is None else self._unsettled(conversation)
             head = self.history.head(conversation) if conversation is not None else None
             length = (head.length if head else 0) + sum(len(h.prompt) for h in earlier) + len(prompt)
             if length + (max_tokens or 1) > self.scheduler.limit:
@@ -278,13 +284,16 @@ class Engine:
 
     def chat(self, text: str, conversation: str | None = None, **options) -> Reply:
         """Text in, text out, through the chat template. Only the new message is tokenised."""
-        with self.lock:
-            earlier = list(self.pending.get(conversation, ())) if conversation is not None else []
-        for handle in earlier:
-            handle.result()                                  # what the template still owes depends on how its reply ends
-        head = self.history.head(conversation) if conversation is not None else None
-        before = self.history.messages(head.id) if head else []
-        return self._submit_turn(before, [dict(role="user", content=text)], head, conversation, options).result()
+        handle = None
+        while handle is None:
+            with self.lock:
+                earlier = [] if conversation is None else self._unsettled(conversation)
+                if not earlier:
+                    head = None if conversation is None else self.history.head(conversation)
+                    before = self.history.messages(head.id) if head else []
+                    handle = self._submit_turn(before, [dict(role="user", content=text)], head, conversation, options)
+            self._wait_quietly(earlier)                      # what the template still owes depends on how their replies end
+        return handle.result()
 
     def submit_chat(self, messages: list[dict], hint: str | None = None, **options) -> Handle:
         """A client resends the visible history and new messages. The longest part that is remembered is continued: in its
@@ -352,10 +361,7 @@ class Engine:
         """In the caller's thread, when a turn has ended. Earlier turns of the conversation first, whoever waits for them."""
         if handle.conversation is None:
             return
-        for earlier in list(self.pending[handle.conversation]):
-            if earlier is handle:
-                break
-            self._wait_quietly(earlier)
+        self._wait_quietly(takewhile(lambda other: other is not handle, self._unsettled(handle.conversation)))
         head = self.history.head(handle.conversation)
         exact = self.tokenizer is not None and self.tokenizer.decode(handle.token_ids) == handle.text
         try:
@@ -374,19 +380,26 @@ class Engine:
 
     def forget(self, conversation: str):
         """Cancels what runs, frees both tiers and the history of a conversation."""
-        with self.lock:
-            handles = list(self.pending.get(conversation, ()))
-        for handle in handles:
-            handle.cancel()
-            self._wait_quietly(handle)
+        self._abandon(self._unsettled(conversation))
         self.call(lambda: self._forget_kv(conversation))
         self.history.forget(conversation)
 
-    def _wait_quietly(self, handle):
-        try:
-            handle.result()
-        except Exception:
-            pass                                             # whoever waits for that handle is told
+    def _unsettled(self, conversation=None) -> list[Handle]:
+        """Turns that are not in the history yet, of one conversation or of all."""
+        with self.lock:
+            return [handle for name, handles in self.pending.items() if conversation in (None, name) for handle in handles]
+
+    def _abandon(self, handles):
+        for handle in handles:
+            handle.cancel()
+        self._wait_quietly(handles)
+
+    def _wait_quietly(self, handles):
+        for handle in handles:
+            try:
+                handle.result()
+            except Exception:
+                pass                                         # whoever waits for that handle is told
 
     def _forget_kv(self, name):
         if conversation := self.cache.conversations.get(name):
@@ -416,11 +429,7 @@ class Engine:
 
     def close(self):
         """Cancels what runs, stops the thread, closes the history. Everything that was told to be done is kept."""
-        with self.lock:
-            handles = [handle for handles in self.pending.values() for handle in handles]
-        for handle in handles:
-            handle.cancel()
-            self._wait_quietly(handle)
+        self._abandon(self._unsettled())
         if thread := self.thread:
             self.thread = None
             self.inbox.put(lambda: None)
@@ -444,3 +453,20 @@ def tier_sizes(config: Config, model) -> tuple[int, int]:
     if gpu < 2:
         raise ValueError(f"no memory is left for the cache: {gpu} tokens of {token_bytes} bytes; choose a smaller model or gpu_cache_tokens >= 2")
     return gpu, cpu
+
+
+def demo():
+    """Two conversations, 32 slots, 3 CPU places of 4 tokens; every step takes a second."""
+    engine = Engine("tiny_chat", gpu_cache_tokens=32, cpu_cache_tokens=12, chunk_size=4, max_batch_tokens=16, debug=True,
+                    clock=count().__next__, cost=RecomputeCost({4: 1.0, 32: 2.0}, rest=1.0))
+    for turn in ("a", "b", "a", "b", "ab"):
+        handles = [engine.submit(list(range(65, 72)), name, max_tokens=3, ignore_eos=True) for name in turn]
+        while any(handle.request is None or not handle.request.finish_reason for handle in handles):
+            print(engine.step())
+        for handle in handles:
+            print(f"    {handle.conversation}: {handle.result().sources}")
+    engine.close()
+
+
+if __name__ == "__main__":
+    demo()

@@ -5,7 +5,7 @@ from eviction import POLICIES
 from fakes import World, answer
 
 NAMES = "abcde"
-actions = st.lists(max_size=60, elements=st.one_of(
+actions = st.lists(min_size=20, max_size=150, elements=st.one_of(
     st.tuples(st.just("submit"), st.sampled_from(NAMES), st.integers(1, 20), st.integers(1, 8)),
     st.tuples(st.just("one-off"), st.integers(1, 12), st.integers(1, 6)),
     st.tuples(st.just("step"), st.integers(1, 6), st.sampled_from([0.0, 0.001, 1.0, 1000.0])),

@@ -1,0 +1,250 @@
+"""Multi-token attention against float64: the reference, and the Triton kernels in the interpreter (a process of its own), on a GPU where
+there is one, and as machine code compiled ahead of time."""
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attention_kernel as kernel
+from attention_kernel import MERGE_ROWS, TILES, SpanTensors, make_plan, multi_token_attention, multi_token_attention_reference
+
+HALF, FLOAT = torch.float16, torch.float32
+GPU = torch.cuda.is_available()
+
+
+def make_case(q_len, kv_len, group, kv_heads, D, dtype=FLOAT, device="cpu", seed=0):
+    """Arguments with shuffled slots and rows; unused table entries are out of range and unused slots hold NaN."""
+    random = torch.Generator().manual_seed(seed)
+    rows, used = list(range(len(q_len), 0, -1)), sum(kv_len)
+    slots = torch.randperm(used + 9, generator=random).int()
+    table = torch.full((len(q_len) + 1, max(kv_len, default=0) + 3), -1, dtype=torch.int32)
+    table[0], table[:, -1] = 2 ** 31 - 1, -2 ** 31
+    for row, part in zip(rows, slots[:used].split(kv_len)):
+        table[row, :len(part)] = part
+    q, k, v = (torch.randn(n, heads, D, generator=random).to(dtype)
+               for n, heads in ((sum(q_len), group * kv_heads), (used + 9, kv_heads), (used + 9, kv_heads)))
+    k[slots[used:].long()] = v[slots[used:].long()] = torch.nan
+    return *(x.to(device) for x in (q, k, v, table)), SpanTensors.build(rows, q_len, kv_len, device)
+
+
+def exact(q, k_cache, v_cache, slot_table, spans, scale=None):
+    """The definition, in float64: one span at a time, a dense matrix of scores in which the future is masked."""
+    q, k_cache, v_cache, slot_table = (x.cpu() for x in (q, k_cache, v_cache, slot_table))
+    group, out = q.shape[1] // k_cache.shape[1], [q[:0].double()]
+    starts = spans.q_start.tolist()
+    for row, start, end, kv_len in zip(spans.row.tolist(), starts, starts[1:], spans.kv_len.tolist()):
+        slots = slot_table[row, :kv_len].long()
+        k, v = (cache[slots].double().repeat_interleave(group, dim=1).transpose(0, 1) for cache in (k_cache, v_cache))  # [H, kv_len, D]
+        scores = q[start:end].double().transpose(0, 1) @ k.transpose(1, 2) * (scale or q.shape[2] ** -0.5)              # [H, q_len, kv_len]
+        position = torch.arange(kv_len - (end - start), kv_len)
+        scores.masked_fill_(torch.arange(kv_len) > position[:, None], -torch.inf)
+        out.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(out)
+
+
+def assert_close(actual, case, **kwargs):
+    tolerance = {torch.bfloat16: 2e-2, HALF: 2e-3, FLOAT: 2e-6}[actual.dtype]
+    torch.testing.assert_close(actual.cpu().double(), exact(*case, **kwargs), rtol=tolerance, atol=tolerance)
+
+
+spans_of_a_batch = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40)), max_size=5)
+
+
+# ---- the reference ------------------------------------------------------------------------------------------------------------
+
+@settings(max_examples=60, deadline=None)
+@given(spans_of_a_batch, st.sampled_from([1, 2, 3, 8]), st.integers(1, 3), st.sampled_from([16, 40, 64, 80, 128]), st.integers(0, 999))
+def test_reference_is_exact(spans, group, kv_heads, D, seed):
+    case = make_case([q for q, _ in spans], [q + history for q, history in spans], group, kv_heads, D, seed=seed)
+    assert_close(multi_token_attention_reference(*case), case)
+
+
+def test_scale_and_out():
+    case = make_case([1, 4], [6, 9], 2, 2, 16)
+    wide = torch.zeros(5, 4, 48)
+    out = wide[:, :, 16:32]
+    assert multi_token_attention(*case, scale=0.7, out=out) is out
+    assert_close(out, case, scale=0.7)
+    assert not wide[:, :, :16].any() and not wide[:, :, 32:].any()
+
+
+def test_bad_arguments():
+    q, k, v, table, spans = make_case([1, 4], [6, 9], 2, 2, 16)
+    for message, bad in {
+        "3 query heads are no multiple of 2": (q[:, :3], k, v, table, spans),
+        r"need \[T, H, D\]": (q[:, :, :8], k, v, table, spans),
+        "differ in shape or strides": (q, k, v[1:], table, spans),
+        "not contiguous": (q, k.transpose(1, 2).contiguous().transpose(1, 2), v.transpose(1, 2).contiguous().transpose(1, 2), table, spans),
+        "differ: torch.float32, torch.float16": (q, k.half(), v, table, spans),
+        "torch.int64, not int32": (q, k, v, table.long(), spans),
+        "q holds 4 tokens, the spans 5": (q[1:], k, v, table, spans),
+        "no row 2 of 9 positions": (q, k, v, table[:2], spans),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            multi_token_attention(*bad)
+    with pytest.raises(ValueError, match="out must be"):
+        multi_token_attention(q, k, v, table, spans, out=q[1:])
+    with pytest.raises(ValueError, match="scale 0 is not positive"):
+        multi_token_attention(q, k, v, table, spans, scale=0)
+    with pytest.raises(ValueError, match="q_len 3 and kv_len 2"):
+        SpanTensors.build(row=[0], q_len=[3], kv_len=[2])
+
+
+def test_without_triton():
+    code = "import sys; sys.modules['triton'] = None; import test_attention_kernel as t; c = t.make_case([2], [5], 2, 1, 16); " \
+           "t.assert_close(t.multi_token_attention(*c), c)"
+    run_python("-c", code)
+
+
+def run_python(*args, **environment):
+    """In a process of its own, where triton can be absent or interpreted from the first import on."""
+    path = os.pathsep.join([os.path.dirname(__file__), os.path.dirname(kernel.__file__)])
+    done = subprocess.run([sys.executable, *args], env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ---- the plan -----------------------------------------------------------------------------------------------------------------
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 900)), max_size=6), st.sampled_from([1, 3, 4, 71]), st.integers(1, 60),
+       st.sampled_from([64, 256]), st.sampled_from([2, 4]))
+def test_plan_covers_every_query_row_once(spans, group, wanted, min_piece, element):
+    q_len, kv_len = [q for q, _ in spans], [q + history for q, history in spans]
+    host = np.array([range(len(spans)), q_len, kv_len], dtype=np.int64)
+    plan = make_plan(host, group, TILES[element], wanted, min_piece, torch.device("cpu"))
+    span_of = np.repeat(np.arange(len(spans)), np.array(q_len, dtype=int) * group)
+    seen = np.zeros((len(span_of), max(kv_len, default=0)), dtype=int)
+    partial_of = {}                                            # partial row -> query row
+    for tile, items in plan.launches:
+        lengths = (items[:, 6] - items[:, 5]).tolist()
+        assert lengths == sorted(lengths, reverse=True) and lengths[-1] > 0 and items.shape[1] == 8
+        for first, end, partial, row, shift, kv_start, kv_end, _ in items.tolist():
+            assert 0 < end - first <= tile.rows and (span_of[first:end] == row).all()
+            assert kv_end == min(kv_end, (end - 1) // group + shift + 1)        # nothing beyond what the last token sees
+            assert shift == kv_len[row] - sum(q_len[:row + 1])
+            seen[first:end, kv_start:kv_end] += 1
+            if partial >= 0:
+                partial_of |= {partial + i: first + i for i in range(end - first)}
+            else:
+                assert kv_start == 0 and kv_end == (end - 1) // group + shift + 1
+    for row, counts in enumerate(seen):
+        position = kv_len[span_of[row]] - sum(q_len[:span_of[row] + 1]) + row // group
+        assert (counts[:position + 1] == 1).all() and (counts <= 1).all()
+    merged = []
+    for first, end, partial, stride, pieces, *_ in plan.merges.tolist():
+        assert 0 < end - first <= MERGE_ROWS and pieces > 1
+        merged += [(partial + piece * stride + i, first + i) for piece in range(pieces) for i in range(end - first)]
+    assert sorted(merged) == sorted(partial_of.items()) and len(partial_of) == plan.partial_rows
+
+
+def test_long_histories_are_split_to_fill_the_gpu():
+    def items(q_len, kv_len):
+        plan = make_plan(np.array([range(len(q_len)), q_len, kv_len]), 4, TILES[2], 50, 256, torch.device("cpu"))
+        return [len(items) for _, items in plan.launches]
+    assert 40 <= items([1], [16384])[0] <= 50                          # one decode
+    assert 40 <= items([20], [16384])[0] <= 50                         # one short prompt
+    assert items([1], [512]) == [2]                                    # not below the shortest piece
+    assert items([1] * 300, [1000] * 300) == [300]                     # there are enough without
+    assert all(n >= 30 for n in items([1, 12, 64], [9000, 9000, 9000]))  # each kind of tile must fill the GPU by itself
+    assert 80 <= items([1] * 50 + [1], [100] * 50 + [20000])[0] <= 100   # one long context among short ones
+
+
+def test_plan_is_made_once():
+    spans = SpanTensors.build(row=[3, 1], q_len=[1, 5], kv_len=[7, 5])
+    assert spans.plan(4, 2, HALF) is spans.plan(4, 2, HALF)
+    assert [x.tolist() for x in (spans.row, spans.q_start, spans.kv_len)] == [[3, 1], [0, 1, 6], [7, 5]]
+    assert (spans.max_q_len, spans.max_kv_len, spans.row.dtype) == (5, 7, torch.int32)
+
+
+# ---- the Triton kernels, run --------------------------------------------------------------------------------------------------
+
+CASES = [  # q_len, kv_len, group, kv_heads, D; all with pieces of 64 positions and more, so that some tiles are split and some are not
+    ([], [], 2, 2, 16),
+    ([1, 1, 1], [1, 64, 300], 1, 2, 32),
+    ([1, 3, 40], [200, 3, 90], 1, 1, 16),
+    ([2, 6, 30], [131, 30, 150], 3, 1, 32),
+    ([1, 5, 20], [70, 260, 20], 4, 2, 16),
+    ([1, 9], [129, 200], 8, 1, 80),
+    ([1, 2], [130, 65], 71, 1, 16),
+]
+
+
+def check_triton(device, dtypes):
+    """Every case in every dtype against float64; then slots whose offsets overflow int32."""
+    kinds, split = set(), 0
+    for dtype in dtypes:
+        for case in CASES:
+            arguments = make_case(*case, dtype=dtype, device=device)
+            plan = arguments[-1].plan(case[2], case[3], dtype, min_piece=64)
+            out = torch.full_like(arguments[0], torch.nan)
+            assert multi_token_attention(*arguments, out=out) is out
+            assert_close(out, arguments)
+            kinds |= {tile for tile, _ in plan.launches}
+            split += len(plan.merges)
+    assert kinds == {tile for dtype in dtypes for tile in TILES[dtype.itemsize]} and split
+    q, k, v, table, spans = make_case([1, 3], [40, 30], 2, 4, 16, dtype=HALF, device=device)
+    far = torch.empty(2 ** 31 // k[0].numel() + len(k), *k.shape[1:], dtype=HALF, device=device)     # only its end is ever touched
+    far[-len(k):] = k
+    table = torch.where((table >= 0) & (table < len(k)), table + (len(far) - len(k)), table)
+    assert torch.equal(multi_token_attention(q, far, far, table, spans), multi_token_attention(q, k, k, table - (len(far) - len(k)), spans))
+
+
+def test_triton_in_the_interpreter():
+    pytest.importorskip("triton")
+    run_python("-W", "ignore", __file__, TRITON_INTERPRET="1")  # bfloat16 is silently wrong there
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_triton_on_the_gpu():
+    check_triton("cuda", [FLOAT, HALF, torch.bfloat16])
+    case = make_case([1, 100, 700, 1], [3000, 5000, 700, 40], 8, 2, 128, dtype=torch.bfloat16, device="cuda")
+    assert_close(multi_token_attention(*case), case)
+
+
+# ---- the Triton kernels, as machine code --------------------------------------------------------------------------------------
+
+def compile_for(capability, function, folder, constants, **options):
+    """Ahead of time, with the alignment that the launcher would find -> SASS, bytes of shared memory."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    types = {"scale_log2": "fp32", "partial_out": "*fp32", "partial_lse": "*fp32", "slot_table": "*i32", "items": "*i32", "merges": "*i32",
+             "q": "*bf16", "k_cache": "*bf16", "v_cache": "*bf16", "out": "*bf16"}
+    names = function.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*" or "stride" in name}
+    source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options, enable_fp_fusion=True))
+    (folder / "cubin").write_bytes(compiled.asm["cubin"])
+    dump = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-sass", folder / "cubin"], capture_output=True, text=True, check=True)
+    return dump.stdout, compiled.metadata.shared
+
+
+@pytest.mark.parametrize("capability, kind, D, group", [
+    (90, 0, 128, 1), (90, 1, 128, 8), (90, 2, 128, 4), (90, 2, 80, 1), (80, 0, 64, 4), (80, 1, 128, 8), (80, 2, 128, 8)])
+def test_attention_machine_code(capability, kind, D, group, tmp_path):
+    tile = TILES[2][kind]
+    constants = dict(BLOCK_M=tile.rows, BLOCK_N=tile.keys, GROUP=group, D=D, BLOCK_D=128 if D > 64 else 64)
+    code, shared = compile_for(capability, kernel.attention_kernel, tmp_path, constants, num_warps=tile.warps, num_stages=tile.stages)
+    assert shared <= (128 if capability == 90 else 96) * 1024
+    copies = re.findall(r"LDGSTS\S*", code)
+    assert copies and all(".128" in copy for copy in copies)                    # 16 bytes each
+    products = [match.start() for match in re.finditer(r"\bHGMMA" if capability == 90 and tile.rows >= 64 else r"\bHMMA", code)]
+    loop = code[products[0]:products[-1]]
+    assert not re.search(r"\b(STL|LDL)\b", code if capability == 90 else loop)  # sm_80 parks a few addresses around the loop
+
+
+def test_merge_machine_code(tmp_path):
+    code, _ = compile_for(80, kernel.merge_kernel, tmp_path, dict(BLOCK_M=MERGE_ROWS, GROUP=4, D=128, BLOCK_D=128), num_warps=4)
+    assert not re.search(r"\b(STL|LDL)\b", code)
+
+
+if __name__ == "__main__":
+    check_triton("cpu", [FLOAT, HALF])
