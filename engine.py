@@ -176,6 +176,10 @@ class Engine:
     def _load_worker(self, config: Config) -> Worker:
         device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.startswith("cuda") else "float32"
+        try:
+            torch.empty(0, device=device)
+        except RuntimeError as error:
+            raise ValueError(f"device {device!r} cannot be used: {error}") from error
         if config.random_weights:
             model = random_model(config.model, device, getattr(torch, dtype))
         else:
@@ -301,7 +305,7 @@ class Engine:
         conversation: it decides between equals and names a new conversation, it opens nothing."""
         with self.lock:
             turn, known = self.history.match(messages, hint) or (None, 0)
-            if turn and turn.conversation not in self.pending and self.history.head(turn.conversation).id == turn.id:
+            if turn and turn.conversation not in self.pending and self.history.head(turn.conversation) == turn:
                 name = turn.conversation
             else:
                 taken = hint is None or hint in self.pending or self.history.head(hint)

@@ -47,21 +47,22 @@ def load_tokenizer(directory: Path) -> "Tokenizer | None":
 
 class Tokenizer:
     """special: the ids of the special tokens by their text; bos_text, eos_text: "" where the checkpoint names none.
-    fingerprint: changes with whatever decides ids and text; ids kept under another fingerprint mean nothing here."""
+    fingerprint: changes with whatever decides ids and text; ids kept under another fingerprint mean nothing here.
+    pieces: the bytes of every token that is not special; drops_first_space: a text loses the space that it begins with."""
 
     def __init__(self, files: list[Path], config: dict):
         """files: tokenizer.json, or vocab.json and merges.txt; config: see read_config. ValueError if they cannot be used."""
-        self._named = {key: value for key, value in config.items() if key.endswith("_token")}       # and add_bos_token, a bool
-        names = [*self._named.values(), *config.get("additional_special_tokens", [])]
-        spec = read_vocabulary(files, [name for name in names if isinstance(name, str)], config.get("add_prefix_space", False))
+        self._named = {key: value for key, value in config.items() if key.endswith("_token")}   # what templates see; add_bos_token too
+        names = [name for name in self._named.values() if isinstance(name, str)] + config.get("additional_special_tokens", [])
+        spec = read_vocabulary(files, names, config.get("add_prefix_space", False))
         self.special = {token["content"]: token["id"] for token in spec["added_tokens"] if token["special"]}
         self.bos_text, self.eos_text = config.get("bos_token", ""), config.get("eos_token", "")
-        self._pieces, self._drops_first_space = token_bytes(spec)
-        self._backend = (TiktokenBackend if ids_in_merge_order(spec) else LibraryBackend)(spec, self.special, self._pieces)
+        self.pieces, self.drops_first_space = token_bytes(spec)
+        self._backend = (TiktokenBackend if ids_in_merge_order(spec) else LibraryBackend)(spec, self.special, self.pieces)
         self._special_starts = re.compile(f"(?=({either(self.special)}))(.)", re.DOTALL)
         source = config.get("chat_template") or PLAIN_TEMPLATE
         self._template = compile_template(source)
-        decides = [[file.read_text("utf-8") for file in files], sorted(self.special.items()), source, self._named]
+        decides = [[hashlib.sha256(file.read_bytes()).hexdigest() for file in files], sorted(self.special.items()), source, self._named]
         self.fingerprint = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -123,12 +124,12 @@ class TextStream:
             raise ValueError(f"a stop string must not be empty, got {list(stop)}")
         self._tokenizer, self._stop, self.stopped = tokenizer, stop, False
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._drop_space = tokenizer._drops_first_space
+        self._drop_space = tokenizer.drops_first_space
         self._held = ""
 
     def push(self, token: int) -> str:
         """The text that has become certain: whole characters, and no ending that may still become a stop string."""
-        piece = self._tokenizer._pieces.get(token, b"")
+        piece = self._tokenizer.pieces.get(token, b"")
         if piece and self._drop_space:
             piece, self._drop_space = piece.removeprefix(b" "), False
         return self._advance(self._utf8.decode(piece))
@@ -188,7 +189,7 @@ def read_config(directory: Path) -> dict:
     """tokenizer_config.json over special_tokens_map.json, tokens as plain strings, `chat_template` a string if there is one."""
     config = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (directory / name).is_file():
+        if (directory / name).is_file():        # a token is a string, or a dictionary with the string as its content
             config |= json.loads((directory / name).read_text("utf-8"), object_hook=lambda entry: entry.get("content", entry))
     if isinstance(templates := config.get("chat_template"), list):
         config["chat_template"] = {entry["name"]: entry["template"] for entry in templates}.get("default")
@@ -238,17 +239,20 @@ def ids_in_merge_order(spec: dict) -> bool:
     """Whether this is GPT-2's kind of BPE with ids in merge order: the 256 bytes, one token per merge, later merges higher.
     For a vocabulary that was learnt by merging, joining the adjacent pair with the lowest id is then the same as BPE."""
     model, split, words = spec["model"], spec["pre_tokenizer"] or {}, vocabulary(spec)
-    if (model["type"] != "BPE" or model["dropout"] or model["continuing_subword_prefix"] or model["end_of_word_suffix"]
-            or spec["normalizer"] or (split.get("type"), split.get("add_prefix_space"), split.get("use_regex")) != ("ByteLevel", False, True)
-            or any(token["lstrip"] or token["rstrip"] or token["single_word"] or not token["special"] for token in spec["added_tokens"])):
+    plain_bpe = model["type"] == "BPE" and not any(map(model.get, ("dropout", "continuing_subword_prefix", "end_of_word_suffix")))
+    gpt2_split = split.get("type") == "ByteLevel" and split["use_regex"] and not split["add_prefix_space"]
+    plain_added = all(token["special"] and not any(map(token.get, ("lstrip", "rstrip", "single_word")))
+                      for token in spec["added_tokens"])
+    if spec["normalizer"] or not (plain_bpe and gpt2_split and plain_added):
         return False
     merged = [words.get("".join(pair), -1) for pair in model["merges"]]
     return merged == sorted(set(merged)) and len(words) == 256 + len(merged) and byte_alphabet().keys() <= words.keys()
 
 
 def token_bytes(spec: dict) -> tuple[dict[int, bytes], bool]:
-    """The bytes of every token that is not special, and whether a text loses the space that it begins with (SentencePiece)."""
-    steps = {step.get("type"): step for step in (spec["decoder"] or {}).get("decoders", [spec["decoder"] or {}])}
+    """A Tokenizer's `pieces` and `drops_first_space`."""
+    decoder = spec["decoder"] or {"type": None}
+    steps = {step["type"]: step for step in decoder.get("decoders", [decoder])}
     alphabet = byte_alphabet()
 
     def from_byte_level(text):

@@ -1,0 +1,202 @@
+"""The in-process API: turns, threads, cancellation, restart, errors. On the embedded model."""
+import threading
+
+import pytest
+
+from engine import Engine
+from eviction import RecomputeCost
+from history import History
+
+COST = RecomputeCost({32: 1e-3, 1024: 4e-3}, rest=1e-3)
+TINY = dict(cost=COST, gpu_cache_tokens=160, cpu_cache_tokens=64, chunk_size=8, max_batch_tokens=32, debug=True)
+
+
+@pytest.fixture
+def engine():
+    engine = Engine("tiny_chat", **TINY)
+    yield engine
+    engine.close()
+
+
+def ids(n, seed=0):
+    return [(17 * i + 31 * seed) % 250 for i in range(n)]
+
+
+def script(name, turns=3):
+    """The turns of one conversation, as (prompt, max_tokens)."""
+    return [(ids(6 + turn, seed=ord(name[-1]) + turn), 5) for turn in range(turns)]
+
+
+def alone(name, turns=3):
+    """What each turn of the script gives with nobody else there."""
+    engine = Engine("tiny_chat", cost=COST)
+    replies = [engine.generate(prompt, name, max_tokens=n, ignore_eos=True).token_ids for prompt, n in script(name, turns)]
+    engine.close()
+    return replies
+
+
+def test_chat_continues_a_conversation(engine):
+    first = engine.chat("Hi, I'm Ada.", conversation="c", max_tokens=12)
+    second = engine.chat("What is my name?", conversation="c", max_tokens=12)
+    assert first.usage["new"] == first.usage["prompt_tokens"]
+    history = first.usage["prompt_tokens"] + len(first.token_ids)
+    assert second.usage["gpu"] + second.usage["cpu"] + second.usage["recomputed"] == history - 1      # the last token was sampled, never fed
+    tokens, special = engine.cache.conversations["c"].tokens.tolist(), engine.tokenizer.special
+    turn = [special["<|user|>"], *engine.tokenizer.encode("What is my name?"), special["<|end|>"], special["<|assistant|>"]]
+    owed = [] if first.token_ids[-1] == special["<|end|>"] else [special["<|end|>"]]
+    assert tokens[history:] == owed + turn + second.token_ids
+
+
+def test_threads_share_a_started_engine():
+    engine = Engine("tiny_chat", **TINY).start()
+    names, replies = [f"c{i}" for i in range(6)], {}
+
+    def client(name):
+        replies[name] = [engine.generate(prompt, name, max_tokens=n, ignore_eos=True).token_ids for prompt, n in script(name)]
+
+    threads = [threading.Thread(target=client, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert replies == {name: alone(name) for name in names}
+    assert engine.stats()["running"] == engine.stats()["waiting"] == 0
+    engine.close()
+
+
+def test_turns_of_a_conversation_run_in_order_of_submission(engine):
+    handles = [engine.submit(prompt, "c", max_tokens=n, ignore_eos=True) for prompt, n in script("c")]
+    assert handles[2].result().token_ids == alone("c")[2]      # waited for first: the earlier ones are committed before it
+    assert [handle.result().token_ids for handle in handles] == alone("c")
+    assert engine.history.tokens(engine.history.head("c").id) == engine.cache.conversations["c"].tokens
+
+
+def test_a_handle_can_be_read_again_and_as_text(engine):
+    handle = engine.submit(ids(5), max_tokens=9, ignore_eos=True)
+    streamed = "".join(handle.pieces())
+    assert list(handle) == list(handle) == handle.result().token_ids and len(list(handle)) == 9
+    assert streamed == handle.result().text == engine.tokenizer.decode(handle.result().token_ids)
+
+
+def test_a_cancelled_turn_leaves_no_trace(engine):
+    engine.generate(ids(9), "c", max_tokens=4, ignore_eos=True)
+    before = engine.history.head("c")
+    handle = engine.submit(ids(20, seed=3), "c", max_tokens=50, ignore_eos=True)
+    assert next(iter(handle)) is not None
+    handle.cancel()
+    assert handle.result().finish_reason == "cancelled"
+    assert engine.history.head("c") == before
+    assert len(engine.cache.conversations["c"].tokens) == before.length
+    untouched = Engine("tiny_chat", **TINY)
+    untouched.generate(ids(9), "c", max_tokens=4, ignore_eos=True)
+    assert engine.generate(ids(7), "c", max_tokens=6) == untouched.generate(ids(7), "c", max_tokens=6)
+
+
+def test_a_restart_goes_on_from_the_history(tmp_path):
+    path = str(tmp_path / "history.sqlite")
+    replies = []
+    for prompt, n in script("c"):
+        engine = Engine("tiny_chat", history=path, **TINY)
+        reply = engine.generate(prompt, "c", max_tokens=n, ignore_eos=True)
+        assert reply.usage["recomputed"] == max(0, sum(len(p) + m for p, m in script("c")[:len(replies)]) - 1)
+        replies.append(reply.token_ids)
+        engine.close()
+    assert replies == alone("c")
+
+
+def test_a_cold_conversation_lives_in_the_history_alone(engine):
+    first = alone("c")
+    prompt, n = script("c")[0]
+    engine.generate(prompt, "c", max_tokens=n, ignore_eos=True)
+    for i in range(12):
+        engine.generate(ids(40, seed=i), f"other{i}", max_tokens=8, ignore_eos=True)
+    assert "c" not in engine.cache.conversations
+    prompt, n = script("c")[1]
+    reply = engine.generate(prompt, "c", max_tokens=n, ignore_eos=True)
+    assert reply.token_ids == first[1] and reply.usage["recomputed"] > 0 == reply.usage["gpu"] + reply.usage["cpu"]
+
+
+def test_forget_frees_both_tiers_and_the_history(engine):
+    engine.generate(ids(30), "c", max_tokens=4, ignore_eos=True)
+    running = engine.submit(ids(5), "c", max_tokens=50, ignore_eos=True)
+    next(iter(running))
+    engine.forget("c")
+    assert running.result().finish_reason == "cancelled"
+    assert engine.history.head("c") is None and "c" not in engine.cache.conversations
+    assert engine.stats()["slots_free"] == 160 and engine.stats()["cpu_chunks_free"] == 8
+    assert engine.generate(ids(3), "c", max_tokens=2).usage["prompt_tokens"] == 3
+    engine.forget("never heard of")
+
+
+def test_one_offs_keep_nothing(engine):
+    engine.generate(ids(30), max_tokens=4, ignore_eos=True)
+    assert engine.stats()["slots_free"] == 160 and engine.stats()["conversations"] == 0 and not engine.history.conversations()
+
+
+def test_a_resent_history_is_recognised_and_an_edited_one_branches(engine):
+    hello, again = dict(role="user", content="Hello"), dict(role="user", content="And now?")
+    first = engine.submit_chat([hello], "mine", max_tokens=6)
+    said = dict(role="assistant", content=first.result().text)
+    second = engine.submit_chat([hello, said, again], max_tokens=6)
+    assert second.conversation == "mine" and second.result().usage["gpu"] > 0
+    branch = engine.submit_chat([hello, said, dict(role="user", content="Or else?")], "mine", max_tokens=6)
+    assert branch.conversation != "mine"                          # "mine" has gone on: its first turn has a second child
+    assert branch.result().usage["recomputed"] == first.result().usage["prompt_tokens"] + len(first.token_ids) - 1
+    fresh = engine.submit_chat([dict(role="user", content="Howdy"), said, again], "mine", max_tokens=6)
+    assert fresh.conversation not in ("mine", branch.conversation) and fresh.result().usage["new"] == fresh.result().usage["prompt_tokens"]
+
+
+def test_a_stop_string_ends_the_reply(engine):
+    prompt = engine.tokenizer.turn([], [dict(role="user", content="What can you do?")], None)
+    whole = engine.generate(prompt, max_tokens=30, ignore_eos=True)
+    stop = whole.text[6:9]
+    reply = engine.generate(prompt, max_tokens=30, ignore_eos=True, stop=[stop])
+    assert reply.finish_reason == "stop" and reply.text == whole.text[:whole.text.index(stop)]
+    assert reply.token_ids == whole.token_ids[:len(reply.token_ids)]
+
+
+@pytest.mark.parametrize("prompt, options, message", [
+    ([], {}, "empty"), ([1], dict(max_tokens=0), "max_tokens must be at least 1, got 0"), ([10**6], {}, "1000000"), (["a"], {}, "'a'"),
+    ([1], dict(max_tokens=160), "limit of 160"), (ids(160), {}, "limit of 160"), ([1], dict(temperature=-1), "temperature"),
+    ([1], dict(top_p=0), "top_p"), ([1], dict(stop=[""]), "stop")])
+def test_bad_input_is_refused_by_name(engine, prompt, options, message):
+    with pytest.raises(ValueError, match=message):
+        engine.submit(prompt, "c", **options)
+    assert engine.generate(ids(3), "c", max_tokens=2, ignore_eos=True).finish_reason == "length"
+
+
+@pytest.mark.parametrize("flags, message", [
+    (dict(policy="fifo"), "fifo"), (dict(gpu_cache_tokens=0), "gpu_cache_tokens"), (dict(cpu_cache_tokens=-1), "cpu_cache_tokens"),
+    (dict(reserve=1.0), "reserve"), (dict(dtype="int8"), "int8"), (dict(model="no/such/dir/at all"), "no/such/dir"), (dict(device="abacus"), "abacus")])
+def test_bad_flags_are_refused_by_name(flags, message):
+    with pytest.raises(ValueError, match=message):
+        Engine(**flags)
+
+
+def test_a_turn_that_cannot_be_committed_fails_and_is_forgotten(engine, monkeypatch):
+    first = engine.generate(ids(9), "c", max_tokens=4, ignore_eos=True)
+    def disk_full(*arguments):
+        raise OSError("disk full")
+    with monkeypatch.context() as patch:
+        patch.setattr(History, "commit", disk_full)
+        with pytest.raises(OSError, match="disk full"):
+            engine.generate(ids(5), "c", max_tokens=4)
+    reply = engine.generate(ids(5), "c", max_tokens=4)
+    assert reply.usage["prompt_tokens"] == 9 + len(first.token_ids) + 5
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_step_that_fails_tells_everyone(started):
+    engine = Engine("tiny_chat", **TINY)
+    def broken(batch):
+        raise ZeroDivisionError("boom")
+    engine.worker.execute = broken
+    if started:
+        engine.start()
+    handle = engine.submit(ids(3), "c")
+    with pytest.raises((ZeroDivisionError, RuntimeError), match="boom"):
+        handle.result()
+    with pytest.raises(RuntimeError, match="boom"):
+        engine.submit(ids(3), "d").result()
+    engine.close()

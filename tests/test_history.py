@@ -1,0 +1,259 @@
+"""The oracle is a model in plain Python, and for crashes a process that is really killed."""
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from history import History, StaleTurn
+
+HI, MORE, BYE = ({"role": "user", "content": text} for text in ("Hi", "More", "Bye"))
+HELLO, SURE = ({"role": "assistant", "content": text} for text in ("Hello", "Sure"))
+
+
+@pytest.fixture
+def history():
+    return History()
+
+
+def two_turns(history, name="c"):
+    first = history.commit(name, None, [1, 2], [3], [HI], "Hello")
+    return first, history.commit(name, first.id, [4], [5, 6], [MORE], "Sure")
+
+
+def stored_turns(path):
+    return sqlite3.connect(path).execute("SELECT count(*) FROM turn").fetchone()[0]
+
+
+def test_commit_and_read_back(history):
+    assert history.head("c") is None and history.conversations() == []
+    first, second = two_turns(history)
+    assert (first.parent, first.conversation, first.length, first.last_token) == (None, "c", 3, 3)
+    assert (second.parent, second.conversation, second.length, second.last_token) == (first.id, "c", 6, 6)
+    assert history.head("c") == second and history.conversations() == ["c"]
+    assert history.tokens(second.id).tolist() == [1, 2, 3, 4, 5, 6] and history.tokens(first.id).tolist() == [1, 2, 3]
+    assert history.messages(second.id) == [HI, HELLO, MORE, SURE] and history.messages(first.id) == [HI, HELLO]
+
+
+def test_token_ids_take_32_bits(history):
+    turn = history.commit("c", None, [2 ** 31 - 1], [], [HI], "")
+    assert history.tokens(turn.id).tolist() == [2 ** 31 - 1] and turn.last_token == 2 ** 31 - 1
+    with pytest.raises(ValueError, match="one token"):
+        history.commit("d", None, [], [])
+
+
+def test_long_conversation(history):
+    turn = None
+    for i in range(1500):
+        turn = history.commit("c", turn and turn.id, [i], [-i])
+    assert history.tokens(turn.id).tolist() == [x for i in range(1500) for x in (i, -i)] and turn.length == 3000
+    history.forget("c")
+    assert history.conversations() == []
+
+
+def test_commit_needs_the_head_as_its_parent(history):
+    first, second = two_turns(history)
+    for parent in (first.id, None, "turn_never"):
+        with pytest.raises(StaleTurn, match=second.id):
+            history.commit("c", parent, [7], [8])
+    with pytest.raises(StaleTurn, match="forgotten"):
+        history.commit("d", second.id, [7], [8])
+    history.forget("c")
+    with pytest.raises(StaleTurn, match="forgotten"):
+        history.commit("c", second.id, [7], [8])
+    for read in (history.tokens, history.messages):
+        with pytest.raises(StaleTurn, match="gone"):
+            read(first.id)
+    assert history.conversations() == []
+
+
+def test_match_takes_the_longest_prefix_that_ends_with_a_reply(history):
+    first, second = two_turns(history)
+    assert history.match([HI, HELLO, MORE, SURE, BYE]) == (second, 4)
+    assert history.match([HI, HELLO, BYE])[0].id == first.id
+    assert history.match([HI, HELLO, MORE, SURE])[1] == 2            # never all messages: something must be new
+    assert history.match([HI, HELLO, MORE, {"role": "assistant", "content": "edited"}, BYE])[1] == 2
+    for stranger in ([], [HI], [BYE, HELLO, MORE], [HI, HELLO], [{"role": "system", "content": "Hi"}, HELLO, MORE]):
+        assert history.match(stranger) is None
+
+
+def test_borders_between_messages_count(history):
+    def chat(*pairs):
+        return [{"role": role, "content": content} for role, content in pairs]
+
+    history.commit("c", None, [1], [2], chat(("user", "ab"), ("user", "c")), "Hello")
+    assert history.match([*chat(("user", "ab"), ("user", "c")), HELLO, BYE])
+    for other in (chat(("user", "a"), ("user", "bc")), chat(("user", 'ab", "user", "c')), chat(("usera", "b"), ("user", "c"))):
+        assert history.match([*other, HELLO, BYE]) is None
+
+
+def test_only_what_visible_text_vouches_for_is_matched(history):
+    turn = history.commit("cut", None, [1], [2], [HI], "Hello", exact=False)
+    turn = history.commit("cut", turn.id, [1], [2], [MORE], "Sure")
+    assert history.messages(turn.id) == [HI, HELLO, MORE, SURE]
+    turn = history.commit("raw", None, [1], [2])
+    turn = history.commit("raw", turn.id, [1], [2], [HI], "Hello")
+    assert history.messages(turn.id) == [HI, HELLO] and history.tokens(turn.id).tolist() == [1, 2, 1, 2]
+    assert history.match([HI, HELLO, MORE, SURE, BYE]) is None
+
+
+def test_match_among_equals(history):
+    oldest, middle, newest = (two_turns(history, name) for name in "abc")
+    resent = [HI, HELLO, MORE, SURE, BYE]
+    assert history.match(resent)[0] == newest[1] and history.match(resent, "unknown")[0] == newest[1]
+    assert history.match(resent, "a")[0] == oldest[1]
+    assert history.match(resent[:3], "b")[0] == middle[0]
+    history.commit("c", newest[1].id, [7], [8])
+    assert history.match(resent)[0] == middle[1]                     # a head goes before a newer turn
+    assert history.match(resent, "c")[0] == newest[1]
+    assert history.branch(oldest[1].id, "d").conversation == "d"
+    assert history.match(resent, "d")[0] == history.head("d") and history.match(resent, "a")[0] == oldest[1]
+    history.forget("a")
+    history.branch(oldest[1].id, "a")
+    assert history.match(resent, "d")[0] == history.head("d") and history.match(resent, "a")[0] == history.head("a")
+
+
+def test_owners_do_not_match_each_other(tmp_path):
+    History(tmp_path / "h", owner_key="ada").commit("c", None, [1], [2], [HI], "Hello")
+    assert History(tmp_path / "h", owner_key="bob").match([HI, HELLO, BYE]) is None
+    assert History(tmp_path / "h", owner_key="ada").match([HI, HELLO, BYE])[1] == 2
+
+
+def test_branch_shares_and_forget_keeps_what_is_shared(tmp_path):
+    history = History(tmp_path / "h")
+    first, second = two_turns(history, "main")
+    assert history.branch(first.id, "side") == first._replace(conversation="side") == history.head("side")
+    assert stored_turns(tmp_path / "h") == 2
+    third = history.commit("side", first.id, [9], [9])
+    assert history.tokens(third.id).tolist() == [1, 2, 3, 9, 9]
+    with pytest.raises(ValueError, match="side"):
+        history.branch(second.id, "side")
+    history.forget("main")
+    assert history.tokens(third.id).tolist() == [1, 2, 3, 9, 9] and stored_turns(tmp_path / "h") == 2
+    with pytest.raises(StaleTurn):
+        history.branch(second.id, "late")
+    history.forget("side")
+    history.forget("side")
+    assert stored_turns(tmp_path / "h") == 0 and history.conversations() == []
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from(["commit", "branch", "forget"]), st.sampled_from("abcd"), st.sampled_from("abcd")), max_size=25))
+def test_against_lists_of_tokens(actions):
+    history, model = History(), {}          # model: conversation -> all its tokens
+    for i, (action, name, other) in enumerate(actions):
+        if action == "commit":
+            head = history.head(name)
+            history.commit(name, head and head.id, [i], [-i])
+            model[name] = model.get(name, []) + [i, -i]
+        elif action == "branch" and other in model and name not in model:
+            history.branch(history.head(other).id, name)
+            model[name] = model[other]
+        elif action == "forget":
+            history.forget(name)
+            model.pop(name, None)
+        assert {name: history.tokens(history.head(name).id).tolist() for name in history.conversations()} == model
+    for name in "abcd":
+        history.forget(name)
+    assert history._db.execute("SELECT count(*) FROM turn").fetchone() == (0,)
+
+
+def test_restart(tmp_path):
+    history = History(tmp_path / "h", "model one")
+    _, second = two_turns(history)
+    history.close()
+    again = History(tmp_path / "h", "model one")
+    assert again.head("c") == second and again.match([HI, HELLO, MORE, SURE, BYE]) == (second, 4)
+
+
+def test_files_it_refuses(tmp_path):
+    History(tmp_path / "h", "model one").close()
+    with pytest.raises(ValueError, match=r"/h was written with another tokenizer .* name another file"):
+        History(tmp_path / "h", "model two")
+    sqlite3.connect(tmp_path / "h").execute("PRAGMA user_version = 99")
+    with pytest.raises(ValueError, match="/h has schema version 99"):
+        History(tmp_path / "h", "model one")
+    sqlite3.connect(tmp_path / "other").execute("CREATE TABLE cats (name)")
+    with pytest.raises(ValueError, match="version 0"):
+        History(tmp_path / "other")
+    (tmp_path / "letter").write_text("Dear Ada, " * 1000)
+    with pytest.raises(ValueError, match="/letter cannot be used as a history"):
+        History(tmp_path / "letter")
+    assert (tmp_path / "letter").read_text().startswith("Dear Ada")
+
+
+def test_only_the_owner_can_read_the_files(tmp_path):
+    previous = os.umask(0)
+    try:
+        history = History(tmp_path / "h")
+        two_turns(history)
+        files = sorted(tmp_path.iterdir())
+        assert [file.name for file in files] == ["h", "h-shm", "h-wal"]
+        assert all(file.stat().st_mode & 0o777 == 0o600 for file in files)
+        history.close()
+        os.chmod(tmp_path / "h", 0o644)         # as a careless copy would be
+        two_turns(History(tmp_path / "h"), "d")
+        assert all(file.stat().st_mode & 0o777 == 0o600 for file in tmp_path.iterdir())
+    finally:
+        os.umask(previous)
+
+
+@pytest.mark.parametrize("connections", [1, 2], ids=["one history", "two on the same file"])
+def test_concurrent_commits(tmp_path, connections):
+    """Eight threads append to three conversations, reading the head anew whenever another was faster."""
+    histories = [History(tmp_path / "h") for _ in range(connections)]
+
+    def append(i):
+        history, name = histories[i % connections], "abc"[i % 3]
+        for n in range(15):
+            while True:
+                head = history.head(name)
+                try:
+                    history.commit(name, head and head.id, [i], [n])
+                    break
+                except StaleTurn:
+                    pass
+
+    threads = [threading.Thread(target=append, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    tokens = [histories[0].tokens(histories[0].head(name).id).tolist() for name in "abc"]
+    pairs = [list(zip(row[::2], row[1::2])) for row in tokens]
+    assert sorted(pair for row in pairs for pair in row) == [(i, n) for i in range(8) for n in range(15)]
+    for row in pairs:
+        for i in {i for i, _ in row}:
+            assert [n for thread, n in row if thread == i] == list(range(15))
+
+
+def test_kill_loses_nothing_acknowledged(tmp_path):
+    program = """
+import sys; from history import History
+history, turn = History(sys.argv[1]), None
+for i in range(1_000_000):
+    turn = history.commit("c", turn and turn.id, [i], [i], [{"role": "user", "content": str(i)}], "ok")
+    print(i, flush=True)
+"""
+    child = subprocess.Popen([sys.executable, "-c", program, tmp_path / "h"], stdout=subprocess.PIPE, text=True,
+                             env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)})
+    for _ in range(40):
+        child.stdout.readline()
+    child.send_signal(signal.SIGKILL)
+    acknowledged = 40 + len([line for line in child.stdout.read().split("\n") if line])
+    child.wait()
+    history = History(tmp_path / "h")
+    tokens = history.tokens(history.head("c").id).tolist()
+    assert len(tokens) // 2 in (acknowledged, acknowledged + 1)
+    assert tokens == [i for i in range(len(tokens) // 2) for _ in range(2)] and history.head("c").length == len(tokens)
+    assert len(history.messages(history.head("c").id)) == len(tokens)
+
+
+def test_needs_no_torch():
+    root = Path(__file__).parent.parent
+    subprocess.run([sys.executable, "-c", "import sys, history; assert 'torch' not in sys.modules"], cwd=root, check=True)
