@@ -10,25 +10,22 @@ committed to the history by its caller, and only then told to be done.
 Invariant: the answer never depends on the cache. Any sizes, policy and interleaving give the tokens of a full recompute.
 
 `python engine.py` plays two conversations under starved tiers and prints each step's batch."""
-import os
 import random
 import threading
 import time
 import uuid
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import count, takewhile
 from queue import Empty, SimpleQueue
-
-import torch
 
 from eviction import POLICIES, RecomputeCost
 from history import History
 from kv_cache import KVCache
-from model import find_checkpoint, load_model, random_model
+from model import find_checkpoint
 from scheduler import Batch, Request, Scheduler
 from tokenizer import TextStream, load_tokenizer
-from worker import Sampling, Worker
+from worker import Sampling, load_worker
 
 
 def flag(default, help: str, choices=None):
@@ -40,7 +37,7 @@ class Config:
     """Every flag of server.py and bench.py, and every keyword of Engine, in one place."""
     model: str = flag("tiny_chat", "a checkpoint's directory, a hub name, or with --random-weights a preset")
     random_weights: bool = flag(False, "do not load the model's weights, make some up (for measuring)")
-    device: str = flag("auto", "auto, cpu, cuda, cuda:1, ...")
+    device: str = flag("auto", "where model and first tier are", ("auto", "cpu", "cuda"))
     dtype: str = flag("auto", "of weights and cache; auto: bfloat16 on CUDA, float32 elsewhere", ("auto", "float32", "float16", "bfloat16"))
     gpu_cache_tokens: int = flag(None, "slots of the first tier; by default what memory allows")
     cpu_cache_tokens: int = flag(None, "size of the second tier; 0: none (the paper's GPU cache variant)")
@@ -64,10 +61,9 @@ class Config:
         for name in ("swap_threshold", "reserve"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is a share of the slots, at least 0 and below 1, got {getattr(self, name)}")
-        for name in ("policy", "dtype"):
-            choices = self.__dataclass_fields__[name].metadata["choices"]
-            if getattr(self, name) not in choices:
-                raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose from {', '.join(choices)}")
+        for entry in fields(self):
+            if (choices := entry.metadata["choices"]) and (value := getattr(self, entry.name)) not in choices:
+                raise ValueError(f"unknown {entry.name} {value!r}; choose from {', '.join(choices)}")
 
 
 @dataclass(frozen=True)
@@ -158,12 +154,12 @@ class Engine:
         debug: check_integrity() after every step."""
         self.config = config = Config(model=model, history=history if isinstance(history, str) else None, **flags)
         self.clock, self.debug = clock, debug
-        self.tokenizer = None
-        self.worker = worker or self._load_worker(config)
-        slots, places = self.worker.num_slots, self.worker.num_places
-        policy = POLICIES[config.policy](cost or self.worker.profile(), config.chunk_size)
-        self.cache = KVCache(slots, places, config.chunk_size, config.max_running, self.worker.max_context, policy)
-        self.scheduler = Scheduler(self.cache, self.worker.max_context, config.max_batch_tokens, config.swap_threshold, config.reserve,
+        directory = None if worker or config.random_weights else find_checkpoint(config.model)
+        self.tokenizer = load_tokenizer(directory) if directory else None
+        self.worker = worker = worker or load_worker(config, directory)
+        policy = POLICIES[config.policy](cost or worker.profile(), config.chunk_size)
+        self.cache = KVCache(worker.num_slots, worker.num_places, config.chunk_size, config.max_running, worker.max_context, policy)
+        self.scheduler = Scheduler(self.cache, worker.max_context, config.max_batch_tokens, config.swap_threshold, config.reserve,
                                    config.stateless, config.separate_phases)
         fingerprint = self.tokenizer.fingerprint if self.tokenizer else ""
         self.history = history if isinstance(history, History) else History(config.history or ":memory:", fingerprint)
@@ -172,22 +168,6 @@ class Engine:
         self.pending: dict[str, list[Handle]] = {}          # by conversation: turns that are not in the history yet, in order
         self.stepping = threading.RLock()                   # held by the owner
         self.thread, self.failure = None, None
-
-    def _load_worker(self, config: Config) -> Worker:
-        device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.startswith("cuda") else "float32"
-        try:
-            torch.empty(0, device=device)
-        except RuntimeError as error:
-            raise ValueError(f"device {device!r} cannot be used: {error}") from error
-        if config.random_weights:
-            model = random_model(config.model, device, getattr(torch, dtype))
-        else:
-            directory = find_checkpoint(config.model)
-            model, self.tokenizer = load_model(directory, device, getattr(torch, dtype)), load_tokenizer(directory)
-        slots, cpu_tokens = tier_sizes(config, model)
-        return Worker(model, slots, cpu_tokens // config.chunk_size, config.chunk_size, config.max_running,
-                      min(model.config.max_context, slots), pipeline=not config.no_pipeline)
 
     # ---- the loop
 
@@ -262,11 +242,13 @@ class Engine:
     # ---- turns
 
     def submit(self, prompt: list[int], conversation: str | None = None, *, max_tokens: int | None = None, temperature: float = 0.0,
-               top_k: int = 0, top_p: float = 1.0, seed: int | None = None, stop=(), ignore_eos: bool = False, messages=()) -> Handle:
-        """Token ids, to be appended to the conversation (None: a one-off, nothing is kept), and a reply generated.
-        messages: the visible ones that the ids stand for. ValueError for what can't be served."""
+               top_k: int | None = None, top_p: float | None = None, seed: int | None = None, stop=(), ignore_eos: bool = False, messages=()) -> Handle:
+        """Appends token ids to the conversation (None: a one-off, nothing is kept) and generates a reply; returns at once.
+        max_tokens: by default as many as fit. temperature 0 is greedy; seed None is a new one. stop: a string or several.
+        messages: the visible ones that the ids stand for. ValueError for what cannot be served."""
         options = dict(max_tokens=max_tokens, ignore_eos=ignore_eos, stop=[stop] if isinstance(stop, str) else list(stop or ()),
-                       sampling=Sampling(temperature, top_k, top_p, random.getrandbits(32) if seed is None else seed))
+                       sampling=Sampling(temperature or 0.0, top_k or 0, 1.0 if top_p is None else top_p,
+                                         random.getrandbits(32) if seed is None else seed))
         self._check(prompt, options)
         handle = Handle(self, conversation, list(prompt), list(messages), options)
         with self.lock:
@@ -439,24 +421,6 @@ class Engine:
             self.inbox.put(lambda: None)
             thread.join()
         self.history.close()
-
-
-def tier_sizes(config: Config, model) -> tuple[int, int]:
-    """Tokens of the GPU and the CPU tier: as given, else nine tenths of the GPU's free memory and a quarter of the host's.
-    Where the host's memory is both tiers, the first has room for sixteen whole contexts, the second for four times that."""
-    parameter, shape = next(model.parameters()), model.config
-    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * parameter.element_size()
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4 // token_bytes
-    if parameter.device.type == "cuda":
-        gpu, cpu = int(0.9 * torch.cuda.mem_get_info(parameter.device)[0]) // token_bytes, host
-    else:
-        gpu = min(16 * shape.max_context, host // 5)
-        cpu = 4 * gpu
-    gpu = gpu if config.gpu_cache_tokens is None else config.gpu_cache_tokens
-    cpu = cpu if config.cpu_cache_tokens is None else config.cpu_cache_tokens
-    if gpu < 2:
-        raise ValueError(f"no memory is left for the cache: {gpu} tokens of {token_bytes} bytes; choose a smaller model or gpu_cache_tokens >= 2")
-    return gpu, cpu
 
 
 def demo():

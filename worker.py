@@ -8,8 +8,10 @@ In each layer: store the new K and V into their slots, wait for that layer's swa
     sampled at                         ^     ^                where a span ends its request's context
 
 A step with no spans only moves chunks. The token of (seed, position) never depends on what else is in the batch."""
+import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -18,6 +20,7 @@ import torch
 from attention_kernel import SpanTensors, multi_token_attention
 from eviction import RecomputeCost
 from kv_cache import KVPool
+from model import load_model, random_model
 from scheduler import Batch, Request, Result, Span
 
 
@@ -112,6 +115,37 @@ class Worker:
             return time.perf_counter() - start
         once()
         return median(once() for _ in range(repeats))
+
+
+def load_worker(config, directory: Path | None) -> Worker:
+    """The worker that an engine.Config asks for, with the checkpoint in `directory`, or with made-up weights where there is none."""
+    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', but torch finds no CUDA device here: use 'cpu'")
+    model = (load_model(directory, device, getattr(torch, dtype)) if directory else
+             random_model(config.model, device, getattr(torch, dtype)))
+    slots, cpu_tokens = tier_sizes(config, model)
+    return Worker(model, slots, cpu_tokens // config.chunk_size, config.chunk_size, config.max_running,
+                  min(model.config.max_context, slots), pipeline=not config.no_pipeline)
+
+
+def tier_sizes(config, model) -> tuple[int, int]:
+    """Tokens of the GPU and the CPU tier: as given, else nine tenths of the GPU's free memory and a quarter of the host's.
+    Where the host's memory is both tiers, the first has room for sixteen whole contexts, the second for four times that."""
+    parameter, shape = next(model.parameters()), model.config
+    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * parameter.element_size()
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4 // token_bytes
+    if parameter.device.type == "cuda":
+        gpu, cpu = int(0.9 * torch.cuda.mem_get_info(parameter.device)[0]) // token_bytes, host
+    else:
+        gpu = min(16 * shape.max_context, host // 5)
+        cpu = 4 * gpu
+    gpu = gpu if config.gpu_cache_tokens is None else config.gpu_cache_tokens
+    cpu = cpu if config.cpu_cache_tokens is None else config.cpu_cache_tokens
+    if gpu < 2:
+        raise ValueError(f"no memory is left for the cache: {gpu} tokens of {token_bytes} bytes; choose a smaller model or gpu_cache_tokens >= 2")
+    return gpu, cpu
 
 
 def sample(logits: torch.Tensor, requests: list[Request]) -> list[int]:
