@@ -269,23 +269,21 @@ class KVCache:
 
     def condemn_cheapest(self, now: float) -> bool:
         """The last resort but one: the cheapest chunk that is on the GPU alone may be dropped. False if there is none."""
-        for conversation in self.indexes["copy"].cheapest(now):
+        conversation = next(self.indexes["copy"].cheapest(now), None)
+        if conversation:
             self._condemn(conversation, conversation.next("copy"))
-            return True
-        return False
+        return conversation is not None
 
     def reclaim(self, conversation: Conversation):
         """Frees the slots of one policy unit of the conversation's reclaimable chunks, from the policy's end.
         A chunk with a CPU copy lives on there; a condemned one is dropped."""
         for _ in range(self.policy.unit(conversation.count["reclaim"])):
             chunk = conversation.next("reclaim")
-            with self._changing(conversation, chunk):
-                self._release_slots(chunk, 0)
-                if chunk.place is None:
-                    chunk.filled = 0
-            if not chunk.filled:
-                self._remove(conversation, chunk)
-                self.stats["chunks_dropped"] += 1
+            if chunk.place is None:
+                self._drop(conversation, chunk)
+            else:
+                with self._changing(conversation, chunk):
+                    self._release_slots(chunk, 0)
 
     def complete(self, ticket: Ticket):
         """What follows a finished copy. A copy out gives the chunk its place, unless the chunk changed or was freed meanwhile.
@@ -368,26 +366,25 @@ class KVCache:
             chunk.condemned = True
 
     def _drop(self, conversation, chunk):
-        with self._changing(conversation, chunk):
-            self._release_place(chunk)
-            chunk.filled = 0
-        self._remove(conversation, chunk)
+        self._discard(conversation, chunk)
         self.stats["chunks_dropped"] += 1
 
     def _trim(self, conversation, chunk):
         """Gives up what holds no KV: slots beyond `filled`, and a chunk that has nothing left."""
-        if len(chunk.slots) > chunk.filled or not chunk.filled:
+        if not chunk.filled:
+            self._discard(conversation, chunk)
+        elif len(chunk.slots) > chunk.filled:
             with self._changing(conversation, chunk):
                 self._release_slots(chunk, chunk.filled)
-                if not chunk.filled:
-                    self._release_place(chunk)
-            if not chunk.filled:
-                self._remove(conversation, chunk)
 
-    def _remove(self, conversation, chunk):
-        conversation.chunks[chunk.index] = None
-        conversation.cached -= 1
-        self._index(conversation)
+    def _discard(self, conversation, chunk):
+        """From now on it is absent."""
+        with self._changing(conversation, chunk):
+            self._release_slots(chunk, 0)
+            self._release_place(chunk)
+            chunk.filled = 0
+            conversation.chunks[chunk.index] = None
+            conversation.cached -= 1
 
     def _release_slots(self, chunk, keep):
         (chunk.ticket.orphans if chunk.ticket else self.free_slots).extend(chunk.slots[keep:])

@@ -199,4 +199,7 @@ def test_a_step_that_fails_tells_everyone(started):
         handle.result()
     with pytest.raises(RuntimeError, match="boom"):
         engine.submit(ids(3), "d").result()
+    for thread in threading.enumerate():
+        if thread.name == "engine":
+            thread.join()
     engine.close()

@@ -70,14 +70,20 @@ def converse(engine, rounds, seed):
     assert all(u["gpu"] + u["cpu"] + u["recomputed"] + u["new"] == u["prompt_tokens"] for u in usage)
 
 
-@pytest.mark.parametrize("switches", SWITCHES, ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()))
-def test_interleaved_conversations_are_exact(checkpoint, switches):
+@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+def test_interleaved_conversations_are_exact(checkpoint, switches, device="cpu"):
     directory, model = checkpoint
     flags = dict(gpu_cache_tokens=256, cpu_cache_tokens=160, chunk_size=8, max_batch_tokens=48, max_running=4) | switches
-    engine = Engine(directory, cost=COST, debug=True, **flags)
+    engine = Engine(directory, cost=COST, debug=True, device=device, dtype="float32", **flags)
     for context, reply in converse(engine, rounds=8, seed=1):
         assert_exact(model, context, reply)
     engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+def test_interleaved_conversations_are_exact_on_the_gpu(checkpoint, switches):
+    test_interleaved_conversations_are_exact(checkpoint, switches, device="cuda")
 
 
 def test_the_pressure_is_real(checkpoint):
