@@ -417,8 +417,7 @@ class Engine:
         """Cancels what runs, stops the thread, closes the history. Everything that was told to be done is kept."""
         self._abandon(self._unsettled())
         if thread := self.thread:
-            self.thread = None
-            self.inbox.put(lambda: None)
+            self.inbox.put(lambda: setattr(self, "thread", None))        # by the owner: until then nobody else takes the inbox
             thread.join()
         self.history.close()
 

@@ -118,50 +118,56 @@ class VictimIndex:
         self.heaps = {}       # key -> heap of (last_active, conversation.order)
         self.members = {}     # conversation.order -> (key, last_active, conversation)
         self.entries = 0      # in all heaps, stale ones included
+        self.now = None       # when the values in `heads` hold
+        self.heads = []       # heap of (value, conversation.order, key, last_active): the longest idle member of every key, and stale ones
 
     def file(self, conversation, key: int, last_active: float):
         """Adds the conversation, or moves it to this key and last activity."""
         if self.members.get(conversation.order, (None, None))[:2] != (key, last_active):
             self.members[conversation.order] = (key, last_active, conversation)
-            self._push(key, (last_active, conversation.order))
-            if self.entries > 2 * len(self.members) + 64:
+            self._push(key, last_active, conversation.order)
+            self._surface(key)
+            if self.entries + len(self.heads) > 3 * len(self.members) + 64:
                 self._rebuild()
 
     def discard(self, conversation):
         self.members.pop(conversation.order, None)
 
     def cheapest(self, now: float):
-        """Yields conversations by rising value at `now`; ties by order. Whoever iterates evicts from the one just yielded
-        before asking for the next: while it still has something to give, it may come again."""
-        heads = []
-        for key in list(self.heaps):
-            self._surface(key, now, heads)
-        while heads:
-            _, order, key, last_active = heapq.heappop(heads)
-            member = self.members.get(order)
-            if member is not None and member[:2] == (key, last_active):
-                yield member[2]
-                if order in self.members:
-                    self._surface(self.members[order][0], now, heads)
-            self._surface(key, now, heads)
+        """The conversation of the lowest value at `now`, ties by order; None if there is none.
+        The first call at a new `now` looks at every key, more of them cost O(log)."""
+        if now != self.now:
+            self.now, self.heads = now, []
+            for key in list(self.heaps):
+                self._surface(key)
+        while self.heads:
+            _, order, key, last_active = self.heads[0]
+            if self._holds(key, last_active, order):
+                return self.members[order][2]
+            heapq.heappop(self.heads)
+            self._surface(key)
+        return None
 
-    def _surface(self, key, now, heads):
+    def _holds(self, key, last_active, order) -> bool:
+        return self.members.get(order, (None, None))[:2] == (key, last_active)
+
+    def _surface(self, key):
         """Puts the longest idle member under `key` among the heads, with its value."""
         heap = self.heaps.get(key, [])
-        while heap and self.members.get(heap[0][1], (None, None))[:2] != (key, heap[0][0]):
+        while heap and not self._holds(key, *heap[0]):
             heapq.heappop(heap)
             self.entries -= 1
-        if heap:
-            last_active, order = heap[0]
-            heapq.heappush(heads, (self.policy.value(key, idle_time(now, last_active)), order, key, last_active))
-        else:
+        if not heap:
             self.heaps.pop(key, None)
+        elif self.now is not None:
+            last_active, order = heap[0]
+            heapq.heappush(self.heads, (self.policy.value(key, idle_time(self.now, last_active)), order, key, last_active))
 
-    def _push(self, key, entry):
-        heapq.heappush(self.heaps.setdefault(key, []), entry)
+    def _push(self, key, last_active, order):
+        heapq.heappush(self.heaps.setdefault(key, []), (last_active, order))
         self.entries += 1
 
     def _rebuild(self):
-        self.heaps, self.entries = {}, 0
+        self.heaps, self.entries, self.heads, self.now = {}, 0, [], None
         for order, (key, last_active, _) in self.members.items():
-            self._push(key, (last_active, order))
+            self._push(key, last_active, order)

@@ -245,7 +245,7 @@ class KVCache:
         A GPU copy stays valid until its slots are reclaimed. A chunk that wins no CPU place is condemned instead."""
         tickets = []
         wanted -= sum(ticket.filled for ticket in self.in_flight if self._leaving(ticket))
-        for conversation in self.indexes["copy"].cheapest(now) if wanted > 0 else ():
+        while wanted > 0 and (conversation := self.indexes["copy"].cheapest(now)):
             for _ in range(self.policy.unit(conversation.count["copy"])):
                 chunk = conversation.next("copy")
                 place = self._take_place(self._rank(conversation, "copy", now), now)
@@ -254,8 +254,6 @@ class KVCache:
                 else:
                     tickets.append(self._issue(conversation, chunk, "out", place))
                 wanted -= chunk.filled
-            if wanted <= 0:
-                break
         return tickets
 
     def plan_swap_out_for(self, conversation: Conversation, total: int, reserve: int, now: float) -> list[Ticket]:
@@ -269,7 +267,7 @@ class KVCache:
 
     def condemn_cheapest(self, now: float) -> bool:
         """The last resort but one: the cheapest chunk that is on the GPU alone may be dropped. False if there is none."""
-        conversation = next(self.indexes["copy"].cheapest(now), None)
+        conversation = self.indexes["copy"].cheapest(now)
         if conversation:
             self._condemn(conversation, conversation.next("copy"))
         return conversation is not None
@@ -318,11 +316,8 @@ class KVCache:
         self.table_updates.append((conversation.row, start, total))
 
     def _take_slots(self, count, now):
-        if len(self.free_slots) < count:
-            for conversation in self.indexes["reclaim"].cheapest(now):
-                self.reclaim(conversation)
-                if len(self.free_slots) >= count:
-                    break
+        while len(self.free_slots) < count:
+            self.reclaim(self.indexes["reclaim"].cheapest(now))
         cut = len(self.free_slots) - count
         taken = self.free_slots[cut:]
         del self.free_slots[cut:]
@@ -339,7 +334,7 @@ class KVCache:
                         self._release_place(chunk)
                     break
             else:
-                conversation = next(self.indexes["drop"].cheapest(now), None)
+                conversation = self.indexes["drop"].cheapest(now)
                 if conversation is None or self._rank(conversation, "drop", now) >= rank:
                     return None
                 self._drop(conversation, conversation.next("drop"))

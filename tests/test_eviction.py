@@ -1,0 +1,207 @@
+"""What a chunk is worth, and in which order conversations give way: against hand-worked figures and a brute-force sort."""
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from eviction import POLICIES, SHORTEST_IDLE, RecomputeCost, VictimIndex, idle_time
+
+COST = RecomputeCost({32: 1.0, 64: 2.0, 128: 6.0}, rest=10.0)
+
+
+# ---- RecomputeCost.__call__
+
+@pytest.mark.parametrize("length, seconds", [
+    (1, 11.0), (32, 11.0),                       # up to the first profiled length: the first's
+    (48, 11.5), (64, 12.0), (80, 13.0), (96, 14.0), (128, 16.0),
+    (192, 20.0), (256, 24.0)])                   # beyond the last: 4 seconds more every 64 tokens
+def test_recompute_cost_interpolates_and_extrapolates(length, seconds):
+    assert COST(length) == pytest.approx(seconds)
+
+
+def test_recompute_cost_takes_its_profile_in_any_order():
+    shuffled = RecomputeCost({128: 6.0, 32: 1.0, 64: 2.0}, rest=10.0)
+    assert [shuffled(length) for length in range(1, 300)] == [COST(length) for length in range(1, 300)]
+
+
+def test_recompute_cost_is_a_running_maximum_under_noise():
+    cost = RecomputeCost({32: 2.0, 64: 1.5, 128: 3.0, 256: 2.5}, rest=0.0)
+    assert [cost(length) for length in (32, 48, 64, 96, 128, 200, 1000)] == [2.0, 2.0, 2.0, 2.5, 3.0, 3.0, 3.0]
+
+
+def test_recompute_cost_of_a_single_length_is_constant():
+    assert {RecomputeCost({64: 2.0}, rest=1.0)(length) for length in (1, 64, 10_000)} == {3.0}
+
+
+@given(st.dictionaries(st.integers(1, 4096), st.floats(0, 10), min_size=1, max_size=8))
+def test_recompute_cost_never_falls(profile):
+    costs = [RecomputeCost(profile, rest=0.5)(length) for length in range(1, 6000, 37)]
+    assert all(a <= b + 1e-9 for a, b in zip(costs, costs[1:]))
+
+
+@pytest.mark.parametrize("profile, rest", [({}, 1.0), ({32: 1.0}, -1.0)])
+def test_recompute_cost_refuses_a_profile_without_sense(profile, rest):
+    with pytest.raises(ValueError, match="cost profile"):
+        RecomputeCost(profile, rest)
+
+
+# ---- policies
+
+@pytest.mark.parametrize("name, step, key, unit, value", [      # of a conversation with 5 chunks to give, chunk 3 the next; idle for 4 s
+    ("retention", +1, 3, 1, 16.0 / 4), ("lru", +1, 0, 1, 1 / 4), ("trailing", -1, 0, 1, 1 / 4),
+    ("trailing-half", -1, 5, 3, 1 / (5 * 4)), ("conversation", +1, 0, 5, 1 / 4)])
+def test_policy_end_key_unit_value(name, step, key, unit, value):
+    policy = POLICIES[name](COST, 32)
+    assert (policy.step, policy.key(3, 5), policy.unit(5)) == (step, key, unit)
+    assert policy.value(key, 4.0) == pytest.approx(value)
+
+
+def test_there_are_the_five_policies_of_the_command_line():
+    assert set(POLICIES) == {"retention", "lru", "trailing-half", "conversation", "trailing"}
+
+
+def test_retention_value_weighs_cost_against_idleness():
+    """A late chunk goes before an early one once its conversation has been idle longer by more than the ratio of their costs."""
+    policy = POLICIES["retention"](COST, 32)
+    early, late = policy.key(0, 9), policy.key(3, 9)             # they cost 11 and 16
+    assert policy.value(early, 10) < policy.value(late, 10) and policy.value(early, 10) < policy.value(late, 14)
+    assert policy.value(late, 15) < policy.value(early, 10)
+
+
+def test_trailing_half_rounds_up():
+    assert [POLICIES["trailing-half"](COST, 32).unit(count) for count in (1, 2, 3, 4, 7)] == [1, 1, 2, 2, 4]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(st.integers(1, 500), st.floats(SHORTEST_IDLE, 1e6), st.floats(1, 1e3))
+def test_value_never_rises_with_idle(name, key, idle, factor):
+    policy = POLICIES[name](COST, 32)
+    assert policy.value(key, idle * factor) <= policy.value(key, idle)
+
+
+def test_idle_time_has_a_floor():
+    assert idle_time(10.0, 4.0) == 6.0
+    assert idle_time(10.0, 10.0) == idle_time(10.0, 9.9999) == idle_time(10.0, math.inf) == SHORTEST_IDLE
+
+
+# ---- VictimIndex.cheapest
+
+@dataclass(eq=False)
+class Member:
+    """A conversation as the index sees it: chunks [first, first + count) to give."""
+    order: int
+    first: int = 0
+    count: int = 0
+    last_active: float = 0.0
+
+    def key(self, policy):
+        return policy.key(self.first if policy.step > 0 else self.first + self.count - 1, self.count)
+
+    def evict(self, policy):
+        unit = policy.unit(self.count)
+        self.first += unit if policy.step > 0 else 0
+        self.count -= unit
+
+
+def file(index, member):
+    """What the cache does after every change of a conversation."""
+    if member.count:
+        index.file(member, member.key(index.policy), member.last_active)
+    else:
+        index.discard(member)
+
+
+def drain(index, now, most=math.inf):
+    """Evicts from whom cheapest() names; the (value, order) of each eviction."""
+    evictions = []
+    while len(evictions) < most and (member := index.cheapest(now)):
+        evictions.append((index.policy.value(member.key(index.policy), idle_time(now, member.last_active)), member.order))
+        member.evict(index.policy)
+        file(index, member)
+    return evictions
+
+
+def brute_force(policy, members, now, most):
+    """The same by a search of all conversations for every eviction."""
+    evictions = []
+    while len(evictions) < most and (living := [member for member in members if member.count]):
+        cheapest = min((policy.value(m.key(policy), idle_time(now, m.last_active)), m.order, m) for m in living)
+        evictions.append(cheapest[:2])
+        cheapest[2].evict(policy)
+    return evictions
+
+
+ORDERS = range(12)
+whole_seconds = st.one_of(st.integers(0, 20).map(float), st.just(math.inf))      # inf: its turn waits in the queue; ties are common
+changes = st.lists(max_size=60, elements=st.one_of(
+    st.tuples(st.just("file"), st.sampled_from(ORDERS), st.integers(0, 3), st.integers(1, 6), whole_seconds),
+    st.tuples(st.just("discard"), st.sampled_from(ORDERS)),
+    st.tuples(st.just("evict"), st.integers(0, 8))))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=80, deadline=None)
+@given(changes)
+def test_victim_index_cheapest_is_a_sort_of_all(name, todo):
+    policy, now = POLICIES[name](COST, 32), 20.5
+    index, members, twins = VictimIndex(policy), [Member(order) for order in ORDERS], [Member(order) for order in ORDERS]
+    for kind, *arguments in todo + [("evict", math.inf)]:
+        now += 1
+        if kind == "evict":
+            assert drain(index, now, *arguments) == brute_force(policy, twins, now, *arguments)
+        else:
+            order, state = arguments[0], arguments[1:] or (0, 0, 0.0)
+            for each in members[order], twins[order]:
+                each.first, each.count, each.last_active = state
+            file(index, members[order])
+    assert not index.members
+
+
+def test_victim_index_cheapest_by_hand():
+    """retention: chunks cost 11, 12, 14, 16 s; a has been idle 10 s, b 5 s, c not at all (its turn waits)."""
+    index = VictimIndex(POLICIES["retention"](COST, 32))
+    for order, last_active in enumerate([0.0, 5.0, math.inf]):
+        file(index, Member(order, 0, 4 if order < 2 else 1, last_active))
+    values = [(11 / 10, 0), (12 / 10, 0), (14 / 10, 0), (16 / 10, 0), (11 / 5, 1), (12 / 5, 1), (14 / 5, 1), (16 / 5, 1), (11 / SHORTEST_IDLE, 2)]
+    assert drain(index, now=10.0) == [(pytest.approx(value), order) for value, order in values]
+
+
+def test_victim_index_cheapest_takes_turns():
+    """Equal idleness: the leading chunks of all go before the second chunk of anyone, ties by order."""
+    index = VictimIndex(POLICIES["retention"](COST, 32))
+    for order in (2, 0, 1):
+        file(index, Member(order, 0, 2, 0.0))
+    assert [order for _, order in drain(index, now=7.0)] == [0, 1, 2, 0, 1, 2]
+
+
+def test_victim_index_cheapest_depends_on_now():
+    """Values cross as time goes by, while their idle times level out."""
+    index = VictimIndex(POLICIES["retention"](COST, 32))
+    file(index, Member(0, 3, 1, 0.0))
+    file(index, Member(1, 0, 1, 1.0))
+    assert index.cheapest(1.5).order == 0      # 16 / 1.5 < 11 / 0.5
+    assert index.cheapest(9.0).order == 1      # 16 / 9 > 11 / 8
+
+
+def test_victim_index_of_nobody():
+    index, member = VictimIndex(POLICIES["lru"](COST, 32)), Member(0, 0, 1)
+    assert index.cheapest(0.0) is None
+    file(index, member)
+    index.discard(member)
+    index.discard(member)
+    assert index.cheapest(0.0) is None
+
+
+def test_victim_index_does_not_collect_stale_entries():
+    index, members = VictimIndex(POLICIES["retention"](COST, 32)), [Member(order, 0, 1) for order in range(50)]
+    most = 0
+    for now in range(5000):
+        member = members[now % 50]
+        member.first, member.last_active = now % 7, float(now)
+        file(index, member)
+        most = max(most, sum(map(len, index.heaps.values())))
+    assert len(index.members) == 50 and most <= 3 * 50 + 65
+    assert sum(map(len, index.heaps.values())) == index.entries
+    twins = [replace(member) for member in members]
+    assert drain(index, 6000.0) == brute_force(index.policy, twins, 6000.0, math.inf)
