@@ -1,0 +1,262 @@
+"""The bytes of both tiers: whatever goes out comes back, into other slots, and its neighbours stay as they are."""
+import random
+
+import pytest
+import torch
+
+from kv_cache import KVPool, Ticket
+
+LAYERS, HEADS, DIM, CHUNK, SLOTS, PLACES = 3, 2, 5, 4, 64, 12
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def make(device="cpu", dtype=torch.float32, pipeline=True):
+    """A pool whose every byte is told apart from every other."""
+    pool = KVPool(LAYERS, HEADS, DIM, SLOTS, PLACES, CHUNK, device, dtype, pipeline)
+    pool.gpu.copy_(torch.randn(pool.gpu.shape, generator=torch.Generator().manual_seed(0)))
+    pool.cpu.copy_(torch.randn(pool.cpu.shape, generator=torch.Generator().manual_seed(1)))
+    return pool
+
+
+def ticket(direction, slots, place):
+    return Ticket(None, None, direction, 0, len(slots), list(slots), place)
+
+
+def land(pool, tickets):
+    """Waits until every flight has ended; checks that each ticket lands once."""
+    landed = []
+    while pool.flights:
+        landed += pool.landed(block=True)
+    assert sorted(map(id, landed)) == sorted(map(id, tickets))
+    return landed
+
+
+def some_tickets(seed):
+    """Chunks, some of them partial, at random slots and places."""
+    chance = random.Random(seed)
+    slots, places = chance.sample(range(SLOTS), SLOTS), chance.sample(range(PLACES), chance.randint(1, PLACES))
+    filled = [chance.choice([CHUNK, CHUNK, chance.randint(1, CHUNK)]) for _ in places]
+    return [ticket("out", [slots.pop() for _ in range(n)], place) for n, place in zip(filled, places)]
+
+
+def elsewhere(tickets, seed):
+    """The same chunks on their way back, into other slots and in another order."""
+    chance = random.Random(seed)
+    slots = chance.sample(range(SLOTS), SLOTS)
+    back = [ticket("in", [slots.pop() for _ in t.slots], t.place) for t in tickets]
+    return chance.sample(back, len(back))
+
+
+# ---- KVPool.swap_out, KVPool.swap_in
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("seed", range(6))
+def test_swap_out_and_swap_in_restore_exactly_the_kv(device, dtype, seed):
+    pool = make(device, dtype)
+    out = some_tickets(seed)
+    content = {t.place: pool.gpu[:, :, t.slots].clone() for t in out}
+    places = pool.cpu.clone()
+    pool.swap_out(out)
+    land(pool, out)
+    untouched = [place for place in range(PLACES) if place not in content]
+    assert torch.equal(pool.cpu[:, untouched], places[:, untouched])
+
+    pool.gpu.normal_()                                           # others have used the slots since
+    before, back = pool.gpu.clone(), elsewhere(out, seed + 100)
+    pool.swap_in(back)
+    for layer in range(LAYERS):
+        pool.wait(layer)
+    for t in back:
+        assert torch.equal(pool.gpu[:, :, t.slots], content[t.place])
+        before[:, :, t.slots] = content[t.place]
+    assert torch.equal(pool.gpu, before)                         # the neighbours
+    land(pool, back)
+
+
+@devices
+def test_swap_out_keeps_the_order_of_tokens_in_a_place(device):
+    """cpu [layers, places, 2, chunk, H_kv, D]: one place is one contiguous piece of a layer, K before V, tokens in order."""
+    pool = make(device)
+    t = ticket("out", [50, 3, 17], place=7)
+    pool.swap_out([t])
+    land(pool, [t])
+    assert torch.equal(pool.cpu[:, 7, :, :3], pool.gpu[:, :, [50, 3, 17]].cpu())
+
+
+@devices
+def test_swap_in_of_a_prefix_of_what_was_copied(device):
+    """A truncated chunk comes back as far as it is valid."""
+    pool = make(device)
+    out = ticket("out", [10, 11, 12, 13], place=2)
+    pool.swap_out([out])
+    land(pool, [out])
+    before = pool.gpu.clone()
+    back = ticket("in", [20, 21], place=2)
+    pool.swap_in([back])
+    pool.wait(LAYERS - 1)
+    assert torch.equal(pool.gpu[:, :, 20:22], before[:, :, 10:12]) and torch.equal(pool.gpu[:, :, 22:], before[:, :, 22:])
+
+
+@devices
+def test_swaps_of_nothing(device):
+    pool = make(device)
+    gpu, cpu = pool.gpu.clone(), pool.cpu.clone()
+    pool.swap_in([])
+    pool.swap_out([])
+    assert pool.landed(block=True) == [] and torch.equal(pool.gpu, gpu) and torch.equal(pool.cpu, cpu)
+
+
+@devices
+def test_store_writes_one_layer_only(device):
+    pool = make(device)
+    before = pool.gpu.clone()
+    k, v = torch.randn(2, 3, HEADS, DIM, device=device)
+    slots = torch.tensor([9, 2, 40], device=device)
+    pool.store(1, slots, k, v)
+    assert torch.equal(pool.gpu[1, 0, slots], k) and torch.equal(pool.gpu[1, 1, slots], v)
+    before[1, 0, slots], before[1, 1, slots] = k, v
+    assert torch.equal(pool.gpu, before)
+
+
+# ---- few large copies
+
+@pytest.mark.parametrize("places, runs", [
+    ([4], [[4, 5]]), ([0, 1, 2, 3], [[0, 4]]), ([3, 1, 0, 2, 9, 8], [[0, 4], [8, 10]]), ([0, 2, 4], [[0, 1], [2, 3], [4, 5]])])
+def test_neighbouring_places_are_one_copy(places, runs):
+    """Whatever the order of the tickets: swap_in and swap_out sort them."""
+    pool, itineraries = make(), []
+    itinerary = pool._itinerary
+    pool._itinerary = lambda tickets: itineraries.append(itinerary(tickets)) or itineraries[-1]
+    tickets = [ticket("out", range(CHUNK * n, CHUNK * n + 3), place) for n, place in enumerate(places)]
+    pool.swap_out(tickets)
+    pool.swap_in(tickets)
+    for found, slots, rows in itineraries:
+        assert found == runs and len(slots) == len(rows) == 3 * len(places)
+        assert rows.tolist() == [CHUNK * n + i for n in range(len(places)) for i in range(3)]
+    assert len(itineraries) == 2
+
+
+# ---- KVPool.wait, KVPool.landed
+
+class Recorder:
+    """Stands for the running stream: which events it waits for."""
+    def __init__(self):
+        self.waited = []
+
+    def wait_event(self, event):
+        self.waited.append(event)
+
+    def wait_stream(self, stream):
+        self.waited.append(stream)
+
+
+@pytest.mark.parametrize("pipeline, awaited", [(True, [0, 1, 2]), (False, [2, 2, 2])])
+def test_wait_is_for_its_own_layer_or_without_a_pipeline_for_the_last(pipeline, awaited):
+    pool, stream = make(pipeline=pipeline), Recorder()
+    pool.stream = lambda: stream
+    for layer in range(LAYERS):
+        pool.wait(layer)
+    assert stream.waited == [pool.arrived[layer] for layer in awaited]
+
+
+def test_swap_out_starts_behind_earlier_steps_and_what_is_being_swapped_in():
+    pool, stream = make(), Recorder()
+    pool.stream_out = stream
+    pool.swap_out([ticket("out", [1, 2], 0)])
+    assert len(stream.waited) == 2 and pool.stream_in in stream.waited
+
+
+def test_landed_gives_each_ticket_once_when_its_copy_has_ended():
+    pool = make()
+    first, second = ticket("out", [1], 0), ticket("out", [2], 1)
+    pool.swap_out([first])
+    pool.swap_out([second])
+    early, late = pool.flights[0][0], pool.flights[1][0]
+    early.query = late.query = lambda: False
+    early.synchronize = lambda: setattr(early, "query", lambda: True)
+    assert pool.landed(block=False) == []
+    assert pool.landed(block=True) == [first]                    # the oldest flight
+    late.query = lambda: True
+    assert pool.landed(block=False) == [second] and pool.landed(block=True) == []
+
+
+# ---- on real streams
+
+def busy(stream, cycles=200_000_000):
+    """Some tenths of a second of work."""
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(cycles)
+
+
+@pytest.mark.gpu
+def test_swap_in_waits_for_earlier_steps_and_wait_for_the_swap_in():
+    pool = make("cuda")
+    place, slots = pool.cpu[:, 3].clone(), [8, 5, 30, 31]
+    torch.cuda._sleep(100_000_000)                               # an earlier step that still reads the slots
+    before = pool.gpu.clone()
+    t = ticket("in", slots, 3)
+    pool.swap_in([t])
+    busy(pool.stream_in, 1_000_000)
+    for layer in range(LAYERS):
+        pool.wait(layer)
+    arrived = pool.gpu[:, :, slots].cpu()                        # [layers, 2, chunk, H_kv, D]
+    assert torch.equal(arrived, place) and not torch.equal(before[:, :, slots].cpu(), place)
+    assert land(pool, [t]) == [t]
+
+
+@pytest.mark.gpu
+def test_a_swap_out_reads_what_the_step_before_has_written():
+    pool = make("cuda")
+    slots = torch.tensor([8, 5, 30, 31], device="cuda")
+    k, v = torch.randn(2, 4, HEADS, DIM, device="cuda")
+    torch.cuda._sleep(100_000_000)
+    for layer in range(LAYERS):
+        pool.store(layer, slots, k, v)
+    t = ticket("out", slots.tolist(), 3)
+    pool.swap_out([t])
+    land(pool, [t])
+    for layer in range(LAYERS):
+        assert torch.equal(pool.cpu[layer, 3], torch.stack([k, v]).cpu())
+
+
+@pytest.mark.gpu
+def test_neither_swap_makes_the_host_wait():
+    """Else nothing overlaps: the model is launched after both have been issued."""
+    pool = make("cuda")
+    for issue, tickets in (pool.swap_in, [ticket("in", [1, 2], 0)]), (pool.swap_out, [ticket("out", [5, 6], 1)]):
+        issue(tickets)                                           # once before, so that what is slow the first time is done
+    torch.cuda.synchronize()
+    busy(pool.stream_in)
+    pool.swap_in([ticket("in", [3, 4], 0)])
+    assert not pool.stream_in.query(), "swap_in waited for the copies before it"
+    pool.swap_out([ticket("out", [7, 8], 2)])
+    assert not pool.stream_in.query(), "swap_out waited for the copies in"
+    assert pool.landed(block=False) != [] and len(pool.flights) == 2      # those of the first round alone
+    torch.cuda.synchronize()
+    assert len(pool.landed(block=False)) == 2
+
+
+@pytest.mark.gpu
+def test_the_cpu_tier_is_pinned():
+    assert make("cuda").cpu.is_pinned()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(3))
+def test_many_flights_at_once_arrive_intact(seed):
+    """Several rounds out and in without waiting on the host in between, each chunk compared in the end."""
+    pool, chance = make("cuda", torch.float16), random.Random(seed)
+    slots = chance.sample(range(SLOTS), 2 * PLACES * CHUNK // 2)
+    groups = [slots[i * CHUNK:(i + 1) * CHUNK] for i in range(PLACES)]
+    content = [pool.gpu[:, :, group].clone() for group in groups]
+    pool.swap_out([ticket("out", group, place) for place, group in enumerate(groups)])
+    while pool.flights:
+        pool.landed(block=True)
+    moved = chance.sample(groups, PLACES)
+    for first in range(0, PLACES, 3):
+        pool.swap_in([ticket("in", moved[place], place) for place in range(first, first + 3)])
+        for layer in range(LAYERS):
+            pool.wait(layer)
+    for place in range(PLACES):
+        assert torch.equal(pool.gpu[:, :, moved[place]], content[place])

@@ -1,0 +1,502 @@
+"""The server seen from outside: the unmodified openai client, and raw sockets for clients that misbehave."""
+import contextlib
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from engine import Engine
+from history import History
+from server import MAX_BODY_BYTES, Handler, Server, parse_flags
+
+ROOT = Path(__file__).resolve().parent.parent
+SPECIAL = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
+TEMPLATE = ("{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+CONTEXT = 2048
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A random model over printable ASCII, a token for each character, so that any reply is valid text."""
+    directory = tmp_path_factory.mktemp("models") / "ascii"
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    vocabulary = {("Ġ" if c == 32 else chr(c)): c - 32 for c in range(32, 127)}
+    library = Tokenizer(models.BPE(vocabulary, []))
+    library.pre_tokenizer, library.decoder = letters, decoders.ByteLevel()
+    library.add_special_tokens([AddedToken(name, normalized=False) for name in SPECIAL])
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_positions=CONTEXT, n_embd=48, n_layer=2, n_head=2,
+                                       eos_token_id=98, bos_token_id=98))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(directory)
+    library.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(dict(eos_token="<|end|>", chat_template=TEMPLATE)))
+    return directory
+
+
+@contextlib.contextmanager
+def serving(engine, **options):
+    server = Server(("127.0.0.1", 0), engine.start(), **options)
+    thread = threading.Thread(target=server.serve_forever, kwargs=dict(poll_interval=0.01))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    engine = Engine(str(checkpoint), gpu_cache_tokens=3 * CONTEXT, cpu_cache_tokens=3 * CONTEXT, max_running=2, debug=True)
+    with serving(engine) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with connect(server.url) as client:
+        yield client
+
+
+def connect(url, key="none"):
+    return openai.OpenAI(base_url=url + "/v1", api_key=key, max_retries=0, timeout=30)
+
+
+def user(text):
+    return dict(role="user", content=text)
+
+
+def ask(client, messages, stream=False, **options):
+    """(text, finish_reason, usage, conversation_id), however it is asked for."""
+    options = dict(model="ascii", messages=messages, max_tokens=16) | options
+    if not stream:
+        answer = client.chat.completions.create(**options)
+        return answer.choices[0].message.content, answer.choices[0].finish_reason, answer.usage, answer.conversation_id
+    chunks = list(client.chat.completions.create(stream=True, stream_options=dict(include_usage=True), **options))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    return text, chunks[-2].choices[0].finish_reason, chunks[-1].usage, chunks[0].conversation_id
+
+
+def eventually(condition, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+# ---- a chat
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+@pytest.mark.parametrize("hint", [None, "mine"], ids=["no hint", "hint"])
+def test_a_resent_history_comes_from_the_cache(client, stream, hint):
+    """Ten turns. All that was fed to the model is cached: the context so far but for the reply's last token. New are that one, the
+    end token if the model did not give it itself, and the new message."""
+    messages, length, ends, hint = [dict(role="system", content="Be brief.")], 0, set(), hint and f"{hint} {stream}"
+    conversations = set()
+    for turn in range(10):
+        messages.append(user(f"message {turn} of {stream} {hint}"))
+        text, end, usage, conversation = ask(client, messages, stream, max_tokens=(5, 120)[turn % 2], temperature=2, seed=turn,
+                                              extra_body=dict(conversation_id=hint))
+        if turn == 0:
+            assert usage.prompt_tokens_details.cached_tokens == 0
+            assert usage.prompt_tokens == sum(len(m["content"]) + 2 for m in messages) + 1
+        else:
+            assert usage.prompt_tokens_details.cached_tokens == length - 1
+            assert usage.prompt_tokens == length + len(messages[-1]["content"]) + 3 + (last == "length")
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+        length, last = usage.total_tokens, end
+        messages.append(dict(role="assistant", content=text))
+        ends.add(end)
+        conversations.add(conversation)
+    assert ends == {"stop", "length"}
+    assert len(conversations) == 1 and hint in (None, *conversations)
+
+
+def test_plain_and_streamed_answers_agree(client):
+    for seed in range(3):
+        options = dict(temperature=1.0, seed=seed, max_tokens=40)
+        plain, streamed = (ask(client, [user("the same")], stream, **options) for stream in (False, True))
+        assert plain[:3] == streamed[:3]
+
+
+def test_an_edited_history_branches(client):
+    def turn(messages, text):
+        messages = messages + [user(text)]
+        reply, _, usage, conversation = ask(client, messages, extra_body=dict(ignore_eos=True))
+        return messages + [dict(role="assistant", content=reply)], usage, conversation
+    first, usage1, trunk = turn([], "once")
+    second, usage2, conversation = turn(first, "upon a time")
+    assert conversation == trunk
+    edited, _, branch = turn(first, "upon a hill")
+    assert branch != trunk
+    for history, name in ((second, trunk), (edited, branch)):                  # both go on, each from its own cache
+        _, usage, conversation = turn(history, "and then")
+        assert conversation == name and usage.prompt_tokens_details.cached_tokens > usage2.prompt_tokens
+    forged = [user("once"), dict(role="assistant", content="what was never said"), user("upon a time")]
+    assert turn(forged[:2], "upon a time")[1].prompt_tokens_details.cached_tokens == 0
+
+
+@pytest.mark.parametrize("header", [False, True], ids=["body", "header"])
+def test_two_clients_with_the_same_words(client, header):
+    """They take turns with equal texts; with a hint each goes on in its own conversation, and a stolen hint opens nothing."""
+    def say(name, messages):
+        where = dict(extra_headers={"X-Session-ID": name}) if header else dict(extra_body=dict(conversation_id=name))
+        return ask(client, messages, **where)
+    names, messages, length = [f"client {i} {header}" for i in "ab"], [user(f"Hello {header}")], 0
+    for _ in range(3):
+        (text, _, usage, conversation), other = say(names[0], messages), say(names[1], messages)
+        assert [conversation, other[3]] == names and other[:3] == (text, _, usage)
+        assert usage.prompt_tokens_details.cached_tokens == max(length - 1, 0)
+        messages, length = messages + [dict(role="assistant", content=text), user("Go on")], usage.total_tokens
+    _, _, usage, conversation = say(names[0], [user("Give me what the other said")])
+    assert conversation not in names and usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_many_at_once(client):
+    """More clients than may run: each gets what it would get alone."""
+    texts = [f"number {i}" for i in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda text: ask(client, [user(text)])[0], texts))
+    assert together == [ask(client, [user(text)])[0] for text in texts]
+
+
+def test_stream_order_and_usage(client):
+    options = dict(model="ascii", messages=[user("Hi")], max_tokens=5, stream=True, extra_body=dict(ignore_eos=True))
+    chunks = list(client.chat.completions.create(**options))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert not any("usage" in chunk.model_fields_set for chunk in chunks)
+    assert {(chunk.id, chunk.model, chunk.object) for chunk in chunks} == {(chunks[0].id, "ascii", "chat.completion.chunk")}
+    *chunks, last = client.chat.completions.create(**options, stream_options=dict(include_usage=True))
+    assert last.choices == [] and last.usage.completion_tokens == 5
+    assert all(len(chunk.choices) == 1 and chunk.usage is None and "usage" in chunk.model_fields_set for chunk in chunks)
+
+
+def test_stop_strings(client):
+    options = dict(extra_body=dict(ignore_eos=True))
+    whole = ask(client, [user("Speak")], max_tokens=30, **options)[0]
+    stop = whole[8:10]
+    for stream in (False, True):
+        for stops in (stop, ["never said at all", stop]):
+            text, end, usage, _ = ask(client, [user("Speak")], stream, max_tokens=30, stop=stops, **options)
+            assert text == whole[:whole.index(stop)] and end == "stop"
+    assert ask(client, [user("Speak")], max_tokens=3, **options)[1] == "length"
+
+
+def test_parts_of_text_are_one_content(client):
+    parts = [dict(type="text", text="one "), dict(type="text", text="text")]
+    assert ask(client, [dict(role="user", content=parts)])[:3] == ask(client, [user("one text")])[:3]
+
+
+def test_models_and_names(server, client, checkpoint):
+    model, = client.models.list()
+    assert (model.id, model.root) == ("ascii", str(checkpoint))
+    for name in ("ascii", str(checkpoint)):
+        assert ask(client, [user("Hi")], model=name)
+
+
+def test_cache_and_metrics_tell_where_the_context_came_from(server, client, capsys):
+    _, _, usage, conversation = ask(client, messages := [user("Where from?")])
+    cache = fetch(server, "GET", "/cache")[1]
+    turn = cache["turns"][-1]
+    assert turn["conversation"] == conversation and turn["finish_reason"] in ("stop", "length")
+    assert turn["new"] == usage.prompt_tokens and turn["gpu"] == turn["cpu"] == turn["recomputed"] == 0
+    line = rf"^gpu 0 · cpu 0 · recomputed 0 · new {usage.prompt_tokens} · first token \d+ ms$"
+    assert re.search(line, capsys.readouterr().out, re.MULTILINE)
+    assert conversation in [entry["id"] for entry in cache["conversations"]]
+    values = dict(re.findall(r"^([\w:]+)\{model_name=\"ascii\"\} (\S+)$", fetch(server, "GET", "/metrics")[1], re.MULTILINE))
+    stats = cache["stats"]
+    prompt = [stats[f"prompt_tokens_{source}"] for source in ("gpu", "cpu", "recomputed", "new")]
+    assert int(values["vllm:prompt_tokens_total"]) == int(values["vllm:prefix_cache_queries_total"]) == sum(prompt) > 0
+    assert int(values["vllm:prefix_cache_hits_total"]) == prompt[0] + prompt[1]
+    assert int(values["vllm:request_success_total"]) == stats["finished"]
+    assert int(values["vllm:generation_tokens_total"]) == stats["generated_tokens"]
+    assert values["vllm:num_requests_running"] == values["vllm:num_requests_waiting"] == "0"
+    assert int(values["nano_pensieve:prompt_tokens_new_total"]) == prompt[3]
+
+
+# ---- what is refused
+
+def fetch(server, method, path, body=None, headers={}):
+    """(status, content) of one plain HTTP request."""
+    connection = http.client.HTTPConnection(*server.server_address, timeout=30)
+    connection.request(method, path, body if isinstance(body, bytes | None) else json.dumps(body), headers)
+    response = connection.getresponse()
+    content = response.read()
+    connection.close()
+    return response.status, json.loads(content) if response.getheader("Content-Type") == "application/json" else content.decode()
+
+
+WRONG = dict(
+    max_tokens=[-1, 0, 10**9, 10**30, "5", True, 1.5], temperature=[-1, "hot", float("nan"), 1e999], top_p=[0, 2], seed=[1.5], n=[2], model=[7],
+    stop=["", ["a", ""], 3, ["a"] * 5], stream=[1], stream_options=[dict(nothing=1)], conversation_id=[5, "", "\ud800"], tools=[[]],
+    functions=[[{}]], logprobs=[True], response_format=[dict(type="json_object")], frequency_penalty=[0.5], logit_bias=[{}], what_is_this=[1],
+    messages=[[], "Hi", None, ["Hi"], [{}], [dict(role="user")], [dict(content="Hi")], [dict(role="king", content="Hi")],
+              [dict(role="user", content=5)], [dict(role=["user"], content="Hi")], [user("lone \ud800")], [user("too long " * CONTEXT)],
+              [dict(role="user", content="Hi", name="Ada")], [dict(role="user", content=[dict(type="image_url", image_url=dict(url="x"))])]])
+
+
+@pytest.mark.parametrize("field, value", [(field, value) for field, values in WRONG.items() for value in values])
+def test_what_cannot_be_served_is_a_bad_request(server, field, value):
+    status, content = fetch(server, "POST", "/v1/chat/completions", dict(messages=[user("Hi")], max_tokens=4) | {field: value})
+    assert status == 400 and content["error"]["type"] == "invalid_request_error" and content["error"]["message"]
+    assert set(content["error"]) == {"message", "type", "param", "code"}
+
+
+def test_harmless_fields_are_accepted(client):
+    assert ask(client, [user("Hi")], n=1, user="me", store=False, metadata={}, frequency_penalty=0, presence_penalty=0.0, logprobs=False,
+               response_format=dict(type="text"), stop=None, max_tokens=None, max_completion_tokens=2)[2].completion_tokens <= 2
+
+
+def test_the_clients_own_exceptions(client):
+    with pytest.raises(openai.NotFoundError, match="gpt-4") as error:
+        ask(client, [user("Hi")], model="gpt-4")
+    assert error.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="tools") as error:
+        ask(client, [user("Hi")], tools=[])
+    assert error.value.param == "tools"
+    with pytest.raises(openai.BadRequestError, match=f"{CONTEXT}"):
+        ask(client, [user("Hi")], max_tokens=CONTEXT)
+    with pytest.raises(openai.BadRequestError):
+        ask(client, [user("Hi")], stream=True, max_tokens=CONTEXT)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\"text\"", b"null", b"\xff\xfe", b"[" * 100_000, b"9" * 10_000])
+def test_a_body_that_is_no_json_object(server, body):
+    assert fetch(server, "POST", "/v1/chat/completions", body)[0] == 400
+
+
+def test_unknown_paths_and_wrong_methods(server):
+    assert fetch(server, "GET", "/nothing")[0] == 404
+    assert fetch(server, "POST", "/v1/nothing", {})[0] == 404
+    for method, path in (("GET", "/v1/chat/completions"), ("POST", "/health"), ("DELETE", "/v1/models"), ("OPTIONS", "/cache")):
+        assert fetch(server, method, path, b"")[0] == 405
+    assert fetch(server, "GET", "/health?verbose=1") == (200, dict(status="ok"))
+
+
+def raw(server, *pieces):
+    """All that is answered to these bytes, until the server hangs up."""
+    with socket.create_connection(server.server_address, timeout=30) as connection:
+        with contextlib.suppress(ConnectionError):          # it may hang up before it has heard all
+            for piece in pieces:
+                connection.sendall(piece)
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while received := connection.recv(2**16):
+                answer += received
+        return answer
+
+
+@pytest.mark.parametrize("headers, status", [
+    (b"", b"411"), (b"Transfer-Encoding: chunked\r\n", b"411"), (b"Content-Length: -5\r\n", b"400"), (b"Content-Length: many\r\n", b"400"),
+    (b"Content-Length: %d\r\n" % (MAX_BODY_BYTES + 1), b"413"), (b"Content-Length: " + b"9" * 50_000 + b"\r\n", b"400")])
+def test_lengths(server, headers, status):
+    assert raw(server, b"POST /v1/chat/completions HTTP/1.1\r\n" + headers + b"\r\n").startswith(b"HTTP/1.1 " + status)
+
+
+def test_a_body_of_100_megabytes(server):
+    """It is refused by its length, and the client gets to read why though it was still sending."""
+    status, content = fetch(server, "POST", "/v1/chat/completions", bytes(100 * 2**20))
+    assert status == 413 and str(MAX_BODY_BYTES) in content["error"]["message"]
+
+
+def test_a_header_that_never_ends(server):
+    for endless in ([b"X: " + b"x" * 2**16] * 100, [b"X: y\r\n"] * 1000):
+        assert raw(server, b"GET /health HTTP/1.1\r\n", *endless).startswith(b"HTTP/1.1 431")
+    assert raw(server, b"nonsense\r\n\r\n").startswith(b"HTTP/1.1 400")
+
+
+def test_a_silent_client_is_cut_off(server, monkeypatch):
+    assert 0 < Handler.timeout <= 60
+    monkeypatch.setattr(Handler, "timeout", 0.2)
+    for sent in (b"", b"GET /health", b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 10\r\n\r\n{"):
+        assert raw(server, sent) == b""
+
+
+def test_connections_are_kept(server):
+    """Several requests on one connection, a streamed answer among them; an old client's connection is closed instead."""
+    connection = http.client.HTTPConnection(*server.server_address, timeout=30)
+    for body in [dict(messages=[user("Hi")], max_tokens=2, stream=stream) for stream in (False, True, False)]:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body))
+        kept, response = connection.sock, connection.getresponse()
+        content = response.read()
+        assert connection.sock is kept and content.endswith(b"data: [DONE]\n\n" if body["stream"] else b"}")
+    connection.close()
+    body = json.dumps(dict(messages=[user("Hi")], max_tokens=2, stream=True)).encode()
+    answer = raw(server, b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    assert answer.partition(b"\r\n\r\n")[2].startswith(b"data: {") and answer.endswith(b"data: [DONE]\n\n")
+
+
+def test_early_bytes_of_the_next_request(server):
+    """They don't look like hanging up, and a body that nobody reads is not taken for a request."""
+    body = json.dumps(dict(messages=[user("Hi")], max_tokens=300, ignore_eos=True)).encode()
+    health = b"GET /health HTTP/1.1\r\nContent-Length: 27\r\n\r\n"
+    chat = b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    answer = raw(server, chat, health, b"GET /cache HTTP/1.1\r\n\r\n")
+    assert answer.count(b"HTTP/1.1 200 OK") == 2 and b'"finish_reason": "length"' in answer and answer.endswith(b'{"status": "ok"}')
+
+
+def test_api_key(checkpoint):
+    with serving(Engine(str(checkpoint), gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0), api_key="señor") as server:
+        with connect(server.url, "wrong") as client, pytest.raises(openai.AuthenticationError):
+            ask(client, [user("Hi")])
+        for header in ({}, {"Authorization": "señor".encode()}, {"Authorization": "Basic señor".encode()}):
+            statuses = [fetch(server, "GET", path, headers=header)[0] for path in ("/v1/models", "/metrics", "/cache", "/health")]
+            assert statuses == [401, 401, 401, 200]
+        assert fetch(server, "GET", "/v1/models", headers={"Authorization": "Bearer señor".encode()})[0] == 200
+
+
+# ---- clients that leave, an engine that fails
+
+def hang_up_after(server, body, condition):
+    """Asks, waits, and hangs up without having read all of the answer."""
+    body = json.dumps(body).encode()
+    with socket.create_connection(server.server_address, timeout=30) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        eventually(condition)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
+def test_who_hangs_up_cancels_the_turn(server, stream):
+    before, conversations = server.engine.stats(), server.engine.history.conversations()
+    body = dict(messages=[user("long")], stream=stream, ignore_eos=True)           # as long as the context allows
+    hang_up_after(server, body, lambda: server.engine.stats()["generated_tokens"] > before["generated_tokens"] + 5)
+    eventually(lambda: server.engine.stats()["running"] == 0)
+    after = server.engine.stats()
+    assert after["cancelled"] == before["cancelled"] + 1 and after["finished"] == before["finished"]
+    assert after["slots_free"] >= before["slots_free"] and server.engine.history.conversations() == conversations
+
+
+def test_who_hangs_up_leaves_the_queue(server):
+    body, engine = dict(messages=[user("long")], ignore_eos=True), server.engine
+    before = engine.stats()["cancelled"]
+    running = [engine.submit([1], ignore_eos=True) for _ in range(2)]               # max_running
+    eventually(lambda: engine.stats()["running"] == 2)
+    hang_up_after(server, body, lambda: engine.stats()["waiting"] == 1)
+    eventually(lambda: engine.stats()["waiting"] == 0)
+    assert engine.stats()["running"] == 2 and engine.stats()["cancelled"] == before + 1
+    for handle in running:
+        handle.cancel()
+        handle.result()
+
+
+def test_nothing_is_done_before_it_is_committed(server, client, monkeypatch):
+    def full(*args):
+        raise RuntimeError("the disk is full")
+    monkeypatch.setattr(server.engine.history, "commit", full)
+    with pytest.raises(openai.InternalServerError, match="disk is full"):
+        ask(client, [user("Hi")])
+    chunks = []
+    with pytest.raises(openai.APIError, match="disk is full"):
+        for chunk in client.chat.completions.create(model="ascii", messages=[user("Hi")], max_tokens=4, stream=True):
+            chunks.append(chunk)
+    assert chunks and all(chunk.choices[0].finish_reason is None for chunk in chunks)
+    monkeypatch.undo()
+    assert ask(client, [user("Hi")])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_has_failed(checkpoint, monkeypatch):
+    with serving(Engine(str(checkpoint), gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0)) as server, connect(server.url) as client:
+        def burn(batch):
+            raise RuntimeError("the GPU is on fire")
+        monkeypatch.setattr(server.engine.worker, "execute", burn)
+        for _ in range(2):
+            with pytest.raises(openai.InternalServerError, match="on fire"):       # whoever waits, and whoever comes later
+                ask(client, [user("Hi")])
+        assert fetch(server, "GET", "/health")[0] == 503
+
+
+# ---- the program
+
+def test_every_field_of_config_is_a_flag():
+    flags = parse_flags("--model a/b --gpu-cache-tokens 9 --swap-threshold 0.5 --policy lru --stateless --no-pipeline --api-key k".split())
+    assert (flags.model, flags.gpu_cache_tokens, flags.swap_threshold, flags.policy, flags.api_key) == ("a/b", 9, 0.5, "lru", "k")
+    assert flags.stateless and flags.no_pipeline and not flags.separate_phases and flags.cpu_cache_tokens is None
+    assert flags.history == str(ROOT / "history-a-b.sqlite") and parse_flags([]).history == str(ROOT / "history.sqlite")
+
+
+@pytest.mark.parametrize("flags", ["--bogus", "--policy best", "--port many", "--gpu-cache-tokens 0", "--reserve 2"])
+def test_bad_flags_are_one_line(flags, capsys, monkeypatch, checkpoint):
+    import server
+    monkeypatch.setattr(sys, "argv", ["server.py", "--model", str(checkpoint), "--history", ":memory:", *flags.split()])
+    with pytest.raises(SystemExit) as exit:
+        server.main()
+    assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+@contextlib.contextmanager
+def program(checkpoint, history, *flags):
+    """python server.py, on a port of its choice: (process, url, banner)."""
+    command = [sys.executable, "-u", ROOT / "server.py", "--model", checkpoint, "--port", "0", "--history", history, *flags]
+    environment = os.environ | dict(OMP_NUM_THREADS="1")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            banner = ""
+            while not (url := re.search(r"http://[\d.:]+", banner)):
+                line = process.stdout.readline()
+                assert line, process.stderr.read()
+                banner += line
+            yield process, url[0], banner
+        finally:
+            process.kill()
+
+
+def test_banner_and_ctrl_c(checkpoint, tmp_path):
+    with program(checkpoint, tmp_path / "history", "--gpu-cache-tokens", "4096", "--cpu-cache-tokens", "8192") as (process, url, banner):
+        assert re.search(r"ascii.*\n.*4,096 tokens +3\.0 MiB\n.*8,192 tokens +6\.0 MiB\n", banner)
+        with connect(url) as client:
+            stream = client.chat.completions.create(model="ascii", messages=[user("Hi")], stream=True, extra_body=dict(ignore_eos=True))
+            next(iter(stream))
+            process.send_signal(signal.SIGINT)             # while a turn runs
+            output, errors = process.communicate(timeout=10)
+        assert process.returncode in (0, 130) and "Traceback" not in errors
+
+
+def test_kill_9(checkpoint, tmp_path):
+    """What was told to be done is there after a crash, and the next answer is that of a server that was never killed."""
+    history, texts = tmp_path / "history", ["one", "two", "three", "four"]
+    options = dict(max_tokens=24, extra_body=dict(ignore_eos=True))
+
+    def converse(client, messages, texts):
+        for text in texts:
+            messages = messages + [user(text)]
+            messages.append(dict(role="assistant", content=ask(client, messages, **options)[0]))
+        return messages
+
+    with serving(Engine(str(checkpoint), gpu_cache_tokens=CONTEXT, cpu_cache_tokens=CONTEXT)) as server, connect(server.url) as client:
+        uninterrupted = converse(client, [], texts)
+    with program(checkpoint, history, "--gpu-cache-tokens", "2048") as (process, url, _), connect(url) as client:
+        told = converse(client, [], texts[:3])
+        stream = client.chat.completions.create(model="ascii", messages=told + [user("four")], stream=True,
+                                                extra_body=dict(ignore_eos=True))
+        for chunk, _ in zip(stream, range(10)):
+            pass
+        process.kill()
+        with pytest.raises(Exception):                     # it ends, but not as if it were done
+            list(stream)
+    with program(checkpoint, history, "--gpu-cache-tokens", "2048") as (process, url, _), connect(url) as client:
+        conversation = ask(client, told + [user("four")], **options)[3]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) in (0, 130)
+    fingerprint = Engine(str(checkpoint), gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0).tokenizer.fingerprint
+    kept = History(str(history), fingerprint)
+    assert kept.messages(kept.head(conversation).id) == uninterrupted and kept.conversations() == [conversation]
