@@ -18,9 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import count, takewhile
 from queue import Empty, SimpleQueue
+from sqlite3 import DatabaseError
 
 from eviction import POLICIES, RecomputeCost
-from history import History
+from history import History, Turn
 from kv_cache import KVCache
 from model import find_checkpoint
 from scheduler import Batch, Request, Scheduler
@@ -82,10 +83,10 @@ class Reply:
 class Handle:
     """A submitted turn. Iterate it for tokens, `pieces()` for text, `result()` for the Reply; any number of times."""
 
-    def __init__(self, engine: "Engine", conversation: str | None, prompt: list[int], messages: list[dict], options: dict):
-        self.engine, self.conversation, self.prompt, self.messages, self.options = engine, conversation, prompt, messages, options
+    def __init__(self, engine: "Engine", conversation: str | None, base: Turn | None, prompt: list[int], messages: list[dict], options: dict):
+        self.engine, self.conversation, self.base, self.prompt, self.messages, self.options = engine, conversation, base, prompt, messages, options
         self.lock, self.outbox = threading.Lock(), SimpleQueue()
-        self.request: Request | None = None                  # made by the engine's owner
+        self.request, self.failure = None, None              # one of them is set by the engine's owner
         self.stream = TextStream(engine.tokenizer, options["stop"]) if engine.tokenizer else None
         self.token_ids, self.text = [], ""
         self.reply, self.error = None, None
@@ -134,8 +135,8 @@ class Handle:
         self.text += self.stream.finish() if self.stream else ""
         request = self.request
         try:
-            if request is None or request.error:
-                raise request.error if request else self.engine.failure
+            if error := self.failure or request.error:
+                raise error
             if request.finish_reason != "cancelled":
                 self.engine.commit(self)
             sources = request.usage or dict.fromkeys(("gpu", "cpu", "recomputed", "new"), 0)
@@ -216,10 +217,12 @@ class Engine:
                 self.failure, self.thread = RuntimeError(f"the engine has stopped: {error!r}"), None
                 self.take_inbox()
                 for handle in self._unsettled():
-                    if handle.request:
-                        handle.request.error = self.failure
-                    handle.outbox.put(None)
+                    self._refuse(handle, self.failure)
             raise
+
+    def _refuse(self, handle, error):
+        handle.failure = error
+        handle.outbox.put(None)
 
     def wait_for(self, outbox: SimpleQueue):
         """The next item; without a thread of the engine's own it steps until there is one."""
@@ -242,20 +245,21 @@ class Engine:
     # ---- turns
 
     def submit(self, prompt: list[int], conversation: str | None = None, *, max_tokens: int | None = None, temperature: float = 0.0,
-               top_k: int | None = None, top_p: float | None = None, seed: int | None = None, stop=(), ignore_eos: bool = False, messages=()) -> Handle:
+               top_k: int | None = None, top_p: float | None = None, seed: int | None = None, stop=(), ignore_eos: bool = False, messages=(), base: Turn | None = None) -> Handle:
         """Appends token ids to the conversation (None: a one-off, nothing is kept) and generates a reply; returns at once.
         max_tokens: by default as many as fit. temperature 0 is greedy; seed None is a new one. stop: a string or several.
-        messages: the visible ones that the ids stand for. ValueError for what cannot be served."""
+        messages: the visible ones that the ids stand for. base: where a conversation that does not exist yet branches off.
+        ValueError for what cannot be served."""
         options = dict(max_tokens=max_tokens, ignore_eos=ignore_eos, stop=[stop] if isinstance(stop, str) else list(stop or ()),
                        sampling=Sampling(temperature or 0.0, top_k or 0, 1.0 if top_p is None else top_p,
                                          random.getrandbits(32) if seed is None else seed))
         self._check(prompt, options)
-        handle = Handle(self, conversation, list(prompt), list(messages), options)
+        handle = Handle(self, conversation, base, list(prompt), list(messages), options)
         with self.lock:
             if self.failure:
                 raise self.failure
             earlier = [] if conversation is None else self._unsettled(conversation)
-            head = self.history.head(conversation) if conversation is not None else None
+            head = self._head(conversation, base)
             length = (head.length if head else 0) + sum(len(h.prompt) for h in earlier) + len(prompt)
             if length + (max_tokens or 1) > self.scheduler.limit:
                 raise ValueError(f"the conversation has {length} tokens with this prompt and max_tokens is {max_tokens or 'not given'}: "
@@ -275,7 +279,7 @@ class Engine:
             with self.lock:
                 earlier = [] if conversation is None else self._unsettled(conversation)
                 if not earlier:
-                    head = None if conversation is None else self.history.head(conversation)
+                    head = self._head(conversation)
                     before = self.history.messages(head.id) if head else []
                     handle = self._submit_turn(before, [dict(role="user", content=text)], head, conversation, options)
             self._wait_quietly(earlier)                      # what the template still owes depends on how their replies end
@@ -292,15 +296,17 @@ class Engine:
             else:
                 taken = hint is None or hint in self.pending or self.history.head(hint)
                 name = f"conv_{uuid.uuid4().hex}" if taken else hint
-                if turn:
-                    self.history.branch(turn.id, name)
             return self._submit_turn(messages[:known], messages[known:], turn, name, options)
 
     def _submit_turn(self, before, new, turn, name, options):
         if self.tokenizer is None:
             raise ValueError(f"{self.config.model} has no tokenizer: it serves token ids only, use generate()")
         prompt = self.tokenizer.turn(before, new, turn.last_token if turn else None)
-        return self.submit(prompt, name, messages=new, **options)
+        return self.submit(prompt, name, messages=new, base=turn, **options)
+
+    def _head(self, conversation, base=None) -> Turn | None:
+        """The last committed turn of a conversation; of one that does not exist yet, the turn where it branches off."""
+        return (None if conversation is None else self.history.head(conversation)) or base
 
     def _check(self, prompt, options):
         vocabulary, sampling, max_tokens = self.worker.vocab_size, options["sampling"], options["max_tokens"]
@@ -323,15 +329,17 @@ class Engine:
             def reached(token):
                 stream.push(token)
                 return stream.stopped
-        handle.request = Request(self._open(handle.conversation), handle.prompt, options["max_tokens"],
+        try:
+            conversation = self._open(handle.conversation, handle.base)
+        except (LookupError, DatabaseError) as error:        # the base is gone, or the file
+            return self._refuse(handle, error)
+        handle.request = Request(conversation, handle.prompt, options["max_tokens"],
                                  frozenset() if options["ignore_eos"] else self.worker.stop_ids, reached, options["sampling"], handle.outbox)
         self.scheduler.submit(handle.request)
 
-    def _open(self, name):
+    def _open(self, name, base):
         """A conversation that is cold lives in the history alone."""
-        if name is None or name in self.cache.conversations:
-            return self.cache.open(name)
-        head = self.history.head(name)
+        head = None if name in self.cache.conversations else self._head(name, base)
         return self.cache.open(name, self.history.tokens(head.id) if head else ())
 
     def _let_go_of_the_cold(self):
@@ -348,9 +356,11 @@ class Engine:
         if handle.conversation is None:
             return
         self._wait_quietly(takewhile(lambda other: other is not handle, self._unsettled(handle.conversation)))
-        head = self.history.head(handle.conversation)
         exact = self.tokenizer is not None and self.tokenizer.decode(handle.token_ids) == handle.text
         try:
+            head = self.history.head(handle.conversation)
+            if handle.base and not head:
+                head = self.history.branch(handle.base.id, handle.conversation)
             self.history.commit(handle.conversation, head.id if head else None, handle.prompt, handle.token_ids, handle.messages,
                                 handle.text if handle.messages else None, exact)
         except Exception:
@@ -415,6 +425,8 @@ class Engine:
 
     def close(self):
         """Cancels what runs, stops the thread, closes the history. Everything that was told to be done is kept."""
+        with self.lock:
+            self.failure = self.failure or RuntimeError("the engine is closed")
         self._abandon(self._unsettled())
         if thread := self.thread:
             self.inbox.put(lambda: setattr(self, "thread", None))        # by the owner: until then nobody else takes the inbox

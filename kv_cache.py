@@ -488,8 +488,8 @@ class KVPool:
     def __init__(self, layers, heads, head_dim, num_slots, num_places, chunk_size, device, dtype, pipeline=True):
         """heads: K/V heads. pipeline=False: the model starts when everything has arrived."""
         cuda = torch.device(device).type == "cuda"
-        self.gpu = torch.zeros(layers, 2, num_slots, heads, head_dim, device=device, dtype=dtype)
-        self.cpu = torch.zeros(layers, num_places, 2, chunk_size, heads, head_dim, dtype=dtype, pin_memory=cuda)
+        self.gpu = torch.empty(layers, 2, num_slots, heads, head_dim, device=device, dtype=dtype)
+        self.cpu = torch.empty(layers, num_places, 2, chunk_size, heads, head_dim, dtype=dtype, pin_memory=cuda)
         self.chunk_size, self.pipeline = chunk_size, pipeline
         self.stream = torch.cuda.current_stream if cuda else _InOrder
         self.on = torch.cuda.stream if cuda else nullcontext
@@ -532,7 +532,7 @@ class KVPool:
             tickets = sorted(tickets, key=lambda ticket: ticket.place)
             runs, slots, rows = self._itinerary(tickets)
             for layer in range(len(self.gpu)):
-                staging = self.gpu.new_zeros(2, len(tickets) * self.chunk_size, *self.gpu.shape[3:])
+                staging = self.gpu.new_empty(2, len(tickets) * self.chunk_size, *self.gpu.shape[3:])
                 staging.index_copy_(1, rows, self.gpu[layer][:, slots])
                 staging = staging.unflatten(1, (len(tickets), self.chunk_size)).transpose(0, 1).contiguous()   # [n, 2, chunk, H_kv, D]
                 done = 0
