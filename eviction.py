@@ -119,6 +119,7 @@ class VictimIndex:
         self.members = {}     # conversation.order -> (key, last_active, conversation)
         self.entries = 0      # in all heaps, stale ones included
         self.now = None       # when the values in `heads` hold
+        self.surfaced = {}    # key -> its entry in `heads`
         self.heads = []       # heap of (value, conversation.order, key, last_active): the longest idle member of every key, and stale ones
 
     def file(self, conversation, key: int, last_active: float):
@@ -134,10 +135,10 @@ class VictimIndex:
         self.members.pop(conversation.order, None)
 
     def cheapest(self, now: float):
-        """The conversation of the lowest value at `now`, ties by order; None if there is none.
+        """The conversation of the lowest value at `now`; ties by order (under one key the longest idle is first); None if there is none.
         The first call at a new `now` looks at every key, more of them cost O(log)."""
         if now != self.now:
-            self.now, self.heads = now, []
+            self.now, self.heads, self.surfaced = now, [], {}
             for key in list(self.heaps):
                 self._surface(key)
         while self.heads:
@@ -145,6 +146,8 @@ class VictimIndex:
             if self._holds(key, last_active, order):
                 return self.members[order][2]
             heapq.heappop(self.heads)
+            if self.surfaced.get(key) == (last_active, order):
+                del self.surfaced[key]
             self._surface(key)
         return None
 
@@ -159,8 +162,8 @@ class VictimIndex:
             self.entries -= 1
         if not heap:
             self.heaps.pop(key, None)
-        elif self.now is not None:
-            last_active, order = heap[0]
+        elif self.now is not None and self.surfaced.get(key) != heap[0]:
+            self.surfaced[key] = last_active, order = heap[0]
             heapq.heappush(self.heads, (self.policy.value(key, idle_time(self.now, last_active)), order, key, last_active))
 
     def _push(self, key, last_active, order):

@@ -250,7 +250,8 @@ class KVCache:
                 chunk = conversation.next("copy")
                 place = self._take_place(self._rank(conversation, "copy", now), now)
                 if place is None:
-                    self._condemn(conversation, chunk)
+                    with self._changing(conversation, chunk):
+                        chunk.condemned = True
                 else:
                     tickets.append(self._issue(conversation, chunk, "out", place))
                 wanted -= chunk.filled
@@ -264,13 +265,6 @@ class KVCache:
         tickets = self.plan_swap_out(self.shortfall(conversation, total, reserve), now)
         self._list(conversation)
         return tickets
-
-    def condemn_cheapest(self, now: float) -> bool:
-        """The last resort but one: the cheapest chunk that is on the GPU alone may be dropped. False if there is none."""
-        conversation = self.indexes["copy"].cheapest(now)
-        if conversation:
-            self._condemn(conversation, conversation.next("copy"))
-        return conversation is not None
 
     def reclaim(self, conversation: Conversation):
         """Frees the slots of one policy unit of the conversation's reclaimable chunks, from the policy's end.
@@ -355,10 +349,6 @@ class KVCache:
 
     def _leaving(self, ticket):
         return ticket.direction == "out" and not ticket.stale and ticket.conversation.listed
-
-    def _condemn(self, conversation, chunk):
-        with self._changing(conversation, chunk):
-            chunk.condemned = True
 
     def _drop(self, conversation, chunk):
         self._discard(conversation, chunk)
@@ -460,6 +450,7 @@ class KVCache:
         chunks = [chunk for chunk in conversation.chunks if chunk]
         pinned = conversation.row is not None
         assert pinned == (conversation.order in self.pinned) and not (pinned and conversation.listed)
+        assert not (pinned or conversation.listed) or self.conversations[conversation.name] is conversation
         assert conversation.cached == len(chunks) and conversation.held == sum(len(chunk.slots) for chunk in chunks)
         assert conversation.count == {move: sum(c.next_move() == move for c in chunks) for move in MOVES}
         assert conversation.reclaimable == sum(len(c.slots) for c in chunks if c.next_move() == "reclaim")
@@ -469,6 +460,7 @@ class KVCache:
             assert chunk.filled <= self.chunk_size and (pinned or chunk.filled)
             assert not chunk.slots or len(chunk.slots) == chunk.filled or pinned and len(chunk.slots) > chunk.filled
             assert chunk.slots or chunk.place is not None
+            assert chunk.ticket is None or chunk.place in (None, chunk.ticket.place)
         for move, index in self.indexes.items():
             filed = index.members.get(conversation.order)
             assert (filed is not None) == bool(conversation.listed and conversation.count[move])
@@ -559,7 +551,8 @@ class KVPool:
                 runs.append([ticket.place, ticket.place + 1])
         slots = [slot for ticket in tickets for slot in ticket.slots]
         rows = [n * self.chunk_size + i for n, ticket in enumerate(tickets) for i in range(ticket.filled)]
-        return runs, *torch.tensor([slots, rows], device=self.gpu.device)
+        indices = torch.tensor([slots, rows], pin_memory=self.gpu.is_cuda)      # else the upload would wait for the stream
+        return runs, *indices.to(self.gpu.device, non_blocking=True)
 
     def _depart(self, tickets, stream):
         event = self.event()

@@ -1,8 +1,8 @@
 """Who runs in the next step: one FCFS queue, one running list, one kind of work (paper §4.2, §4.3).
 
-    a's context   |absent |  CPU        | GPU  | new prompt |
-    spans         [0:4)   in [4:16)            [16:23)          two spans of one request; b, generating: [31:32)
-    step 45       a[0:4] a[16:23] b[31:32] | in a[4:16] | out d[4:8]
+    a's context    | absent [0:4) | CPU [4:12) | GPU [12:16) | new prompt [16:23) |      b generates its token 32, d is idle
+    its spans        a[0:4]         comes in     is there      a[16:23]
+    the batch      step 45  b[31:32] a[0:4] a[16:23] | in a[4:12] | out d[4:8]
 
 A *span* is a run of positions of one request to compute in this step. A decode is a span of length 1 at the end, a new prompt a
 span at the end, dropped tokens a span at the front (the paper's sub-request), a part of a long prefill a span that stops early.
@@ -170,9 +170,11 @@ class Scheduler:
         """The next batch. It is empty only if there is nothing to do, or if all that is left is to wait for copies in flight."""
         batch = self.compose(now)
         while not batch and self.busy and not self.cache.in_flight:
+            before = len(self.running), self.cache.available
             if self.running and not self.cache.available:
                 self.give_way(now)
             batch = self.compose(now)
+            assert batch or before != (len(self.running), self.cache.available), "no progress"
         batch.table_updates = self.cache.take_table_updates()
         return batch
 
@@ -245,11 +247,10 @@ class Scheduler:
         return tickets
 
     def give_way(self, now: float):
-        """Nothing can run and no copy is in flight: the cheapest chunk that is on the GPU alone may be dropped; failing that,
-        the latest arrival (never the oldest) is suspended."""
-        if not self.cache.condemn_cheapest(now):
-            assert len(self.running) > 1, "a lone request fits, or it would not have been admitted"
-            self.suspend(max(self.running, key=lambda request: request.arrival), now)
+        """No slot is to be had, nothing idle is left to copy out or to drop, no copy is in flight: the latest arrival, never the
+        oldest, is suspended."""
+        assert len(self.running) > 1, "a lone request fits, or it would not have been admitted"
+        self.suspend(max(self.running, key=lambda request: request.arrival), now)
 
     def suspend(self, request: Request, now: float):
         """Takes a running request out, back to its place in the queue. Nothing generated is lost; its chunks may leave the GPU."""

@@ -205,3 +205,25 @@ def test_victim_index_does_not_collect_stale_entries():
     assert sum(map(len, index.heaps.values())) == index.entries
     twins = [replace(member) for member in members]
     assert drain(index, 6000.0) == brute_force(index.policy, twins, 6000.0, math.inf)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_victim_index_cheapest_costs_a_few_values_for_each_victim(name):
+    """Thousands of victims at one moment: each needs the value of its key's next member and perhaps of its own next key, no more."""
+    policy, calls = POLICIES[name](COST, 32), 0
+    index, value = VictimIndex(policy), policy.value
+
+    def count(*arguments):
+        nonlocal calls
+        calls += 1
+        return value(*arguments)
+
+    for order in range(300):
+        file(index, Member(order, 0, 8, float(order)))
+    policy.value = count
+    now, victims = 5000.0, 0
+    while member := index.cheapest(now):
+        member.evict(policy)
+        file(index, member)
+        victims += 1
+    assert victims >= 300 and calls < 5 * victims, (calls, victims)
