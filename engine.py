@@ -10,6 +10,7 @@ committed to the history by its caller, and only then told to be done.
 Invariant: the answer never depends on the cache. Any sizes, policy and interleaving give the tokens of a full recompute.
 
 `python engine.py` plays two conversations under starved tiers and prints each step's batch."""
+import math
 import random
 import threading
 import time
@@ -21,12 +22,17 @@ from queue import Empty, SimpleQueue
 from sqlite3 import DatabaseError
 
 from eviction import POLICIES, RecomputeCost
-from history import History, Turn
+from history import History, StaleTurn, Turn
 from kv_cache import KVCache
 from model import find_checkpoint
 from scheduler import Batch, Request, Scheduler
 from tokenizer import TextStream, load_tokenizer
 from worker import Sampling, load_worker
+
+
+def require(ok: bool, name: str, what: str, value):
+    if not ok:
+        raise ValueError(f"{name} must be {what}, got {value!r}")
 
 
 def flag(default, help: str, choices=None):
@@ -54,17 +60,14 @@ class Config:
     history: str = flag(None, "file that keeps every conversation's turns; in-process default: memory only")
 
     def __post_init__(self):
-        for name in ("gpu_cache_tokens", "chunk_size", "max_batch_tokens", "max_running"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.cpu_cache_tokens is not None and self.cpu_cache_tokens < 0:
-            raise ValueError(f"cpu_cache_tokens must be at least 0, got {self.cpu_cache_tokens}")
+        for name, least in dict(gpu_cache_tokens=1, cpu_cache_tokens=0, chunk_size=1, max_batch_tokens=1, max_running=1).items():
+            if (value := getattr(self, name)) is not None:
+                require(type(value) is int and value >= least, name, f"an int of at least {least}", value)
         for name in ("swap_threshold", "reserve"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is a share of the slots, at least 0 and below 1, got {getattr(self, name)}")
+            require(0 <= getattr(self, name) < 1, name, "a share of the slots, at least 0 and below 1", getattr(self, name))
         for entry in fields(self):
-            if (choices := entry.metadata["choices"]) and (value := getattr(self, entry.name)) not in choices:
-                raise ValueError(f"unknown {entry.name} {value!r}; choose from {', '.join(choices)}")
+            if choices := entry.metadata["choices"]:
+                require(getattr(self, entry.name) in choices, entry.name, f"one of {', '.join(choices)}", getattr(self, entry.name))
 
 
 @dataclass(frozen=True)
@@ -94,17 +97,15 @@ class Handle:
 
     def __iter__(self):
         seen = 0
-        while seen < len(self.token_ids) or self._pull():
+        while self._pull() or seen < len(self.token_ids):
             yield from self.token_ids[seen:(seen := len(self.token_ids))]
 
     def pieces(self):
         """The text as it grows."""
         sent = 0
-        while self._pull():
-            if len(self.text) > sent:
+        while self._pull() or sent < len(self.text):
+            if sent < len(self.text):
                 yield self.text[sent:(sent := len(self.text))]
-        if len(self.text) > sent:
-            yield self.text[sent:]
 
     def result(self) -> Reply:
         while self._pull():
@@ -137,11 +138,10 @@ class Handle:
         try:
             if error := self.failure or request.error:
                 raise error
-            if request.finish_reason != "cancelled":
-                self.engine.commit(self)
+            kept = request.finish_reason != "cancelled" and self.engine.commit(self)
             sources = request.usage or dict.fromkeys(("gpu", "cpu", "recomputed", "new"), 0)
             usage = dict(prompt_tokens=sum(sources.values()), completion_tokens=len(self.token_ids), **sources)
-            self.reply = Reply(self.text, self.token_ids, request.finish_reason, usage)
+            self.reply = Reply(self.text, self.token_ids, request.finish_reason if kept else "cancelled", usage)
         except Exception as error:
             self.error = error
         finally:
@@ -162,7 +162,7 @@ class Engine:
         self.cache = KVCache(worker.num_slots, worker.num_places, config.chunk_size, config.max_running, worker.max_context, policy)
         self.scheduler = Scheduler(self.cache, worker.max_context, config.max_batch_tokens, config.swap_threshold, config.reserve,
                                    config.stateless, config.separate_phases)
-        fingerprint = self.tokenizer.fingerprint if self.tokenizer else ""
+        fingerprint = self.tokenizer.fingerprint if self.tokenizer else f"raw token ids below {worker.vocab_size}"
         self.history = history if isinstance(history, History) else History(config.history or ":memory:", fingerprint)
         self.inbox = SimpleQueue()                          # functions, run by the owner between steps
         self.lock = threading.RLock()                       # guards `pending`
@@ -190,15 +190,18 @@ class Engine:
         """Runs what others have posted: the only door for other threads."""
         try:
             while True:
-                self.inbox.get(block)()
-                block = False
+                function, block = self.inbox.get(block), False
+                with self.stepping:
+                    function()
         except Empty:
             pass
 
     def start(self) -> "Engine":
         """Steps in a thread of its own from now on."""
-        self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self.thread.start()
+        with self.stepping:
+            if not self.thread:
+                self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
+                self.thread.start()
         return self
 
     def _run(self):
@@ -247,20 +250,20 @@ class Engine:
     def submit(self, prompt: list[int], conversation: str | None = None, *, max_tokens: int | None = None, temperature: float = 0.0,
                top_k: int | None = None, top_p: float | None = None, seed: int | None = None, stop=(), ignore_eos: bool = False, messages=(), base: Turn | None = None) -> Handle:
         """Appends token ids to the conversation (None: a one-off, nothing is kept) and generates a reply; returns at once.
+        Read the handle to its end, or cancel it: only then is the turn kept, and its conversation's next one, too.
         max_tokens: by default as many as fit. temperature 0 is greedy; seed None is a new one. stop: a string or several.
         messages: the visible ones that the ids stand for. base: where a conversation that does not exist yet branches off.
         ValueError for what cannot be served."""
-        options = dict(max_tokens=max_tokens, ignore_eos=ignore_eos, stop=[stop] if isinstance(stop, str) else list(stop or ()),
-                       sampling=Sampling(temperature or 0.0, top_k or 0, 1.0 if top_p is None else top_p,
-                                         random.getrandbits(32) if seed is None else seed))
-        self._check(prompt, options)
-        handle = Handle(self, conversation, base, list(prompt), list(messages), options)
+        sampling = Sampling(temperature or 0.0, top_k or 0, 1.0 if top_p is None else top_p, random.getrandbits(32) if seed is None else seed)
+        stop = [stop] if isinstance(stop, str) else stop or []
+        self._check(prompt, conversation, max_tokens, sampling, stop)
+        handle = Handle(self, conversation, base, list(prompt), list(messages),
+                        dict(max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_eos=ignore_eos))
         with self.lock:
             if self.failure:
                 raise self.failure
-            earlier = [] if conversation is None else self._unsettled(conversation)
             head = self._head(conversation, base)
-            length = (head.length if head else 0) + sum(len(h.prompt) for h in earlier) + len(prompt)
+            length = (head.length if head else 0) + len(prompt)
             if length + (max_tokens or 1) > self.scheduler.limit:
                 raise ValueError(f"the conversation has {length} tokens with this prompt and max_tokens is {max_tokens or 'not given'}: "
                                  f"together they exceed the limit of {self.scheduler.limit} tokens")
@@ -308,18 +311,19 @@ class Engine:
         """The last committed turn of a conversation; of one that does not exist yet, the turn where it branches off."""
         return (None if conversation is None else self.history.head(conversation)) or base
 
-    def _check(self, prompt, options):
-        vocabulary, sampling, max_tokens = self.worker.vocab_size, options["sampling"], options["max_tokens"]
-        if not prompt:
-            raise ValueError("the prompt is empty: give at least one token")
-        if wrong := [token for token in prompt if not isinstance(token, int) or not 0 <= token < vocabulary]:
-            raise ValueError(f"token ids must be ints from 0 to {vocabulary - 1}, got {wrong[0]!r}")
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
-        if sampling.temperature < 0 or sampling.top_k < 0 or not 0 < sampling.top_p <= 1:
-            raise ValueError(f"need temperature >= 0, top_k >= 0 and 0 < top_p <= 1, got {sampling}")
-        if options["stop"] and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and this checkpoint has none")
+    def _check(self, prompt, conversation, max_tokens, sampling, stop):
+        vocabulary, (temperature, top_k, top_p, seed) = self.worker.vocab_size, sampling
+        require(hasattr(prompt, "__len__") and len(prompt) > 0, "prompt", "a list of at least one token id", prompt)
+        for token in prompt:
+            require(type(token) is int and 0 <= token < vocabulary, "a token id", f"an int from 0 to {vocabulary - 1}", token)
+        require(conversation is None or isinstance(conversation, str), "conversation", "a string or None", conversation)
+        require(max_tokens is None or type(max_tokens) is int and max_tokens >= 1, "max_tokens", "an int of at least 1", max_tokens)
+        require(type(temperature) in (int, float) and 0 <= temperature < math.inf, "temperature", "a number of at least 0", temperature)
+        require(type(top_k) is int and top_k >= 0, "top_k", "an int of at least 0", top_k)
+        require(type(top_p) in (int, float) and 0 < top_p <= 1, "top_p", "above 0 and at most 1", top_p)
+        require(type(seed) is int, "seed", "an int", seed)
+        require(isinstance(stop, (list, tuple)) and all(isinstance(text, str) for text in stop), "stop", "a string or a list of strings", stop)
+        require(not stop or self.tokenizer is not None, "stop", "left out, since this checkpoint has no tokenizer", stop)
 
     def _enter(self, handle: Handle):
         """The owner takes a handle from the inbox."""
@@ -351,20 +355,27 @@ class Engine:
         if handle.request:
             self.scheduler.cancel(handle.request, self.clock())
 
-    def commit(self, handle: Handle):
-        """In the caller's thread, when a turn has ended. Earlier turns of the conversation first, whoever waits for them."""
+    def commit(self, handle: Handle) -> bool:
+        """In the caller's thread, when a turn has ended. Earlier turns of the conversation first, whoever waits for them.
+        False if the conversation was forgotten meanwhile."""
         if handle.conversation is None:
-            return
+            return True
         self._wait_quietly(takewhile(lambda other: other is not handle, self._unsettled(handle.conversation)))
         exact = self.tokenizer is not None and self.tokenizer.decode(handle.token_ids) == handle.text
         try:
-            head = self.history.head(handle.conversation)
-            if handle.base and not head:
-                head = self.history.branch(handle.base.id, handle.conversation)
-            self.history.commit(handle.conversation, head.id if head else None, handle.prompt, handle.token_ids, handle.messages,
-                                handle.text if handle.messages else None, exact)
-        except Exception:
+            with self.lock:
+                head = self.history.head(handle.conversation)
+                if handle.base and not head:
+                    head = self.history.branch(handle.base.id, handle.conversation)
+                if (head.length if head else 0) != handle.request.before[0]:
+                    raise StaleTurn(f"conversation {handle.conversation!r} does not end where this turn began")
+                self.history.commit(handle.conversation, head.id if head else None, handle.prompt, handle.token_ids, handle.messages,
+                                    handle.text if handle.messages else None, exact)
+            return True
+        except Exception as error:
             self.call(lambda: self._forget_kv(handle.conversation))      # the cache must not remember what the history does not
+            if isinstance(error, StaleTurn):
+                return False
             raise
 
     def settled(self, handle: Handle):
@@ -376,14 +387,14 @@ class Engine:
 
     def forget(self, conversation: str):
         """Cancels what runs, frees both tiers and the history of a conversation."""
+        require(isinstance(conversation, str), "conversation", "a string", conversation)
         self._abandon(self._unsettled(conversation))
-        self.call(lambda: self._forget_kv(conversation))
-        self.history.forget(conversation)
+        self.call(lambda: (self._forget_kv(conversation), self.history.forget(conversation)))
 
-    def _unsettled(self, conversation=None) -> list[Handle]:
-        """Turns that are not in the history yet, of one conversation or of all."""
+    def _unsettled(self, *conversations) -> list[Handle]:
+        """Turns that are not in the history yet, in order: of these conversations, or of all."""
         with self.lock:
-            return [handle for name, handles in self.pending.items() if conversation in (None, name) for handle in handles]
+            return [handle for name in conversations or list(self.pending) for handle in self.pending.get(name, ())]
 
     def _abandon(self, handles):
         for handle in handles:

@@ -10,9 +10,9 @@ In each layer: store the new K and V into their slots, wait for that layer's swa
 A step with no spans only moves chunks. The token of (seed, position) never depends on what else is in the batch."""
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,7 @@ from model import load_model, random_model
 from scheduler import Batch, Request, Result, Span
 
 
-@dataclass(frozen=True)
-class Sampling:
+class Sampling(NamedTuple):
     """temperature 0 is greedy; top_k 0 and top_p 1 are off."""
     temperature: float = 0.0
     top_k: int = 0
@@ -126,8 +125,11 @@ def load_worker(config, directory: Path | None) -> Worker:
     model = (load_model(directory, device, getattr(torch, dtype)) if directory else
              random_model(config.model, device, getattr(torch, dtype)))
     slots, cpu_tokens = tier_sizes(config, model)
-    return Worker(model, slots, cpu_tokens // config.chunk_size, config.chunk_size, config.max_running,
-                  min(model.config.max_context, slots), pipeline=not config.no_pipeline)
+    try:
+        return Worker(model, slots, cpu_tokens // config.chunk_size, config.chunk_size, config.max_running,
+                      min(model.config.max_context, slots), pipeline=not config.no_pipeline)
+    except RuntimeError as error:                                # out of memory, here or there
+        raise ValueError(f"tiers of {slots} and {cpu_tokens} tokens cannot be had, choose smaller ones: {error}") from error
 
 
 def tier_sizes(config, model) -> tuple[int, int]:

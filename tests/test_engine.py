@@ -1,5 +1,6 @@
 """The in-process API: turns, threads, cancellation, restart, errors. On the embedded model."""
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -7,6 +8,7 @@ from engine import Engine
 from eviction import RecomputeCost
 from history import History
 
+ROOT = Path(__file__).parent.parent
 COST = RecomputeCost({32: 1e-3, 1024: 4e-3}, rest=1e-3)
 TINY = dict(cost=COST, gpu_cache_tokens=160, cpu_cache_tokens=64, chunk_size=8, max_batch_tokens=32, debug=True)
 
@@ -156,18 +158,20 @@ def test_a_stop_string_ends_the_reply(engine):
 
 
 @pytest.mark.parametrize("prompt, options, message", [
-    ([], {}, "empty"), ([1], dict(max_tokens=0), "max_tokens must be at least 1, got 0"), ([10**6], {}, "1000000"), (["a"], {}, "'a'"),
-    ([1], dict(max_tokens=160), "limit of 160"), (ids(160), {}, "limit of 160"), ([1], dict(temperature=-1), "temperature"),
-    ([1], dict(top_p=0), "top_p"), ([1], dict(stop=[""]), "stop")])
+    ([], {}, "at least one token id"), (5, {}, "got 5"), ([10**6], {}, "1000000"), (["a"], {}, "'a'"), ([1], dict(max_tokens=0), "max_tokens .* got 0"),
+    ([1], dict(max_tokens=2.5), "2.5"), ([1], dict(max_tokens=160), "limit of 160"), (ids(160), {}, "limit of 160"),
+    ([1], dict(temperature=-1), "temperature"), ([1], dict(temperature=float("nan")), "nan"), ([1], dict(temperature="1"), "temperature"),
+    ([1], dict(top_p=0), "top_p"), ([1], dict(top_k=-1), "top_k"), ([1], dict(seed="x"), "seed"), ([1], dict(seed=1.5), "seed"),
+    ([1], dict(stop=[""]), "stop"), ([1], dict(stop=[5]), "stop"), ([1], dict(stop=5), "stop"), ([1], dict(conversation=5), "conversation")])
 def test_bad_input_is_refused_by_name(engine, prompt, options, message):
     with pytest.raises(ValueError, match=message):
-        engine.submit(prompt, "c", **options)
+        engine.submit(prompt, **(dict(conversation="c") | options))
     assert engine.generate(ids(3), "c", max_tokens=2, ignore_eos=True).finish_reason == "length"
 
 
 @pytest.mark.parametrize("flags, message", [
     (dict(policy="fifo"), "fifo"), (dict(gpu_cache_tokens=0), "gpu_cache_tokens"), (dict(cpu_cache_tokens=-1), "cpu_cache_tokens"),
-    (dict(reserve=1.0), "reserve"), (dict(dtype="int8"), "int8"), (dict(model="no/such/dir/at all"), "no/such/dir"), (dict(device="abacus"), "abacus")])
+    (dict(reserve=1.0), "reserve"), (dict(chunk_size=1.5), "chunk_size"), (dict(gpu_cache_tokens=10**15), "smaller ones"), (dict(dtype="int8"), "int8"), (dict(model="no/such/dir/at all"), "no/such/dir"), (dict(device="abacus"), "abacus")])
 def test_bad_flags_are_refused_by_name(flags, message):
     with pytest.raises(ValueError, match=message):
         Engine(**flags)
@@ -183,6 +187,69 @@ def test_a_turn_that_cannot_be_committed_fails_and_is_forgotten(engine, monkeypa
             engine.generate(ids(5), "c", max_tokens=4)
     reply = engine.generate(ids(5), "c", max_tokens=4)
     assert reply.usage["prompt_tokens"] == 9 + len(first.token_ids) + 5
+
+
+def test_a_conversation_forgotten_at_the_wrong_moment_stays_coherent(engine, monkeypatch):
+    """A turn has ended but is not committed yet when its conversation is forgotten by someone else."""
+    engine.generate(ids(9), "c", max_tokens=4, ignore_eos=True)
+    handle, commit = engine.submit(ids(5), "c", max_tokens=4, ignore_eos=True), engine.commit
+    def forgotten_first(late):
+        monkeypatch.setattr(engine, "commit", commit)
+        engine.call(lambda: (engine._forget_kv("c"), engine.history.forget("c")))
+        return commit(late)
+    monkeypatch.setattr(engine, "commit", forgotten_first)
+    assert handle.result().finish_reason == "cancelled"
+    assert engine.history.head("c") is None
+    assert engine.generate(ids(3), "c", max_tokens=2, ignore_eos=True).usage["prompt_tokens"] == 3
+
+
+def test_many_readers_of_one_handle_see_every_token():
+    engine = Engine("tiny_chat", **TINY).start()
+    handle, seen = engine.submit(ids(5), max_tokens=60, ignore_eos=True), []
+    threads = [threading.Thread(target=lambda: seen.append(list(handle))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert seen == [handle.result().token_ids] * 4 and len(handle.result().token_ids) == 60
+    engine.close()
+
+
+def test_start_twice_and_close_while_turns_wait():
+    engine = Engine("tiny_chat", **TINY).start().start()
+    handles = [engine.submit(ids(5), f"c{i}", ignore_eos=True) for i in range(20)]
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    closing.join(timeout=30)
+    assert not closing.is_alive()
+    assert {handle.result().finish_reason for handle in handles} <= {"cancelled", "length"}
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.submit(ids(3))
+
+
+def test_without_a_tokenizer_token_ids_are_served_and_text_is_refused(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((ROOT / "tiny_chat" / name).read_bytes())
+    engine = Engine(str(tmp_path), **TINY)
+    assert len(engine.generate(ids(4), "c", max_tokens=3, ignore_eos=True).token_ids) == 3
+    with pytest.raises(ValueError, match="no tokenizer"):
+        engine.chat("Hi", "c")
+    with pytest.raises(ValueError, match="no tokenizer"):
+        engine.generate(ids(4), stop=["x"])
+    engine.close()
+
+
+def test_without_its_cached_kv_the_embedded_model_forgets(engine):
+    """The control: what it knows of the conversation, it knows from the cache."""
+    def ask(sabotage):
+        engine.chat("Hi, I'm Zorbella.", "c")
+        if sabotage:
+            engine.worker.pool.gpu.zero_()
+        answer = engine.chat("What is my name?", "c", max_tokens=16).text
+        engine.forget("c")
+        return answer
+    assert "Zorbella" in ask(sabotage=False)
+    assert "Zorbella" not in ask(sabotage=True)
 
 
 @pytest.mark.parametrize("started", [False, True])
