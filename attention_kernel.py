@@ -13,7 +13,7 @@ query tokens at consecutive positions of one request, each of which sees every p
 
 Invariant: the KV-token of every position that a span sees is in the cache when the kernel starts.
 """
-from __future__ import annotations
+from __future__ import annotations      # those of the kernels name tl, which is absent where triton is
 
 import os
 from dataclasses import dataclass, field
@@ -37,7 +37,8 @@ LOG2_E = 1.4426950408889634
 # ---- the specification --------------------------------------------------------------------------------------------------------
 
 def multi_token_attention_reference(q, k_cache, v_cache, slot_table, spans, scale=None, out=None):
-    """Arguments, result and errors of `multi_token_attention`, in plain torch: the specification, and the path of the CPU."""
+    """Arguments, result and errors of `multi_token_attention`, in plain torch: the specification, and the path of the CPU.
+    Per span one gather of K and V and one scaled_dot_product_attention; no loop over heads or tokens."""
     check_arguments(q, k_cache, v_cache, slot_table, spans, scale, out)
     out = torch.empty_like(q) if out is None else out
     heads, kv_heads = q.shape[1], k_cache.shape[1]
@@ -112,7 +113,7 @@ class SpanTensors:
 
     def plan(self, group, kv_heads, dtype, min_piece=MIN_PIECE):
         """The Plan for `kv_heads` KV heads of `group` query heads each: made and uploaded at the first call, for all layers."""
-        key = group, kv_heads, dtype
+        key = group, kv_heads, dtype, min_piece
         if key not in self.plans:
             device = self.row.device
             processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 100
@@ -191,8 +192,9 @@ def ceil_div(a, b):
 
 def upload(arrays, device):
     """Integer arrays -> int32 tensors on the device, in one copy for which the host does not wait."""
-    flat = np.concatenate([array.ravel() for array in arrays]).astype(np.int32)
-    parts = torch.from_numpy(flat).to(device, non_blocking=True).split([array.size for array in arrays])
+    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]).astype(np.int32))
+    flat = flat.pin_memory() if device.type == "cuda" else flat
+    parts = flat.to(device, non_blocking=True).split([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays)]
 
 
@@ -204,7 +206,8 @@ def multi_token_attention(q, k_cache, v_cache, slot_table, spans, scale=None, ou
     slot_table [rows, max_context] int32; entries at kv_len and beyond may hold anything.
     spans: a SpanTensors on q's device. Query i of span s stands at position kv_len[s] - q_len[s] + i and sees positions 0..itself.
     H is a multiple of H_kv (grouped-query attention); scale is 1 / sqrt(D) unless given, and positive.
-    Returns [T, H, D], in `out` if given. ValueError if shapes do not fit together."""
+    Returns [T, H, D], in `out` if given. ValueError if shapes do not fit together.
+    Triton on CUDA, and in its interpreter under TRITON_INTERPRET=1; the reference elsewhere and for float64."""
     if triton is None or not (q.is_cuda or INTERPRETED) or q.dtype == torch.float64:
         return multi_token_attention_reference(q, k_cache, v_cache, slot_table, spans, scale, out)
     check_arguments(q, k_cache, v_cache, slot_table, spans, scale, out)
@@ -214,36 +217,36 @@ def multi_token_attention(q, k_cache, v_cache, slot_table, spans, scale=None, ou
     plan = spans.plan(group, kv_heads, q.dtype)
     partial_out = torch.empty(plan.partial_rows, kv_heads, D, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(plan.partial_rows, kv_heads, dtype=torch.float32, device=q.device)
-    options = dict(GROUP=group, D=D, BLOCK_D=max(16, triton.next_power_of_2(D)), enable_fp_fusion=True)  # else triton warns
+    options = dict(GROUP=group, D=D, TILE_D=max(16, triton.next_power_of_2(D)), enable_fp_fusion=True)  # else triton warns
     for tile, items in plan.launches:
         attention_kernel[len(items), kv_heads](
             q, k_cache, v_cache, slot_table, out, partial_out, partial_lse, items, (D ** -0.5 if scale is None else scale) * LOG2_E,
             *q.stride()[:2], *k_cache.stride()[:2], slot_table.stride(0), *out.stride()[:2],
-            BLOCK_M=tile.rows, BLOCK_N=tile.keys, **options, num_warps=tile.warps, num_stages=tile.stages)
+            TILE_M=tile.rows, TILE_N=tile.keys, **options, num_warps=tile.warps, num_stages=tile.stages)
     if len(plan.merges):
         merge_kernel[len(plan.merges), kv_heads](partial_out, partial_lse, out, plan.merges, *out.stride()[:2],
-                                                 BLOCK_M=MERGE_ROWS, **options)
+                                                 TILE_M=MERGE_ROWS, **options)
     return out
 
 
 @jit
 def attention_kernel(q, k_cache, v_cache, slot_table, out, partial_out, partial_lse, items, scale_log2,
                      stride_qt, stride_qh, stride_slot, stride_kh, stride_row, stride_ot, stride_oh,
-                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+                     TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
     """One work item for one KV head: a tile of query rows against one range of positions. Grid (items, H_kv)."""
     item, kv_head = items + tl.program_id(0) * 8, tl.program_id(1)
     table = slot_table + tl.load(item + 3).to(tl.int64) * stride_row
-    offsets, inside, token, exists = query_rows(item, kv_head, stride_qt, stride_qh, BLOCK_M, GROUP, D, BLOCK_D)
+    offsets, inside, token, exists = query_rows(item, kv_head, stride_qt, stride_qh, TILE_M, GROUP, D, TILE_D)
     query = tl.load(q + offsets, mask=inside, other=0.0)
     head_start = kv_head.to(tl.int64) * stride_kh
     acc, lse = attend(query, k_cache + head_start, v_cache + head_start, table, token + tl.load(item + 4),
-                      tl.load(item + 5), tl.load(item + 6), scale_log2, stride_slot, BLOCK_M, BLOCK_N, D, BLOCK_D)
+                      tl.load(item + 5), tl.load(item + 6), scale_log2, stride_slot, TILE_M, TILE_N, D, TILE_D)
     partial = tl.load(item + 2)
-    offsets, inside, token, exists = query_rows(item, kv_head, stride_ot, stride_oh, BLOCK_M, GROUP, D, BLOCK_D)
+    offsets, inside, token, exists = query_rows(item, kv_head, stride_ot, stride_oh, TILE_M, GROUP, D, TILE_D)
     if partial < 0:
         tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside)
     else:
-        rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+        rows, dims = tl.arange(0, TILE_M), tl.arange(0, TILE_D)
         entry = (partial + rows).to(tl.int64) * tl.num_programs(1) + kv_head
         tl.store(partial_out + entry[:, None] * D + dims[None, :], acc, mask=inside)
         tl.store(partial_lse + entry, lse, mask=exists)
@@ -251,10 +254,10 @@ def attention_kernel(q, k_cache, v_cache, slot_table, out, partial_out, partial_
 
 @jit
 def query_rows(item, kv_head, stride_token, stride_head,
-               BLOCK_M: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The query rows of an item or a merge: their offsets in q or out and which of them to touch [BLOCK_M, BLOCK_D], the token of
-    each row and whether the row exists [BLOCK_M]."""
-    rows, dims = tl.load(item) + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+               TILE_M: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
+    """The query rows of an item or a merge: their offsets in q or out and which of them to touch [TILE_M, TILE_D], the token of
+    each row and whether the row exists [TILE_M]."""
+    rows, dims = tl.load(item) + tl.arange(0, TILE_M), tl.arange(0, TILE_D)
     token, head, exists = rows // GROUP, kv_head * GROUP + rows % GROUP, rows < tl.load(item + 1)
     offsets = (token.to(tl.int64) * stride_token + head * stride_head)[:, None] + dims[None, :]
     return offsets, exists[:, None] & (dims < D)[None, :], token, exists
@@ -262,29 +265,29 @@ def query_rows(item, kv_head, stride_token, stride_head,
 
 @jit
 def attend(query, k_head, v_head, table, position, kv_start, kv_end, scale_log2, stride_slot,
-           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Attention of a tile's queries over positions [kv_start, kv_end), BLOCK_N at a time, with the softmax kept online.
+           TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
+    """Attention of a tile's queries over positions [kv_start, kv_end), TILE_N at a time, with the softmax kept online.
 
-    query [BLOCK_M, BLOCK_D]; position [BLOCK_M]: a row sees positions up to its own. k_head, v_head: one KV head of the cache,
+    query [TILE_M, TILE_D]; position [TILE_M]: a row sees positions up to its own. k_head, v_head: one KV head of the cache,
     `stride_slot` elements from slot to slot; table: the request's row of the slot table; scale_log2: the scale times log2(e).
-    kv_end is a multiple of BLOCK_N or follows the last position of all rows: the causal mask is the only one.
-    Returns the output [BLOCK_M, BLOCK_D] in float32, normalised over this range, and log2(sum(exp(score))) [BLOCK_M]:
+    kv_end is a multiple of TILE_N or follows the last position of all rows: the causal mask is the only one.
+    Returns the output [TILE_M, TILE_D] in float32, normalised over this range, and log2(sum(exp(score))) [TILE_M]:
     0 and -inf for a row that sees nothing here.
 
     A step: K and V at this tile's slots; scores; the new running maximum; what was summed so far shrinks by
     exp2(old maximum - new); the tile's weights and weighted values are added."""
-    columns, dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    columns, dims = tl.arange(0, TILE_N), tl.arange(0, TILE_D)
     last = tl.maximum(kv_end - 1, 0)  # beyond it table entries are garbage: read its slot again
-    highest = tl.full([BLOCK_M], -1e38, tl.float32)  # finite: a row that sees nothing must not compute -inf - -inf
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    highest = tl.full([TILE_M], -1e38, tl.float32)  # finite: a row that sees nothing must not compute -inf - -inf
+    total = tl.zeros([TILE_M], tl.float32)
+    acc = tl.zeros([TILE_M, TILE_D], tl.float32)
     slots = tl.load(table + tl.minimum(kv_start + columns, last))
-    for start in range(kv_start, kv_end, BLOCK_N):
-        next_slots = tl.load(table + tl.minimum(start + BLOCK_N + columns, last))  # a tile ahead, or the copies of K and V wait for it
+    for start in range(kv_start, kv_end, TILE_N):
+        next_slots = tl.load(table + tl.minimum(start + TILE_N + columns, last))  # a tile ahead, or the copies of K and V wait for it
         offsets = slots.to(tl.int64)[:, None] * stride_slot + dims[None, :]  # int32 overflows at a million slots
-        k = tl.load(k_head + offsets, mask=dims[None, :] < D, other=0.0)  # [BLOCK_N, BLOCK_D]; as rows, it shares V's slots
+        k = tl.load(k_head + offsets, mask=dims[None, :] < D, other=0.0)  # [TILE_N, TILE_D]; as rows, it shares V's slots
         v = tl.load(v_head + offsets, mask=dims[None, :] < D, other=0.0)
-        scores = tl.dot(query, k.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        scores = tl.dot(query, k.T, input_precision="ieee")  # [TILE_M, TILE_N]
         scores = tl.where((start + columns)[None, :] <= position[:, None], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
         weights = tl.exp2(scores * scale_log2 - new_highest[:, None])
@@ -297,16 +300,16 @@ def attend(query, k_head, v_head, table, position, kv_start, kv_end, scale_log2,
 
 @jit
 def merge_kernel(partial_out, partial_lse, out, merges, stride_ot, stride_oh,
-                 BLOCK_M: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+                 TILE_M: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
     """Joins the pieces of a split tile: a mean of their outputs weighted by exp2(lse). Grid (merges, H_kv).
     Every row sees something in the first piece, which holds position 0: the running maximum is finite from there on."""
     merge, kv_head = merges + tl.program_id(0) * 8, tl.program_id(1)
-    offsets, inside, token, exists = query_rows(merge, kv_head, stride_ot, stride_oh, BLOCK_M, GROUP, D, BLOCK_D)
+    offsets, inside, token, exists = query_rows(merge, kv_head, stride_ot, stride_oh, TILE_M, GROUP, D, TILE_D)
     partial, stride, pieces = tl.load(merge + 2), tl.load(merge + 3), tl.load(merge + 4)
-    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    rows, dims = tl.arange(0, TILE_M), tl.arange(0, TILE_D)
+    highest = tl.full([TILE_M], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_M], tl.float32)
+    acc = tl.zeros([TILE_M, TILE_D], tl.float32)
     for piece in range(pieces):
         entry = (partial + piece * stride + rows).to(tl.int64) * tl.num_programs(1) + kv_head
         lse = tl.load(partial_lse + entry, mask=exists, other=0.0)

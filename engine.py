@@ -15,17 +15,17 @@ import random
 import threading
 import time
 import uuid
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from itertools import count, takewhile
 from queue import Empty, SimpleQueue
-from sqlite3 import DatabaseError
 
 from eviction import POLICIES, RecomputeCost
 from history import History, StaleTurn, Turn
 from kv_cache import KVCache
 from model import find_checkpoint
-from scheduler import Batch, Request, Scheduler
+from scheduler import SOURCES, Batch, Request, Scheduler
 from tokenizer import TextStream, load_tokenizer
 from worker import Sampling, load_worker
 
@@ -47,7 +47,7 @@ class Config:
     device: str = flag("auto", "where model and first tier are", ("auto", "cpu", "cuda"))
     dtype: str = flag("auto", "of weights and cache; auto: bfloat16 on CUDA, float32 elsewhere", ("auto", "float32", "float16", "bfloat16"))
     gpu_cache_tokens: int = flag(None, "slots of the first tier; by default what memory allows")
-    cpu_cache_tokens: int = flag(None, "size of the second tier; 0: none (the paper's GPU cache variant)")
+    cpu_cache_tokens: int = flag(None, "size of the second tier, in whole chunks; 0: none (the paper's GPU cache variant)")
     chunk_size: int = flag(32, "tokens moved and evicted together")
     max_batch_tokens: int = flag(512, "tokens computed in one step")
     max_running: int = flag(64, "requests served at once")
@@ -80,7 +80,7 @@ class Reply:
     @property
     def sources(self) -> str:
         """Where the context came from: gpu 96 · cpu 64 · recomputed 32 · new 14"""
-        return " · ".join(f"{source} {self.usage[source]}" for source in ("gpu", "cpu", "recomputed", "new"))
+        return " · ".join(f"{source} {self.usage[source]}" for source in SOURCES)
 
 
 class Handle:
@@ -115,6 +115,8 @@ class Handle:
     def cancel(self):
         """Ends the turn early; it leaves no trace. Its reply's finish_reason is "cancelled", unless it was complete already."""
         self.engine.call(lambda: self.engine.cancel(self))
+        with suppress(Exception):                            # an error is for whoever asks for the result
+            self.result()
 
     def _pull(self) -> bool:
         """Waits for the next token, or for the end; False when there is no more."""
@@ -139,7 +141,7 @@ class Handle:
             if error := self.failure or request.error:
                 raise error
             kept = request.finish_reason != "cancelled" and self.engine.commit(self)
-            sources = request.usage or dict.fromkeys(("gpu", "cpu", "recomputed", "new"), 0)
+            sources = request.usage or dict.fromkeys(SOURCES, 0)
             usage = dict(prompt_tokens=sum(sources.values()), completion_tokens=len(self.token_ids), **sources)
             self.reply = Reply(self.text, self.token_ids, request.finish_reason if kept else "cancelled", usage)
         except Exception as error:
@@ -149,6 +151,8 @@ class Handle:
 
 
 class Engine:
+    """A model, its two tiers, and every conversation that it was told. Close it when done."""
+
     def __init__(self, model: str = "tiny_chat", *, worker=None, cost: RecomputeCost | None = None, clock=time.monotonic,
                  history: History | str | None = None, debug: bool = False, **flags):
         """flags: the fields of Config. worker, clock: a simulation's. cost: a profile made earlier; by default it is measured now.
@@ -165,7 +169,7 @@ class Engine:
         fingerprint = self.tokenizer.fingerprint if self.tokenizer else f"raw token ids below {worker.vocab_size}"
         self.history = history if isinstance(history, History) else History(config.history or ":memory:", fingerprint)
         self.inbox = SimpleQueue()                          # functions, run by the owner between steps
-        self.lock = threading.RLock()                       # guards `pending`
+        self.lock = threading.RLock()                       # guards `pending`, and what must not change while it is looked at
         self.pending: dict[str, list[Handle]] = {}          # by conversation: turns that are not in the history yet, in order
         self.stepping = threading.RLock()                   # held by the owner
         self.thread, self.failure = None, None
@@ -186,11 +190,11 @@ class Engine:
                 self.cache.check_integrity()
             return batch
 
-    def take_inbox(self, block: bool = False):
+    def take_inbox(self, wait: bool = False):
         """Runs what others have posted: the only door for other threads."""
         try:
             while True:
-                function, block = self.inbox.get(block), False
+                function, wait = self.inbox.get(wait), False
                 with self.stepping:
                     function()
         except Empty:
@@ -207,7 +211,7 @@ class Engine:
     def _run(self):
         batch = None
         while self.thread:
-            self.take_inbox(block=not (batch or self.scheduler.busy))
+            self.take_inbox(wait=not (batch or self.scheduler.busy))
             batch = self.step()                              # one more when all is done: room is made while nobody waits
 
     @contextmanager
@@ -237,20 +241,24 @@ class Engine:
 
     def call(self, function):
         """Runs a function as the owner does, between steps, and returns its result."""
-        done = SimpleQueue()
-        with self.lock:
-            self.inbox.put(lambda: done.put(function()))
+        future = Future()
+        def run():
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+        with self.lock:                                      # so that a failing engine either runs it or is seen to have failed
+            self.inbox.put(run)
         if not self.thread:
-            with self.stepping:
-                self.take_inbox()
-        return done.get()
+            self.take_inbox()
+        return future.result()
 
     # ---- turns
 
     def submit(self, prompt: list[int], conversation: str | None = None, *, max_tokens: int | None = None, temperature: float = 0.0,
                top_k: int | None = None, top_p: float | None = None, seed: int | None = None, stop=(), ignore_eos: bool = False, messages=(), base: Turn | None = None) -> Handle:
         """Appends token ids to the conversation (None: a one-off, nothing is kept) and generates a reply; returns at once.
-        Read the handle to its end, or cancel it: only then is the turn kept, and its conversation's next one, too.
+        A turn is kept when its handle is read to the end; until then later turns of its conversation are not kept either.
         max_tokens: by default as many as fit. temperature 0 is greedy; seed None is a new one. stop: a string or several.
         messages: the visible ones that the ids stand for. base: where a conversation that does not exist yet branches off.
         ValueError for what cannot be served."""
@@ -293,13 +301,13 @@ class Engine:
         conversation if that ends there and is idle, else in a new branch. hint: the name that the client gives to its
         conversation: it decides between equals and names a new conversation, it opens nothing."""
         with self.lock:
-            turn, known = self.history.match(messages, hint) or (None, 0)
+            turn, matched = self.history.match(messages, hint) or (None, 0)
             if turn and turn.conversation not in self.pending and self.history.head(turn.conversation) == turn:
                 name = turn.conversation
             else:
                 taken = hint is None or hint in self.pending or self.history.head(hint)
                 name = f"conv_{uuid.uuid4().hex}" if taken else hint
-            return self._submit_turn(messages[:known], messages[known:], turn, name, options)
+            return self._submit_turn(messages[:matched], messages[matched:], turn, name, options)
 
     def _submit_turn(self, before, new, turn, name, options):
         if self.tokenizer is None:
@@ -335,7 +343,7 @@ class Engine:
                 return stream.stopped
         try:
             conversation = self._open(handle.conversation, handle.base)
-        except (LookupError, DatabaseError) as error:        # the base is gone, or the file
+        except Exception as error:                           # its base is gone, or the history's file
             return self._refuse(handle, error)
         handle.request = Request(conversation, handle.prompt, options["max_tokens"],
                                  frozenset() if options["ignore_eos"] else self.worker.stop_ids, reached, options["sampling"], handle.outbox)
@@ -373,7 +381,8 @@ class Engine:
                                     handle.text if handle.messages else None, exact)
             return True
         except Exception as error:
-            self.call(lambda: self._forget_kv(handle.conversation))      # the cache must not remember what the history does not
+            # The cache must not remember what the history does not; turns that were built on it go, too.
+            self.call(lambda: self._forget_kv(handle.conversation))
             if isinstance(error, StaleTurn):
                 return False
             raise
@@ -403,10 +412,8 @@ class Engine:
 
     def _wait_quietly(self, handles):
         for handle in handles:
-            try:
+            with suppress(Exception):                        # whoever waits for that handle is told
                 handle.result()
-            except Exception:
-                pass                                         # whoever waits for that handle is told
 
     def _forget_kv(self, name):
         if conversation := self.cache.conversations.get(name):
@@ -446,7 +453,7 @@ class Engine:
 
 
 def demo():
-    """Two conversations, 32 slots, 3 CPU places of 4 tokens; every step takes a second."""
+    """Two conversations, 32 slots, 3 CPU places of 4 tokens, 16 tokens a step; every look at the clock finds it a second later."""
     engine = Engine("tiny_chat", gpu_cache_tokens=32, cpu_cache_tokens=12, chunk_size=4, max_batch_tokens=16, debug=True,
                     clock=count().__next__, cost=RecomputeCost({4: 1.0, 32: 2.0}, rest=1.0))
     for turn in ("a", "b", "a", "b", "ab"):

@@ -18,7 +18,7 @@ SHORTEST_IDLE = 1e-3    # seconds; also the idle time of a conversation whose tu
 
 
 class RecomputeCost:
-    """Seconds to recompute one chunk at context length l, from a profile of attention at a few lengths (powers of two)."""
+    """Seconds to recompute one chunk at context length l, from a profile of attention at a few lengths."""
 
     def __init__(self, attention: dict[int, float], rest: float):
         """attention: {context length in tokens: seconds of attention of one chunk}; rest: seconds of all else, the same for every chunk."""
@@ -29,8 +29,8 @@ class RecomputeCost:
         self.rest = rest
 
     def __call__(self, length: int) -> float:
-        """attention(length) + rest. Linear between the profiled lengths; before the first it is the first's;
-        beyond the last it goes on with the slope of the last two."""
+        """attention(length) + rest, in seconds, where attention is the running maximum of the profile: linear between the profiled
+        lengths, the first's before the first; beyond the last it goes on with the slope of the last two (of one alone: constant)."""
         lengths, seconds = self.lengths, self.seconds
         if length <= lengths[0] or len(lengths) == 1:
             return seconds[0] + self.rest
@@ -43,12 +43,12 @@ class RecomputeCost:
 class Policy:
     """Least recently used, leading end first, one chunk at a time; the other policies override what differs.
 
-    step: +1 takes a conversation's chunks from the leading end, -1 from the trailing end.
+    toward: +1 takes a conversation's chunks from the leading end, -1 from the trailing end.
     key(index, count): a small integer: all that a value may depend on besides idleness. index: of the next chunk to go;
     count: the conversation's chunks that could go.
     unit(count): how many of them go at once.
-    value(key, idle): what is lost by evicting, the lowest goes first; must not rise with idle."""
-    step = 1
+    value(key, idle): what is lost by evicting, the lowest goes first; idle in seconds, above 0; must not rise with idle."""
+    toward = 1
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
         self.cost, self.chunk_size = cost, chunk_size
@@ -76,12 +76,12 @@ class RetentionValue(Policy):
 
 class Trailing(Policy):
     """SGLang, RAGCache: least recently used, from the trailing end, since their prefix lookup stops at the first miss."""
-    step = -1
+    toward = -1
 
 
 class TrailingHalf(Policy):
     """The paper's draft: half of a conversation from its trailing end; the longest and most idle conversation first."""
-    step = -1
+    toward = -1
 
     def key(self, index, count):
         return count
@@ -90,6 +90,7 @@ class TrailingHalf(Policy):
         return (count + 1) // 2
 
     def value(self, key, idle):
+        """The fewer chunks it still has, the more each is worth."""
         return 1 / (key * idle)
 
 
@@ -111,7 +112,7 @@ class VictimIndex:
     """The conversations that have a chunk to give up, cheapest first at any time.
 
     A member is filed under (key, last_active). Moving it leaves its old heap entry behind as stale;
-    stale entries are discarded when they surface, and all at once when they are the majority."""
+    stale entries are discarded when they surface, and all at once when they are too many."""
 
     def __init__(self, policy: Policy):
         self.policy = policy

@@ -8,8 +8,9 @@ A chunk is 32 consecutive tokens of a conversation; it owns its GPU slots and it
 ahead of need -> GPU_AND_CPU; its slots taken by someone, lazily -> CPU; its place taken -> absent. A copy in flight is a
 ticket: both of its ends stay busy until it completes, and a finished copy counts only if the chunk did not change meanwhile.
 
-Invariants (`check_integrity`): every slot and place is free, busy or in exactly one chunk; the slot table agrees with the
-chunks; no KV is believed cached that is not. Nothing here costs O(context) or O(conversations) in a step."""
+Invariants: no KV is believed cached that is not; every slot and place is free, busy or in exactly one chunk; the slot table agrees
+with the chunks (`check_integrity`). Admission and release cost O(context), a decode step nothing that grows with contexts or with
+the number of conversations."""
 import heapq
 import math
 from array import array
@@ -23,7 +24,7 @@ import torch
 
 from eviction import Policy, VictimIndex, idle_time
 
-MOVES = ("copy", "reclaim", "drop")    # what eviction can do next to a chunk in state GPU, GPU_AND_CPU, CPU
+MOVES = ("swap_out", "reclaim", "drop")    # what eviction does next to a chunk in state GPU, GPU_AND_CPU, CPU
 
 
 class Chunk:
@@ -35,7 +36,7 @@ class Chunk:
         self.slots = []            # of its tokens in order; more than `filled` while they are being computed
         self.place = None          # in the CPU tier
         self.ticket = None         # the copy in flight, either way
-        self.condemned = False     # won no CPU place: its slots are to be had though no copy exists
+        self.condemned = False     # won no CPU place: its slots are to be had though no copy exists, until its conversation returns
         self.move = None           # as its conversation has counted it
 
     @property
@@ -48,13 +49,13 @@ class Chunk:
             return None
         if not self.slots:
             return "drop"
-        return "copy" if self.place is None and not self.condemned else "reclaim"
+        return "swap_out" if self.place is None and not self.condemned else "reclaim"
 
 
 class Conversation:
     """What survives turns: raw tokens, and the chunks that cache their KV. Kept up to date by KVCache alone."""
 
-    def __init__(self, name: str | None, order: int, tokens, chunk_size: int, step: int):
+    def __init__(self, name: str | None, order: int, tokens, chunk_size: int, toward: int):
         self.one_off = name is None                   # to be forgotten at the end of its request
         self.name, self.order = order if self.one_off else name, order     # order of creation
         self.tokens = array("i", tokens)
@@ -68,8 +69,8 @@ class Conversation:
         self.reclaimable = 0                          # of these, in chunks whose next move is "reclaim"
         self.cached = 0                               # chunks that are not absent
         self.count = dict.fromkeys(MOVES, 0)          # chunks by next move
-        self.frontier = dict.fromkeys(MOVES, 0)       # no chunk of that move stands before (step 1) or behind (step -1) this index
-        self.chunk_size, self.step = chunk_size, step
+        self.frontier = dict.fromkeys(MOVES, 0 if toward > 0 else math.inf)    # no chunk of that move goes before this index
+        self.chunk_size, self.toward = chunk_size, toward
 
     @property
     def activity(self) -> float:
@@ -80,7 +81,7 @@ class Conversation:
         """The chunk that goes first for this move; there must be one."""
         index = min(self.frontier[move], len(self.chunks) - 1)
         while self.chunks[index] is None or self.chunks[index].move != move:
-            index += self.step
+            index += self.toward
         self.frontier[move] = index
         return self.chunks[index]
 
@@ -133,9 +134,7 @@ class KVCache:
         """The conversation of that name, made from `tokens` if it is new here; None: a one-off."""
         if name in self.conversations:
             return self.conversations[name]
-        conversation = Conversation(name, self.opened, tokens, self.chunk_size, self.policy.step)
-        if self.policy.step < 0:
-            conversation.frontier = dict.fromkeys(MOVES, math.inf)
+        conversation = Conversation(name, self.opened, tokens, self.chunk_size, self.policy.toward)
         self.opened += 1
         self.conversations[conversation.name] = conversation
         self._list(conversation)
@@ -164,7 +163,7 @@ class KVCache:
                 self._trim(conversation, chunk)
         del conversation.chunks[-(-known // self.chunk_size):]
 
-    def evict(self, conversation: Conversation):
+    def drop_all(self, conversation: Conversation):
         """Frees the KV of a conversation that is not pinned, and keeps its tokens."""
         known = conversation.known
         self.truncate(conversation, len(conversation.tokens), 0)
@@ -189,7 +188,8 @@ class KVCache:
 
     def admit(self, conversation: Conversation, total: int, now: float) -> list[Ticket]:
         """Pins the conversation and takes every slot for positions [0, total) at once: for what comes back from the CPU, for
-        holes and for new tokens. The caller has seen that there is no shortfall and a free row. Returns the swap-ins."""
+        holes and for new tokens; writes its row of the slot table. None of its chunks is condemned or waiting any more.
+        The caller has seen that there is no shortfall and a free row. Returns the swap-ins, one ticket per chunk."""
         self._unlist(conversation)
         self.pinned[conversation.order] = conversation
         conversation.row, conversation.waiting = self.free_rows.pop(), False
@@ -241,14 +241,15 @@ class KVCache:
     # ---- eviction
 
     def plan_swap_out(self, wanted: int, now: float) -> list[Ticket]:
-        """Copies ahead of time, cheapest first, until `wanted` more slots are available or on their way to be.
-        A GPU copy stays valid until its slots are reclaimed. A chunk that wins no CPU place is condemned instead."""
+        """Copies ahead of time, cheapest first, until `wanted` more slots are available or on their way to be: copies in flight of
+        listed conversations count, and whole policy units go, so that it may be more. A GPU copy stays valid until its slots are
+        reclaimed. A chunk that wins no CPU place against the worth of what is there is condemned instead: available, not copied."""
         tickets = []
         wanted -= sum(ticket.filled for ticket in self.in_flight if self._leaving(ticket))
-        while wanted > 0 and (conversation := self.indexes["copy"].cheapest(now)):
-            for _ in range(self.policy.unit(conversation.count["copy"])):
-                chunk = conversation.next("copy")
-                place = self._take_place(self._rank(conversation, "copy", now), now)
+        while wanted > 0 and (conversation := self.indexes["swap_out"].cheapest(now)):
+            for _ in range(self.policy.unit(conversation.count["swap_out"])):
+                chunk = conversation.next("swap_out")
+                place = self._take_place(self._rank(conversation, "swap_out", now), now)
                 if place is None:
                     with self._changing(conversation, chunk):
                         chunk.condemned = True
@@ -267,8 +268,8 @@ class KVCache:
         return tickets
 
     def reclaim(self, conversation: Conversation):
-        """Frees the slots of one policy unit of the conversation's reclaimable chunks, from the policy's end.
-        A chunk with a CPU copy lives on there; a condemned one is dropped."""
+        """Frees the slots of one policy unit of the conversation's reclaimable chunks (there is one at least), from the policy's
+        end. A chunk with a CPU copy lives on there; a condemned one is dropped."""
         for _ in range(self.policy.unit(conversation.count["reclaim"])):
             chunk = conversation.next("reclaim")
             if chunk.place is None:
@@ -278,8 +279,8 @@ class KVCache:
                     self._release_slots(chunk, 0)
 
     def complete(self, ticket: Ticket):
-        """What follows a finished copy. A copy out gives the chunk its place, unless the chunk changed or was freed meanwhile.
-        Whatever was given up during the copy becomes free only now."""
+        """What follows a finished copy. A copy out gives the chunk its place, unless the chunk changed or was freed meanwhile
+        (stale). What was given up during the copy, slots and place, becomes free only now. Stale copies are counted, too."""
         self.in_flight.remove(ticket)
         chunk = ticket.chunk
         with self._changing(ticket.conversation, chunk):
@@ -338,7 +339,7 @@ class KVCache:
         """Orders the conversation's next chunk among all: by value, then by conversation, then by its distance from the end that goes first."""
         index = conversation.next(move).index
         key = self.policy.key(index, conversation.count[move])
-        return self.policy.value(key, idle_time(now, conversation.activity)), conversation.order, self.policy.step * index
+        return self.policy.value(key, idle_time(now, conversation.activity)), conversation.order, self.policy.toward * index
 
     def _issue(self, conversation, chunk, direction, place):
         ticket = Ticket(conversation, chunk, direction, chunk.index * self.chunk_size, chunk.filled, chunk.slots[:chunk.filled], place)
@@ -390,7 +391,7 @@ class KVCache:
         chunk.move = chunk.next_move()
         self._tally(conversation, chunk, +1)
         if chunk.move:
-            nearer = min if self.policy.step > 0 else max
+            nearer = min if self.policy.toward > 0 else max
             conversation.frontier[chunk.move] = nearer(conversation.frontier[chunk.move], chunk.index)
         self._index(conversation)
 
@@ -480,7 +481,7 @@ class KVPool:
     def __init__(self, layers, heads, head_dim, num_slots, num_places, chunk_size, device, dtype, pipeline=True):
         """heads: K/V heads. pipeline=False: the model starts when everything has arrived."""
         cuda = torch.device(device).type == "cuda"
-        self.gpu = torch.empty(layers, 2, num_slots, heads, head_dim, device=device, dtype=dtype)
+        self.gpu = torch.empty(layers, 2, num_slots, heads, head_dim, device=device, dtype=dtype)     # [layers, K and V, slots, H_kv, D]
         self.cpu = torch.empty(layers, num_places, 2, chunk_size, heads, head_dim, dtype=dtype, pin_memory=cuda)
         self.chunk_size, self.pipeline = chunk_size, pipeline
         self.stream = torch.cuda.current_stream if cuda else _InOrder
@@ -496,36 +497,37 @@ class KVPool:
         self.gpu[layer, 1].index_copy_(0, slots, v)
 
     def wait(self, layer):
-        """The running stream waits until this layer of everything that is being swapped in has arrived."""
+        """The running stream, not the host, waits until this layer of what was last swapped in has arrived; pipeline=False: all layers."""
         self.stream().wait_event(self.arrived[layer if self.pipeline else -1])
 
     def swap_in(self, tickets):
-        """Starts the copies CPU -> GPU; layer l may be read after wait(l)."""
+        """Starts the copies CPU -> GPU, layer by layer, of the first `filled` tokens of each ticket's place into its slots; layer l
+        may be read after wait(l). The host does not wait; the tickets are in landed() later."""
         if not tickets:
             return
         self.stream_in.wait_stream(self.stream())                 # earlier steps may still read the slots' former content
         with self.on(self.stream_in):
             tickets = sorted(tickets, key=lambda ticket: ticket.place)
-            runs, slots, rows = self._itinerary(tickets)
+            runs, slots, offsets = self._itinerary(tickets)
             for layer, arrived in enumerate(self.arrived):
                 places = [self.cpu[layer, first:last].to(self.gpu.device, non_blocking=True) for first, last in runs]
                 staging = torch.cat(places).transpose(0, 1).flatten(1, 2)                        # [2, n * chunk, H_kv, D]
-                self.gpu[layer].index_copy_(1, slots, staging[:, rows])
+                self.gpu[layer].index_copy_(1, slots, staging[:, offsets])
                 arrived.record(self.stream_in)
             self._depart(tickets, self.stream_in)
 
     def swap_out(self, tickets):
-        """Starts the copies GPU -> CPU, behind what is being swapped in."""
+        """Starts the copies GPU -> CPU, the other way round, behind what is being swapped in at the moment."""
         if not tickets:
             return
         self.stream_out.wait_stream(self.stream())                # earlier steps wrote these slots
         self.stream_out.wait_stream(self.stream_in)
         with self.on(self.stream_out):
             tickets = sorted(tickets, key=lambda ticket: ticket.place)
-            runs, slots, rows = self._itinerary(tickets)
+            runs, slots, offsets = self._itinerary(tickets)
             for layer in range(len(self.gpu)):
                 staging = self.gpu.new_empty(2, len(tickets) * self.chunk_size, *self.gpu.shape[3:])
-                staging.index_copy_(1, rows, self.gpu[layer][:, slots])
+                staging.index_copy_(1, offsets, self.gpu[layer][:, slots])
                 staging = staging.unflatten(1, (len(tickets), self.chunk_size)).transpose(0, 1).contiguous()   # [n, 2, chunk, H_kv, D]
                 done = 0
                 for first, last in runs:
@@ -533,16 +535,16 @@ class KVPool:
                     done += last - first
             self._depart(tickets, self.stream_out)
 
-    def landed(self, block: bool) -> list[Ticket]:
-        """The tickets whose copies have ended since the last call; block: waits for the oldest flight if there is any."""
-        if block and self.flights:
+    def landed(self, wait: bool) -> list[Ticket]:
+        """The tickets whose copies have ended since the last call; wait: waits for the oldest flight if there is any."""
+        if wait and self.flights:
             self.flights[0][0].synchronize()
         landed = [flight for flight in self.flights if flight[0].query()]
         self.flights = [flight for flight in self.flights if flight not in landed]
         return [ticket for _, tickets in landed for ticket in tickets]
 
     def _itinerary(self, tickets):
-        """Runs [first, last) of neighbouring places, and for each token on the way its slot and its row in the staging tensor."""
+        """Runs [first, last) of neighbouring places, and for each token on the way its slot and its offset in the staging tensor."""
         runs = []
         for ticket in tickets:
             if runs and runs[-1][1] == ticket.place:
@@ -550,8 +552,8 @@ class KVPool:
             else:
                 runs.append([ticket.place, ticket.place + 1])
         slots = [slot for ticket in tickets for slot in ticket.slots]
-        rows = [n * self.chunk_size + i for n, ticket in enumerate(tickets) for i in range(ticket.filled)]
-        indices = torch.tensor([slots, rows], pin_memory=self.gpu.is_cuda)      # else the upload would wait for the stream
+        offsets = [n * self.chunk_size + i for n, ticket in enumerate(tickets) for i in range(ticket.filled)]
+        indices = torch.tensor([slots, offsets], pin_memory=self.gpu.is_cuda)      # else the upload would wait for the stream
         return runs, *indices.to(self.gpu.device, non_blocking=True)
 
     def _depart(self, tickets, stream):

@@ -121,17 +121,17 @@ def parse_part(part) -> str:
     return part["text"]
 
 
-def completion(head: dict, handle: Handle, reply: Reply) -> dict:
-    """The answer in one piece. head: id, created, model."""
+def completion(envelope: dict, handle: Handle, reply: Reply) -> dict:
+    """The answer in one piece. envelope: id, created, model."""
     message = dict(role="assistant", content=reply.text, refusal=None)
-    return dict(**head, object="chat.completion", usage=usage(reply), conversation_id=handle.conversation,
+    return dict(**envelope, object="chat.completion", usage=usage(reply), conversation_id=handle.conversation,
                 choices=[dict(index=0, message=message, finish_reason=reply.finish_reason, logprobs=None)])
 
 
-def chunk(head: dict, delta: dict, finish_reason: str | None = None) -> dict:
+def event(envelope: dict, delta: dict, finish_reason: str | None = None) -> dict:
     """One event of a streamed answer."""
     choice = dict(index=0, delta=delta, finish_reason=finish_reason, logprobs=None)
-    return dict(**head, object="chat.completion.chunk", choices=[choice])
+    return dict(**envelope, object="chat.completion.chunk", choices=[choice])
 
 
 def usage(reply: Reply) -> dict:

@@ -14,9 +14,11 @@ import itertools
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 from kv_cache import Conversation, KVCache, Ticket
+
+SOURCES = ("gpu", "cpu", "recomputed", "new")      # of a prompt's KV-tokens, at first admission
 
 
 @dataclass(eq=False)
@@ -26,7 +28,7 @@ class Request:
     prompt: list[int]
     max_tokens: int | None = None                  # None: as many as fit
     stop_ids: frozenset[int] = frozenset()
-    stopped_by: object = None                      # called with each token: True when the text has reached a stop string
+    reached_stop: Callable[[int], bool] | None = None       # called with each token: has the text reached a stop string?
     sampling: object = None                        # the worker's business
     outbox: SimpleQueue = field(default_factory=SimpleQueue)      # its tokens, then None
     arrival: int = 0
@@ -45,7 +47,8 @@ class Request:
 
     def missing(self):
         """Yields the maximal runs [start, end) of positions that have no KV and none arriving, left to right.
-        The request is admitted: its conversation has a chunk for every position, with the first `filled` of each cached."""
+        The request is admitted: its conversation has a chunk for every position, with the first `filled` tokens of each cached or
+        arriving. Moves `front` past the full chunks at the beginning, so that a decode does not look at them again."""
         chunks, size, total = self.conversation.chunks, self.conversation.chunk_size, self.total
         while self.front < len(chunks) - 1 and chunks[self.front].filled == size:
             self.front += 1
@@ -127,8 +130,8 @@ class Scheduler:
     def __init__(self, cache: KVCache, limit: int, max_batch_tokens: int = 512, swap_threshold: float = 0.25, reserve: float = 0.10,
                  stateless: bool = False, separate_phases: bool = False):
         self.cache, self.limit, self.max_batch_tokens = cache, limit, max_batch_tokens
-        self.swap_threshold = int(swap_threshold * cache.num_slots)      # slots to keep available
-        self.reserve = int(reserve * cache.num_slots)                    # slots that admission leaves for the growth of running requests
+        self.threshold_slots = int(swap_threshold * cache.num_slots)      # slots to keep available
+        self.reserve_slots = int(reserve * cache.num_slots)                    # slots that admission leaves for the growth of running requests
         self.stateless, self.separate_phases = stateless, separate_phases
         self.running: list[Request] = []
         self.queue: list[tuple[int, Request]] = []                       # a heap by arrival: the first turn of each conversation that does not run
@@ -167,22 +170,19 @@ class Scheduler:
     # ---- one step
 
     def schedule(self, now: float) -> Batch:
-        """The next batch. It is empty only if there is nothing to do, or if all that is left is to wait for copies in flight."""
-        batch = self.compose(now)
-        while not batch and self.busy and not self.cache.in_flight:
-            before = len(self.running), self.cache.available
+        """The next batch. It is empty only if there is nothing to do, or if all that is left is to wait for copies in flight.
+        An empty one may have condemned chunks, which makes room without a copy: so it is composed once more."""
+        while not (batch := self.compose(now)) and self.busy and not self.cache.in_flight:
             if self.running and not self.cache.available:
                 self.give_way(now)
-            batch = self.compose(now)
-            assert batch or before != (len(self.running), self.cache.available), "no progress"
         batch.table_updates = self.cache.take_table_updates()
         return batch
 
     def compose(self, now: float) -> Batch:
-        """Running requests first, decodes before prefills; then the queue while tokens, rows and slots last; then, ahead of time,
-        what should leave the GPU. A decode that finds no slot sits out this step."""
-        batch = Batch(self.steps, self.max_batch_tokens)
-        starved = 0
+        """Running requests first, decodes before prefills, each with slots for what it has grown by: one that finds none sits out
+        this step. Then the queue while tokens, rows and slots last. Then, ahead of time, what should leave the GPU, the missing
+        slots included. With separate phases a batch that has any prefill keeps nothing else."""
+        batch, starved = Batch(self.steps, self.max_batch_tokens), 0
         for request in decodes_first(self.running):
             if self.cache.grow(request.conversation, now):
                 batch.take(request)
@@ -197,7 +197,7 @@ class Scheduler:
         return batch
 
     def account(self, batch: Batch, result: Result, now: float):
-        """Books what a batch has done; yields (request, token) for each sampled token."""
+        """Books what a batch has done; yields (request, token) for each sampled token, and must be exhausted."""
         self.steps += 1
         for ticket in result.landed:
             self.cache.complete(ticket)
@@ -231,7 +231,8 @@ class Scheduler:
         return bool(self.cache.free_rows) and self.cache.shortfall(request.conversation, request.total, self._reserve()) <= 0
 
     def admit(self, request: Request, now: float) -> list[Ticket]:
-        """Moves the head of the queue to the running list; takes all its slots; fixes where its prompt came from."""
+        """Moves the head of the queue, which fits, to the running list and takes all its slots; returns its swap-ins. At its first
+        admission its prompt joins the conversation's tokens, and usage, before and max_tokens are fixed for good."""
         heapq.heappop(self.queue)
         if not request.usage:
             self._begin(request)
@@ -241,7 +242,7 @@ class Scheduler:
 
     def plan_swap_out(self, starved: int, now: float) -> list[Ticket]:
         """Ahead-of-time copies until the threshold is available, or what decodes lack now; then for the head of the queue."""
-        tickets = self.cache.plan_swap_out(max(self.swap_threshold, starved) - self.cache.available, now)
+        tickets = self.cache.plan_swap_out(max(self.threshold_slots, starved) - self.cache.available, now)
         if head := self.next_eligible(now):
             tickets += self.cache.plan_swap_out_for(head.conversation, head.total, self._reserve(), now)
         return tickets
@@ -253,14 +254,15 @@ class Scheduler:
         self.suspend(max(self.running, key=lambda request: request.arrival), now)
 
     def suspend(self, request: Request, now: float):
-        """Takes a running request out, back to its place in the queue. Nothing generated is lost; its chunks may leave the GPU."""
+        """Takes a running request out, back to its place in the queue. Nothing generated is lost. Its chunks may leave the GPU from
+        now on: they are the most valuable of all, but nothing else was left."""
         self._leave(request, now)
         self._enqueue(request)
         self.stats["suspensions"] += 1
 
     def ended_by(self, request: Request, token: int) -> str | None:
         """The finish_reason if this token is the reply's last."""
-        if token in request.stop_ids or request.stopped_by and request.stopped_by(token):
+        if token in request.stop_ids or request.reached_stop and request.reached_stop(token):
             return "stop"
         return "length" if len(request.generated) == request.max_tokens else None
 
@@ -268,7 +270,7 @@ class Scheduler:
         """The end of a turn: its conversation is idle, its KV stays."""
         self._leave(request, now)
         if self.stateless:
-            self.cache.evict(request.conversation)
+            self.cache.drop_all(request.conversation)
         self._end(request, reason)
 
     # ---- the small steps
@@ -277,14 +279,14 @@ class Scheduler:
         conversation = request.conversation
         request.before = len(conversation.tokens), conversation.known
         gpu, cpu = conversation.sources()
-        request.usage = dict(gpu=gpu, cpu=cpu, recomputed=conversation.known - gpu - cpu, new=request.total - conversation.known)
+        request.usage = dict(zip(SOURCES, (gpu, cpu, conversation.known - gpu - cpu, request.total - conversation.known)))
         self.stats.update({"prompt_tokens_" + source: n for source, n in request.usage.items()})
         conversation.tokens.extend(request.prompt)
         if request.max_tokens is None:
             request.max_tokens = self.limit - len(conversation.tokens)
 
     def _reserve(self):
-        return self.reserve if self.running else 0
+        return self.reserve_slots if self.running else 0
 
     def _leave(self, request, now):
         self.running.remove(request)

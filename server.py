@@ -7,8 +7,6 @@ context came from, and GET /cache tells it:
 
     gpu 96 · cpu 64 · recomputed 32 · new 14 · first token 9 ms
 
-What is not supported is refused by name, never ignored. The default temperature is 0, not OpenAI's 1, so that answers repeat.
-
 Each connection has a thread, which only waits for the engine's. Invariants: a client is told that its turn is done only when the
 history has it; a client that hangs up cancels its turn, also while the turn still waits and nothing is written."""
 import argparse
@@ -31,7 +29,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from engine import Config, Engine, Handle, Reply
-from openai_api import APIError, chunk, completion, parse_chat, prometheus, usage
+from openai_api import APIError, completion, event, parse_chat, prometheus, usage
 
 MAX_BODY_BYTES = 2 * 2**20
 SOCKET_SECONDS = 30         # of silence, then a client that sends or reads too slowly is cut off
@@ -89,25 +87,25 @@ class Handler(BaseHTTPRequestHandler):
             body["conversation_id"] = self.headers.get("X-Session-ID")
         request = parse_chat(body, self.server.served)
         handle = self.server.engine.submit_chat(request.messages, request.hint, **request.options)
-        head = dict(id=f"chatcmpl-{uuid.uuid4().hex}", created=int(time.time()), model=self.server.served[0])
+        envelope = dict(id=f"chatcmpl-{uuid.uuid4().hex}", created=int(time.time()), model=self.server.served[0])
         with cancelled_if_gone(self.connection, handle):
             if request.stream:
-                self.stream(head, handle, request.include_usage)
+                self.stream(envelope, handle, request.include_usage)
             else:
-                self.send(200, completion(head, handle, self.server.finish_turn(handle)))
+                self.send(200, completion(envelope, handle, self.server.finish_turn(handle)))
 
-    def stream(self, head: dict, handle: Handle, include_usage: bool):
+    def stream(self, envelope: dict, handle: Handle, include_usage: bool):
         """Events; the last ones after the turn is in the history. What goes wrong on the way is the last event."""
-        head = dict(head, usage=None) if include_usage else head
+        envelope = dict(envelope, usage=None) if include_usage else envelope
         self.begin_stream()
         try:
-            self.send_event(dict(chunk(head, dict(role="assistant", content="")), conversation_id=handle.conversation))
+            self.send_event(dict(event(envelope, dict(role="assistant", content="")), conversation_id=handle.conversation))
             for piece in handle.pieces():
-                self.send_event(chunk(head, dict(content=piece)))
+                self.send_event(event(envelope, dict(content=piece)))
             reply = self.server.finish_turn(handle)
-            self.send_event(chunk(head, {}, reply.finish_reason))
+            self.send_event(event(envelope, {}, reply.finish_reason))
             if include_usage:
-                self.send_event(dict(chunk(head, {}), choices=[], usage=usage(reply)))
+                self.send_event(dict(event(envelope, {}), choices=[], usage=usage(reply)))
             self.send_event("[DONE]")
         except OSError:
             raise

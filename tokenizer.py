@@ -58,7 +58,7 @@ class Tokenizer:
         self.special = {token["content"]: token["id"] for token in spec["added_tokens"] if token["special"]}
         self.bos_text, self.eos_text = config.get("bos_token", ""), config.get("eos_token", "")
         self.pieces, self.drops_first_space = token_bytes(spec)
-        self._backend = (TiktokenBackend if ids_in_merge_order(spec) else LibraryBackend)(spec, self.special, self.pieces)
+        self._backend = TiktokenBackend(self.special, self.pieces) if ids_in_merge_order(spec) else LibraryBackend(spec)
         self._special_starts = re.compile(f"(?=({either(self.special)}))(.)", re.DOTALL)
         source = config.get("chat_template") or PLAIN_TEMPLATE
         self._template = compile_template(source)
@@ -158,7 +158,7 @@ class TextStream:
 class TiktokenBackend:
     """GPT-2's byte-level BPE, where the id of a token is its rank."""
 
-    def __init__(self, spec: dict, special: dict[str, int], pieces: dict[int, bytes]):
+    def __init__(self, special: dict[str, int], pieces: dict[int, bytes]):
         self._bpe = tiktoken.Encoding("checkpoint", pat_str=GPT2_SPLIT, special_tokens=special,
                                       mergeable_ranks={piece: token for token, piece in pieces.items()})
         self._special, self._split = special, re.compile(f"({either(special)})")
@@ -175,7 +175,7 @@ class LibraryBackend:
     """Whatever else tokenizer.json can describe. The library finds special tokens first and normalises the rest after, so the
     guards are removed by a normaliser."""
 
-    def __init__(self, spec: dict, special: dict[str, int], pieces: dict[int, bytes]):
+    def __init__(self, spec: dict):
         unguard = {"type": "Replace", "pattern": {"String": GUARD}, "content": ""}
         steps = [unguard] + ([spec["normalizer"]] if spec["normalizer"] else [])
         self._library = tokenizers.Tokenizer.from_str(json.dumps(spec | {"normalizer": {"type": "Sequence", "normalizers": steps}}))

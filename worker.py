@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from attention_kernel import SpanTensors, multi_token_attention
+from attention_kernel import SpanTensors, multi_token_attention, upload
 from eviction import RecomputeCost
 from kv_cache import KVPool
 from model import load_model, random_model
@@ -37,7 +37,7 @@ class Worker:
 
     def __init__(self, model, num_slots: int, num_places: int, chunk_size: int, rows: int, max_context: int, pipeline: bool = True):
         config, parameter = model.config, next(model.parameters())
-        self.model, self.device, self.chunk_size = model, parameter.device, chunk_size
+        self.model, self.device, self.dtype, self.chunk_size = model, parameter.device, parameter.dtype, chunk_size
         self.pool = KVPool(config.num_layers, config.num_kv_heads, config.head_dim, num_slots, num_places, chunk_size,
                            self.device, parameter.dtype, pipeline)
         self.num_slots, self.num_places, self.max_context = num_slots, num_places, max_context
@@ -53,15 +53,15 @@ class Worker:
         self.pool.swap_in(batch.swap_in)
         self.pool.swap_out(batch.swap_out)
         tokens = self._run(batch.spans, *inputs) if inputs else []
-        return Result(tokens, self.pool.landed(block=not inputs))
+        return Result(tokens, self.pool.landed(wait=not inputs))
 
     def _update_table(self, updates):
         if updates:
             rows = np.concatenate([np.full(len(slots), row) for row, _, slots in updates])
             positions = np.concatenate([np.arange(start, start + len(slots)) for _, start, slots in updates])
             slots = np.concatenate([slots for _, _, slots in updates])
-            rows, positions, slots = torch.from_numpy(np.stack([rows, positions, slots])).to(self.device)
-            self.slot_table[rows, positions] = slots.int()
+            rows, positions, slots = upload([rows, positions, slots], self.device)
+            self.slot_table[rows, positions] = slots
 
     def _inputs(self, spans: list[Span]):
         """The packed batch: tokens, positions, slots [T] each, and the spans as the kernel takes them."""
@@ -69,8 +69,11 @@ class Worker:
         q_len = [span.end - span.start for span in spans]
         tokens = np.concatenate([span.request.conversation.tokens[span.start:span.end] for span in spans])
         positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
-        tokens, positions, rows = torch.from_numpy(np.stack([tokens, positions, np.repeat(row, q_len)])).to(self.device)   # [T] each
+        tokens, positions, rows = upload([tokens, positions, np.repeat(row, q_len)], self.device)                # [T] each
         tensors = SpanTensors.build(row=row, q_len=q_len, kv_len=[span.end for span in spans], device=self.device)
+        if self.device.type == "cuda":
+            heads = self.model.config.num_kv_heads
+            tensors.plan(self.model.config.num_heads // heads, heads, self.dtype)
         return tokens, positions, self.slot_table[rows, positions].long(), tensors
 
     def _run(self, spans, tokens, positions, slots, tensors: SpanTensors) -> list[int]:
@@ -137,7 +140,7 @@ def tier_sizes(config, model) -> tuple[int, int]:
     Where the host's memory is both tiers, the first has room for sixteen whole contexts, the second for four times that."""
     parameter, shape = next(model.parameters()), model.config
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * parameter.element_size()
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4 // token_bytes
+    host = host_memory() // 4 // token_bytes
     if parameter.device.type == "cuda":
         gpu, cpu = int(0.9 * torch.cuda.mem_get_info(parameter.device)[0]) // token_bytes, host
     else:
@@ -148,6 +151,14 @@ def tier_sizes(config, model) -> tuple[int, int]:
     if gpu < 2:
         raise ValueError(f"no memory is left for the cache: {gpu} tokens of {token_bytes} bytes; choose a smaller model or gpu_cache_tokens >= 2")
     return gpu, cpu
+
+
+def host_memory() -> int:
+    """Bytes of the machine's memory; where the system does not tell, a small machine's."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError):                         # Windows
+        return 8 * 2**30
 
 
 def sample(logits: torch.Tensor, requests: list[Request]) -> list[int]:

@@ -231,7 +231,7 @@ def compile_for(capability, function, folder, constants, **options):
     (90, 0, 128, 1), (90, 1, 128, 8), (90, 2, 128, 4), (90, 2, 80, 1), (80, 0, 64, 4), (80, 1, 128, 8), (80, 2, 128, 8)])
 def test_attention_machine_code(capability, kind, D, group, tmp_path):
     tile = TILES[2][kind]
-    constants = dict(BLOCK_M=tile.rows, BLOCK_N=tile.keys, GROUP=group, D=D, BLOCK_D=128 if D > 64 else 64)
+    constants = dict(TILE_M=tile.rows, TILE_N=tile.keys, GROUP=group, D=D, TILE_D=128 if D > 64 else 64)
     code, shared = compile_for(capability, kernel.attention_kernel, tmp_path, constants, num_warps=tile.warps, num_stages=tile.stages)
     assert shared <= (128 if capability == 90 else 96) * 1024
     copies = re.findall(r"LDGSTS\S*", code)
@@ -242,7 +242,7 @@ def test_attention_machine_code(capability, kind, D, group, tmp_path):
 
 
 def test_merge_machine_code(tmp_path):
-    code, _ = compile_for(80, kernel.merge_kernel, tmp_path, dict(BLOCK_M=MERGE_ROWS, GROUP=4, D=128, BLOCK_D=128), num_warps=4)
+    code, _ = compile_for(80, kernel.merge_kernel, tmp_path, dict(TILE_M=MERGE_ROWS, GROUP=4, D=128, TILE_D=128), num_warps=4)
     assert not re.search(r"\b(STL|LDL)\b", code)
 
 

@@ -203,6 +203,31 @@ def test_a_conversation_forgotten_at_the_wrong_moment_stays_coherent(engine, mon
     assert engine.generate(ids(3), "c", max_tokens=2, ignore_eos=True).usage["prompt_tokens"] == 3
 
 
+@pytest.mark.parametrize("started", [False, True])
+def test_what_fails_on_the_owners_side_is_told_to_the_caller(started, monkeypatch):
+    engine = Engine("tiny_chat", **TINY)
+    if started:
+        engine.start()
+    def disk_full(*arguments):
+        raise OSError("disk full")
+    with monkeypatch.context() as patch:
+        patch.setattr(History, "forget", disk_full)
+        with pytest.raises(OSError, match="disk full"):
+            engine.forget("c")
+    assert engine.generate(ids(3), "c", max_tokens=2, ignore_eos=True).finish_reason == "length"
+    engine.close()
+
+
+def test_a_cancelled_handle_need_not_be_read(engine):
+    first = engine.submit_chat([dict(role="user", content="Hello")], "mine", max_tokens=4)
+    said = first.result().text
+    engine.submit(ids(3), "mine", max_tokens=20).cancel()
+    engine.submit(ids(3), max_tokens=20).cancel()
+    assert not engine.pending
+    again = [dict(role="user", content="Hello"), dict(role="assistant", content=said), dict(role="user", content="Bye")]
+    assert engine.submit_chat(again, max_tokens=4).conversation == "mine"
+
+
 def test_many_readers_of_one_handle_see_every_token():
     engine = Engine("tiny_chat", **TINY).start()
     handle, seen = engine.submit(ids(5), max_tokens=60, ignore_eos=True), []

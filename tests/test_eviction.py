@@ -53,7 +53,7 @@ def test_recompute_cost_refuses_a_profile_without_sense(profile, rest):
     ("trailing-half", -1, 5, 3, 1 / (5 * 4)), ("conversation", +1, 0, 5, 1 / 4)])
 def test_policy_end_key_unit_value(name, step, key, unit, value):
     policy = POLICIES[name](COST, 32)
-    assert (policy.step, policy.key(3, 5), policy.unit(5)) == (step, key, unit)
+    assert (policy.toward, policy.key(3, 5), policy.unit(5)) == (step, key, unit)
     assert policy.value(key, 4.0) == pytest.approx(value)
 
 
@@ -96,11 +96,11 @@ class Member:
     last_active: float = 0.0
 
     def key(self, policy):
-        return policy.key(self.first if policy.step > 0 else self.first + self.count - 1, self.count)
+        return policy.key(self.first if policy.toward > 0 else self.first + self.count - 1, self.count)
 
     def evict(self, policy):
         unit = policy.unit(self.count)
-        self.first += unit if policy.step > 0 else 0
+        self.first += unit if policy.toward > 0 else 0
         self.count -= unit
 
 

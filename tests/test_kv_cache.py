@@ -113,7 +113,7 @@ def test_admit_takes_every_slot_at_once():
     """[0:4) absent, [4:8) on the CPU, [8:12) on the GPU, [12:18) new."""
     cache = make()
     a = idle(cache, "a", 12)
-    cache.evict(a)
+    cache.drop_all(a)
     cache.admit(a, 12, 0.0)
     cache.computed(a, 4, 12)
     cache.release(a, 0.0)
@@ -518,7 +518,7 @@ def test_evict_keeps_tokens_and_what_is_known():
     cache = make(slots=16)
     a = idle(cache, "a", 10)
     copy(cache, 4)
-    cache.evict(a)
+    cache.drop_all(a)
     assert a.tokens.tolist() == list(range(10)) and a.known == 10 and a.sources() == (0, 0)
     assert len(cache.free_slots) == 16 and len(cache.free_places) == 8
     cache.check_integrity()
@@ -569,7 +569,7 @@ def wrong_table_entry(cache, a, b):
 
 
 def wrong_count(cache, a, b):
-    b.count["copy"] += 1
+    b.count["swap_out"] += 1
 
 
 def wrong_held(cache, a, b):
@@ -605,7 +605,7 @@ def lose_a_victim(cache, a, b):
 
 
 def file_a_victim_wrongly(cache, a, b):
-    cache.indexes["copy"].file(b, 7, b.last_active)
+    cache.indexes["swap_out"].file(b, 7, b.last_active)
 
 
 def misplace_a_chunk(cache, a, b):

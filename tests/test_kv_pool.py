@@ -26,7 +26,7 @@ def land(pool, tickets):
     """Waits until every flight has ended; checks that each ticket lands once."""
     landed = []
     while pool.flights:
-        landed += pool.landed(block=True)
+        landed += pool.landed(wait=True)
     assert sorted(map(id, landed)) == sorted(map(id, tickets))
     return landed
 
@@ -104,7 +104,7 @@ def test_swaps_of_nothing(device):
     gpu, cpu = pool.gpu.clone(), pool.cpu.clone()
     pool.swap_in([])
     pool.swap_out([])
-    assert pool.landed(block=True) == [] and torch.equal(pool.gpu, gpu) and torch.equal(pool.cpu, cpu)
+    assert pool.landed(wait=True) == [] and torch.equal(pool.gpu, gpu) and torch.equal(pool.cpu, cpu)
 
 
 @devices
@@ -175,10 +175,10 @@ def test_landed_gives_each_ticket_once_when_its_copy_has_ended():
     early, late = pool.flights[0][0], pool.flights[1][0]
     early.query = late.query = lambda: False
     early.synchronize = lambda: setattr(early, "query", lambda: True)
-    assert pool.landed(block=False) == []
-    assert pool.landed(block=True) == [first]                    # the oldest flight
+    assert pool.landed(wait=False) == []
+    assert pool.landed(wait=True) == [first]                    # the oldest flight
     late.query = lambda: True
-    assert pool.landed(block=False) == [second] and pool.landed(block=True) == []
+    assert pool.landed(wait=False) == [second] and pool.landed(wait=True) == []
 
 
 # ---- on real streams
@@ -232,9 +232,9 @@ def test_neither_swap_makes_the_host_wait():
     assert not pool.stream_in.query(), "swap_in waited for the copies before it"
     pool.swap_out([ticket("out", [7, 8], 2)])
     assert not pool.stream_in.query(), "swap_out waited for the copies in"
-    assert pool.landed(block=False) != [] and len(pool.flights) == 2      # those of the first round alone
+    assert pool.landed(wait=False) != [] and len(pool.flights) == 2      # those of the first round alone
     torch.cuda.synchronize()
-    assert len(pool.landed(block=False)) == 2
+    assert len(pool.landed(wait=False)) == 2
 
 
 @pytest.mark.gpu
@@ -252,7 +252,7 @@ def test_many_flights_at_once_arrive_intact(seed):
     content = [pool.gpu[:, :, group].clone() for group in groups]
     pool.swap_out([ticket("out", group, place) for place, group in enumerate(groups)])
     while pool.flights:
-        pool.landed(block=True)
+        pool.landed(wait=True)
     moved = chance.sample(groups, PLACES)
     for first in range(0, PLACES, 3):
         pool.swap_in([ticket("in", moved[place], place) for place in range(first, first + 3)])

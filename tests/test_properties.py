@@ -64,4 +64,4 @@ def test_anything_in_any_order(parameters, todo, random):
         assert tokens.tolist() == expected
         assert [r.arrival for r in finished] == sorted(r.arrival for r in finished)
     assert world.cache.available == world.cache.num_slots - sum(
-        len(c.slots) for conv in world.cache.conversations.values() for c in conv.chunks if c and c.move == "copy")
+        len(c.slots) for conv in world.cache.conversations.values() for c in conv.chunks if c and c.move == "swap_out")

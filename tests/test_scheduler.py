@@ -34,7 +34,7 @@ def demote(world, name, drop=0, cpu=0, both=0):
     It must be the cheapest of all that could give some."""
     cache, conversation, known = world.cache, world.cache.conversations[name], world.cache.conversations[name].known
     if drop:
-        cache.evict(conversation)
+        cache.drop_all(conversation)
         cache.admit(conversation, known, world.now)
         transfer(world, spans=[Span(Request(conversation, [], usage={}), 0, known)])
         cache.computed(conversation, drop * cache.chunk_size, known)      # as if the first chunks had not been
@@ -225,7 +225,7 @@ def test_compose_a_decode_never_stalls_behind_an_earlier_arrival_that_recovers()
     a, b = world.submit("a", 2, 9), world.submit("b", 2, 9)
     assert traces(world, 3) == ["a[0:2] b[0:2]", "a[2:3] b[2:3]", "a[3:4] b[3:4]"]
     world.scheduler.suspend(a, world.now)
-    world.cache.evict(a.conversation)
+    world.cache.drop_all(a.conversation)
     assert traces(world, 3) == ["b[4:5] a[0:3]", "b[5:6] a[3:5]", "a[5:6] b[6:7]"]
 
 
@@ -411,7 +411,7 @@ def test_a_full_cpu_tier_keeps_what_is_worth_more():
     world.now += 1000                                           # both are idle for about the same time now
     world.submit("x", 24, 1)
     assert traces(world, 1) == ["x[0:16]"] and states(world, "young") == ["GPU", "GPU"]
-    world.scheduler.swap_threshold = 4
+    world.scheduler.threshold_slots = 4
     assert traces(world) == ["x[16:24]"] and states(world, "young") == ["GPU", "GPU"]
     assert world.cache.conversations["young"].chunks[0].condemned and world.cache.stats["chunks_dropped"] == 0
     world.cache.forget(world.cache.conversations["x"])
@@ -498,7 +498,7 @@ def test_stop_ids_and_stop_strings_end_a_reply():
     stop = expected[3]
     assert stop not in expected[:3]
     by_id = Request(world.cache.open("a"), list(range(6)), 8, stop_ids=frozenset([stop]))
-    by_text = Request(world.cache.open("b"), list(range(6)), 8, stopped_by=lambda token: token == stop)
+    by_text = Request(world.cache.open("b"), list(range(6)), 8, reached_stop=lambda token: token == stop)
     for request in by_id, by_text:
         world.scheduler.submit(request)
     world.run()
@@ -804,7 +804,7 @@ def test_the_place_of_an_idle_copied_chunk_is_not_taken_that_of_a_running_conver
     world.turn("a", 7, 2)
     demote(world, "a", both=2)
     world.turn("b", 7, 2)
-    world.scheduler.swap_threshold = 40
+    world.scheduler.threshold_slots = 40
     world.submit("c", 2, 9)
     assert traces(world, 2) == ["c[0:2]", "c[2:3]"] and states(world, "a") == ["GPU_AND_CPU"] * 2      # b is condemned instead
     world.turn("b", 1, 1)
@@ -857,7 +857,7 @@ def decode_steps(world, count, copies=0):
     for _ in range(count):
         world.now += 1.0
         if copies:
-            world.scheduler.swap_threshold = world.cache.available + copies
+            world.scheduler.threshold_slots = world.cache.available + copies
         batch = world.scheduler.schedule(world.now)
         assert len(batch.spans) == 1 and bool(batch.swap_out) == bool(copies)
         list(world.scheduler.account(batch, Result([1], batch.swap_out), world.now))
