@@ -10,6 +10,7 @@ committed to the history by its caller, and only then told to be done.
 Invariant: the answer never depends on the cache. Any sizes, policy and interleaving give the tokens of a full recompute.
 
 `python engine.py` plays two conversations under starved tiers and prints each step's batch."""
+import argparse
 import math
 import random
 import threading
@@ -58,6 +59,21 @@ class Config:
     separate_phases: bool = flag(False, "never mix prefill and decode in a batch")
     no_pipeline: bool = flag(False, "wait for all of a swap-in before the model starts")
     history: str = flag(None, "file that keeps every conversation's turns; in-process default: memory only")
+
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser):
+        for entry in fields(cls):
+            name, text = "--" + entry.name.replace("_", "-"), entry.metadata["help"]
+            if entry.type is bool:
+                parser.add_argument(name, action="store_true", help=text)
+            else:
+                shown = "" if entry.default is None else f" (default: {entry.default})"
+                parser.add_argument(name, type=entry.type, default=entry.default, choices=entry.metadata["choices"], help=text + shown)
+
+    @classmethod
+    def given(cls, arguments: argparse.Namespace) -> dict:
+        """The keywords of Engine among parsed arguments."""
+        return {entry.name: getattr(arguments, entry.name) for entry in fields(cls)}
 
     def __post_init__(self):
         for name, least in dict(gpu_cache_tokens=1, cpu_cache_tokens=0, chunk_size=1, max_batch_tokens=1, max_running=1).items():

@@ -24,7 +24,6 @@ import traceback
 import uuid
 from collections import deque
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -271,13 +270,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="0: any that is free (default: 8000)")
     parser.add_argument("--api-key", help="what clients must send as Authorization: Bearer KEY; default: nothing")
-    for field in fields(Config):
-        flag, text = "--" + field.name.replace("_", "-"), field.metadata["help"]
-        if field.type is bool:
-            parser.add_argument(flag, action="store_true", help=text)
-        else:
-            shown = "" if field.default is None else f" (default: {field.default})"
-            parser.add_argument(flag, type=field.type, default=field.default, choices=field.metadata["choices"], help=text + shown)
+    Config.add_flags(parser)
     flags = parser.parse_args(argv)
     flags.history = flags.history or str(default_history(flags.model))
     return flags
@@ -301,7 +294,7 @@ def banner(server: Server) -> str:
 
 def open_server(flags: argparse.Namespace) -> Server:
     """ValueError, OSError, OverflowError for flags that cannot be served."""
-    engine = Engine(**{field.name: getattr(flags, field.name) for field in fields(Config)})
+    engine = Engine(**Config.given(flags))
     return Server((flags.host, flags.port), engine.start(), flags.api_key)
 
 

@@ -23,6 +23,8 @@ from kv_cache import KVPool
 from model import load_model, random_model
 from scheduler import Batch, Request, Result, Span
 
+SMALL_MODEL = 10_000_000    # parameters: below, threads on a CPU wait for one another longer than they work
+
 
 class Sampling(NamedTuple):
     """temperature 0 is greedy; top_k 0 and top_p 1 are off."""
@@ -127,6 +129,8 @@ def load_worker(config, directory: Path | None) -> Worker:
         raise ValueError("device is 'cuda', but torch finds no CUDA device here: use 'cpu'")
     model = (load_model(directory, device, getattr(torch, dtype)) if directory else
              random_model(config.model, device, getattr(torch, dtype)))
+    if device == "cpu" and sum(parameter.numel() for parameter in model.parameters()) < SMALL_MODEL:
+        torch.set_num_threads(1)                                 # of the process; tensors this small are not worth sharing
     slots, cpu_tokens = tier_sizes(config, model)
     try:
         return Worker(model, slots, cpu_tokens // config.chunk_size, config.chunk_size, config.max_running,

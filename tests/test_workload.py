@@ -1,0 +1,260 @@
+"""Formats by hand, the published means by statistics, Mooncake's conversations by writing a trace and reading it back."""
+import json
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from workload import (SHAPES, Conversation, Shape, Turn, cut, lmsys, means_before_cut, mooncake, reading_think, sharegpt,
+                      synthetic, ultrachat, with_arrivals)
+
+TRACE = Path(__file__).parents[2] / "shared" / "data" / "mooncake_synthetic_trace.jsonl"
+
+
+def words(text):
+    return len(text.split())
+
+
+def contexts(turns):
+    return list(accumulate(turn.input_tokens + turn.output_tokens for turn in turns))
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def request(timestamp, input_length, output_length, *hash_ids):
+    return dict(timestamp=timestamp, input_length=input_length, output_length=output_length, hash_ids=list(hash_ids))
+
+
+# --- cut ---
+
+turn_lists = st.lists(st.builds(Turn, st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=8)
+
+
+@given(turn_lists, st.integers(1, 3000))
+def test_cut_keeps_the_longest_start_that_fits(turns, limit):
+    kept = [conversation.turns for conversation in cut([Conversation("c", turns, 1.5)], limit)]
+    fitting = sum(context <= limit for context in contexts(turns))
+    assert kept == ([turns[:fitting]] if fitting else [])
+
+
+# --- arrivals ---
+
+def test_poisson_arrivals_at_the_request_rate():
+    conversations = with_arrivals(synthetic("sharegpt", 20_000, seed=3), request_rate=4.0, seed=3)
+    gaps = np.diff([0.0] + [conversation.arrival for conversation in conversations])
+    requests = sum(len(conversation.turns) for conversation in conversations)
+    assert (gaps >= 0).all()
+    assert requests / conversations[-1].arrival == pytest.approx(4.0, rel=0.03)
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.03)                                # exponential
+    assert np.mean(gaps > gaps.mean()) == pytest.approx(np.exp(-1), rel=0.03)
+    turns = [len(conversation.turns) for conversation in conversations]
+    assert abs(np.corrcoef(gaps, turns)[0, 1]) < 0.03                                        # the same seed twice is no coupling
+
+
+def test_think_times():
+    source = synthetic("sharegpt", 5_000, seed=0)
+    conversations = with_arrivals(source, 1.0, seed=0)
+    think = np.array([turn.think_seconds for conversation in conversations for turn in conversation.turns[1:]])
+    assert all(conversation.turns[0].think_seconds == 0 for conversation in conversations)
+    assert think.mean() == pytest.approx(60, rel=0.03) and think.std() == pytest.approx(60, rel=0.05)
+    lengths = [[turn[:2] for turn in conversation.turns] for conversation in conversations]
+    assert lengths == [[turn[:2] for turn in conversation.turns] for conversation in source]
+
+
+def test_reading_takes_100_ms_per_token_and_at_least_5_seconds():
+    source = [Conversation("c", [Turn(1, 20), Turn(1, 200), Turn(1, 1)])]
+    (conversation,) = with_arrivals(source, 1.0, seed=0, think=reading_think)
+    assert [turn.think_seconds for turn in conversation.turns] == [0, 5.0, 20.0]
+
+
+def test_the_think_rule_does_not_move_the_arrivals():
+    source = synthetic("sharegpt", 50, seed=0)
+    first, second = (with_arrivals(source, 1.0, seed=0, **rule) for rule in ({}, {"think": reading_think}))
+    assert [conversation.arrival for conversation in first] == [conversation.arrival for conversation in second]
+
+
+@pytest.mark.parametrize("conversations, rate", [([], 1.0), ([Conversation("c", [Turn(1, 1)])], 0.0),
+                                                 ([Conversation("c", [Turn(1, 1)])], float("nan"))])
+def test_arrivals_refuse_nonsense(conversations, rate):
+    with pytest.raises(ValueError, match="request rate"):
+        with_arrivals(conversations, rate, seed=0)
+
+
+# --- synthetic conversations ---
+
+@pytest.mark.parametrize("dataset", SHAPES)
+def test_published_means_and_limits(dataset):
+    shape, conversations = SHAPES[dataset], synthetic(dataset, 20_000, seed=7)
+    lengths = np.array([turn[:2] for conversation in conversations for turn in conversation.turns])
+    means = [len(lengths) / len(conversations), *lengths.mean(axis=0)]
+    assert len(conversations) == 20_000 and len({conversation.name for conversation in conversations}) == 20_000
+    assert means == pytest.approx(shape[:3], rel=0.03)
+    assert lengths.min() >= 1 and max(contexts(conversation.turns)[-1] for conversation in conversations) <= shape.max_context
+    assert np.percentile(lengths[:, 0], 99) > 3.5 * means[1] and np.median(lengths[:, 0]) < 0.85 * means[1]      # a heavy tail
+
+
+def test_published_shapes():
+    assert SHAPES["sharegpt"][:4] == (5.56, 37.77, 204.58, 16_384) and SHAPES["ultrachat"][:3] == (3.86, 51.78, 257.81)
+    assert SHAPES["sharegpt-draft"][:4] == (7.58, 31.26, 180.44, 2_048)
+    assert SHAPES["lmsys-draft"][:4] == (7.73, 22.49, 100.67, 2_048)
+
+
+def test_same_seed_same_workload():
+    def workload(seed):
+        return with_arrivals(synthetic("ultrachat", 100, seed), 1.0, seed)
+    assert workload(1) == workload(1) != workload(2)
+
+
+def test_impossible_requests_are_refused():
+    with pytest.raises(ValueError, match="sharegpt, ultrachat.*'chat'"):
+        synthetic("chat", 10, seed=0)
+    with pytest.raises(ValueError, match="at least 1"):
+        synthetic("sharegpt", 0, seed=0)
+    for shape in (Shape(20, 30, 100, max_context=400), Shape(1, 30, 300, max_context=400), Shape(2, 0.5, 30, max_context=400)):
+        with pytest.raises(ValueError, match="at most 400 tokens.*raise max_context"):
+            means_before_cut(shape)
+
+
+# --- datasets of text ---
+
+def test_sharegpt(tmp_path):
+    def said(*messages):
+        return {"id": "x", "conversations": [{"from": side, "value": text} for side, text in messages]}
+    path = tmp_path / "sharegpt.json"
+    path.write_text(json.dumps([
+        said(("human", "a b c"), ("gpt", "d e"), ("human", "f"), ("gpt", "g h i j")),
+        said(("gpt", "lost lost"), ("human", "a"), ("human", "b c"), ("gpt", "d"), ("gpt", "e"), ("human", "unanswered")),
+        said(("gpt", "nobody asked")), said(),
+        said(("system", "be kind"), ("human", "a"), ("gpt", ""), ("human", "b"), ("chatgpt", "c"))]))
+    assert list(sharegpt(path, words)) == [
+        Conversation("0", [Turn(3, 2), Turn(1, 4)]), Conversation("1", [Turn(3, 2)]), Conversation("4", [Turn(4, 1)])]
+
+
+def test_ultrachat(tmp_path):
+    path = write(tmp_path / "u.jsonl", {"id": "0", "data": ["a b", "c", "d", "e f g"]}, {"id": "1", "data": ["a", "b", "c"]})
+    assert [conversation.turns for conversation in ultrachat(path, words)] == [[Turn(2, 1), Turn(1, 3)], [Turn(1, 1)]]
+
+
+def test_lmsys(tmp_path):
+    said = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
+    path = write(tmp_path / "l.jsonl", {"conversation_id": "x", "conversation": said})
+    path.write_text(path.read_text() + "\n\n")                                               # blank lines are nothing
+    assert list(lmsys(path, words)) == [Conversation("0", [Turn(2, 1)])]
+
+
+# --- Mooncake traces ---
+
+def test_mooncake_rebuilds_conversations(tmp_path):
+    path = write(tmp_path / "m.jsonl",
+                 request(0, 1300, 100, 0, 1, 2),                # a: two full pieces and a part, whose id never returns
+                 request(500, 700, 5, 90, 91),                  # b: another conversation
+                 request(9_000, 1500, 50, 0, 1, 3),             # a goes on: 100 new tokens, still in the third piece
+                 request(12_000, 1450, 60, 0, 1, 4),            # as long as a's first turn and more, but a has moved on: new
+                 request(15_000, 2100, 10, 0, 1, 5, 6, 7))      # a goes on
+    assert mooncake(path) == [
+        Conversation("0", [Turn(1300, 100), Turn(100, 50, 9.0), Turn(550, 10, 6.0)], 0.0),
+        Conversation("1", [Turn(700, 5)], 0.5),
+        Conversation("2", [Turn(1450, 60)], 12.0)]
+
+
+def test_mooncake_branches(tmp_path):
+    """Of two that extend the same prefix the first continues the conversation; each branch can then be continued itself."""
+    path = write(tmp_path / "m.jsonl",
+                 request(0, 1024, 10, 0, 1), request(1000, 1536, 10, 0, 1, 2), request(2000, 1600, 20, 0, 1, 3, 6),
+                 request(3000, 2048, 10, 0, 1, 3, 4), request(4000, 2048, 10, 0, 1, 2, 5))
+    assert [conversation.turns for conversation in mooncake(path)] == [
+        [Turn(1024, 10), Turn(502, 10, 1.0), Turn(502, 10, 3.0)], [Turn(1600, 20), Turn(428, 10, 1.0)]]
+
+
+def test_mooncake_takes_the_longest_prefix(tmp_path):
+    """The second request is no answer to the first one's long reply; the third could continue either."""
+    path = write(tmp_path / "m.jsonl", request(0, 600, 1000, 0, 9), request(1, 1100, 1, 0, 1, 8), request(2, 2000, 1, 0, 1, 2, 7))
+    assert [len(conversation.turns) for conversation in mooncake(path)] == [1, 2]
+
+
+def test_mooncake_questions_about_one_document_are_separate(tmp_path):
+    """The same document with another question has not seen the first reply, and a shared system prompt is no conversation."""
+    path = write(tmp_path / "m.jsonl",
+                 request(0, 1500, 100, 0, 1, 2), request(1, 1510, 100, 0, 1, 3), request(2, 1500, 100, 0, 1, 2),
+                 request(3, 600, 10, 0, 4), request(4, 900, 10, 0, 5))
+    assert [len(conversation.turns) for conversation in mooncake(path)] == [1, 1, 1, 1, 1]
+
+
+def trace_of(conversations, system_prompt):
+    """The requests that Mooncake would have recorded: an id for each 512 tokens, by content up to there."""
+    ids = {}
+    for owner, (_, turns, arrival) in enumerate(conversations):
+        context, time = system_prompt, arrival
+        for turn in turns:
+            prompt, time = context + turn.input_tokens, time + turn.think_seconds
+            ends = [*range(512, prompt + 1, 512), prompt] if prompt % 512 else range(512, prompt + 1, 512)
+            contents = [end if end <= system_prompt else (owner, end) for end in ends]
+            hash_ids = [ids.setdefault(content, len(ids)) for content in contents]
+            yield request(round(1000 * time), prompt, turn.output_tokens, *hash_ids)
+            context = prompt + turn.output_tokens
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(turn_lists, min_size=1, max_size=8), st.integers(0, 100), st.sampled_from([0, 512, 1024]))
+def test_mooncake_round_trip(tmp_path_factory, sources, seed, system_prompt):
+    """Interleaved conversations behind one system prompt come back as they were, when their first turn tells them apart."""
+    distinct = [Conversation("", [Turn(512 + turns[0].input_tokens, 30), *turns[1:]]) for turns in sources]
+    original = with_arrivals(distinct, request_rate=1.0, seed=seed)
+    records = sorted(trace_of(original, system_prompt), key=lambda record: record["timestamp"])
+    again = mooncake(write(tmp_path_factory.mktemp("trace") / "m.jsonl", *records))
+    assert len(again) == len(original)
+    for before, after in zip(original, again):
+        first, *later = before.turns
+        assert [turn[:2] for turn in after.turns] == [(system_prompt + first[0], first[1]), *(turn[:2] for turn in later)]
+        assert after.arrival == pytest.approx(before.arrival, abs=2e-3)
+        thinks = [[turn.think_seconds for turn in conversation.turns] for conversation in (before, after)]
+        assert thinks[0] == pytest.approx(thinks[1], abs=2e-3)
+
+
+@pytest.mark.skipif(not TRACE.exists(), reason="the published trace is not here")
+def test_mooncake_published_trace():
+    records = [json.loads(line) for line in TRACE.read_text().splitlines()]
+    conversations = mooncake(TRACE)
+    prompts = [context - turn.output_tokens for conversation in conversations
+               for turn, context in zip(conversation.turns, contexts(conversation.turns))]
+    assert sorted(prompts) == sorted(record["input_length"] for record in records)           # every context is the trace's
+    times = [time for conversation in conversations
+             for time in accumulate((turn.think_seconds for turn in conversation.turns[1:]), initial=conversation.arrival)]
+    assert sorted(times) == pytest.approx(sorted(record["timestamp"] / 1000 for record in records))
+    assert max(len(conversation.turns) for conversation in conversations) > 1
+
+
+# --- bad files ---
+
+@pytest.mark.parametrize("read", [mooncake, lambda path: list(sharegpt(path, words)), lambda path: list(lmsys(path, words))])
+def test_missing_and_empty_files(tmp_path, read):
+    with pytest.raises(ValueError, match="absent.json.*No such file"):
+        read(tmp_path / "absent.json")
+    (tmp_path / "empty.json").touch()
+    with pytest.raises(ValueError, match="empty.json"):
+        read(tmp_path / "empty.json")
+
+
+@pytest.mark.parametrize("line", [
+    '{"timestamp": 0,', "null", "{}", '{"timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": []}',
+    '{"timestamp": "x", "input_length": 1, "output_length": 1, "hash_ids": []}', "\xff"])
+def test_a_broken_line_is_named(tmp_path, line):
+    path = write(tmp_path / "m.jsonl", request(0, 100, 1, 0))
+    path.write_bytes(path.read_bytes() + b"\n" + line.encode("latin-1") + b"\n")
+    with pytest.raises(ValueError, match="m.jsonl, line 3"):
+        mooncake(path)
+
+
+def test_a_broken_item_is_named(tmp_path):
+    path = tmp_path / "s.json"
+    path.write_text('[{"conversations": []}, {"conversations": [{"from": "human"}]}]')
+    with pytest.raises(ValueError, match="s.json, item 2.*'value'"):
+        list(sharegpt(path, words))
+    path.write_text('[{"conversations": []},\n\n!]')
+    with pytest.raises(ValueError, match="s.json.*line 3"):
+        list(sharegpt(path, words))
