@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from itertools import count, takewhile
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from eviction import POLICIES, RecomputeCost
@@ -169,11 +170,12 @@ class Handle:
 class Engine:
     """A model, its two tiers, and every conversation that it was told. Close it when done."""
 
-    def __init__(self, model: str = "tiny_chat", *, worker=None, cost: RecomputeCost | None = None, clock=time.monotonic,
-                 history: History | str | None = None, debug: bool = False, **flags):
+    def __init__(self, model: str | Path = "tiny_chat", *, worker=None, cost: RecomputeCost | None = None, clock=time.monotonic,
+                 history: History | str | Path | None = None, debug: bool = False, **flags):
         """flags: the fields of Config. worker, clock: a simulation's. cost: a profile made earlier; by default it is measured now.
         debug: check_integrity() after every step."""
-        self.config = config = Config(model=model, history=history if isinstance(history, str) else None, **flags)
+        file = None if history is None or isinstance(history, History) else str(history)
+        self.config = config = Config(model=str(model), history=file, **flags)
         self.clock, self.debug = clock, debug
         directory = None if worker or config.random_weights else find_checkpoint(config.model)
         self.tokenizer = load_tokenizer(directory) if directory else None
@@ -183,7 +185,7 @@ class Engine:
         self.scheduler = Scheduler(self.cache, worker.max_context, config.max_batch_tokens, config.swap_threshold, config.reserve,
                                    config.stateless, config.separate_phases)
         fingerprint = self.tokenizer.fingerprint if self.tokenizer else f"raw token ids below {worker.vocab_size}"
-        self.history = history if isinstance(history, History) else History(config.history or ":memory:", fingerprint)
+        self.history = history if isinstance(history, History) else History(file or ":memory:", fingerprint)
         self.inbox = SimpleQueue()                          # functions, run by the owner between steps
         self.lock = threading.RLock()                       # guards `pending`, and what must not change while it is looked at
         self.pending: dict[str, list[Handle]] = {}          # by conversation: turns that are not in the history yet, in order

@@ -95,7 +95,7 @@ def test_a_cancelled_turn_leaves_no_trace(engine):
 
 
 def test_a_restart_goes_on_from_the_history(tmp_path):
-    path = str(tmp_path / "history.sqlite")
+    path = tmp_path / "history.sqlite"
     replies = []
     for prompt, n in script("c"):
         engine = Engine("tiny_chat", history=path, **TINY)
@@ -255,7 +255,7 @@ def test_start_twice_and_close_while_turns_wait():
 def test_without_a_tokenizer_token_ids_are_served_and_text_is_refused(tmp_path):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((ROOT / "tiny_chat" / name).read_bytes())
-    engine = Engine(str(tmp_path), **TINY)
+    engine = Engine(tmp_path, **TINY)
     assert len(engine.generate(ids(4), "c", max_tokens=3, ignore_eos=True).token_ids) == 3
     with pytest.raises(ValueError, match="no tokenizer"):
         engine.chat("Hi", "c")
