@@ -104,7 +104,8 @@ class Handle:
     """A submitted turn. Iterate it for tokens, `pieces()` for text, `result()` for the Reply; any number of times."""
 
     def __init__(self, engine: "Engine", conversation: str | None, base: Turn | None, prompt: list[int], messages: list[dict], options: dict):
-        self.engine, self.conversation, self.base, self.prompt, self.messages, self.options = engine, conversation, base, prompt, messages, options
+        self.engine, self.conversation, self.base = engine, conversation, base
+        self.prompt, self.messages, self.options = prompt, messages, options
         self.lock, self.outbox = threading.Lock(), SimpleQueue()
         self.request, self.failure = None, None              # one of them is set by the engine's owner
         self.stream = TextStream(engine.tokenizer, options["stop"]) if engine.tokenizer else None
@@ -274,13 +275,15 @@ class Engine:
     # ---- turns
 
     def submit(self, prompt: list[int], conversation: str | None = None, *, max_tokens: int | None = None, temperature: float = 0.0,
-               top_k: int | None = None, top_p: float | None = None, seed: int | None = None, stop=(), ignore_eos: bool = False, messages=(), base: Turn | None = None) -> Handle:
+               top_k: int | None = None, top_p: float | None = None, seed: int | None = None, stop: str | list[str] = (),
+               ignore_eos: bool = False, messages: list[dict] = (), base: Turn | None = None) -> Handle:
         """Appends token ids to the conversation (None: a one-off, nothing is kept) and generates a reply; returns at once.
         A turn is kept when its handle is read to the end; until then later turns of its conversation are not kept either.
         max_tokens: by default as many as fit. temperature 0 is greedy; seed None is a new one. stop: a string or several.
         messages: the visible ones that the ids stand for. base: where a conversation that does not exist yet branches off.
         ValueError for what cannot be served."""
-        sampling = Sampling(temperature or 0.0, top_k or 0, 1.0 if top_p is None else top_p, random.getrandbits(32) if seed is None else seed)
+        sampling = Sampling(temperature or 0.0, top_k or 0, 1.0 if top_p is None else top_p,
+                            random.getrandbits(32) if seed is None else seed)
         stop = [stop] if isinstance(stop, str) else stop or []
         self._check(prompt, conversation, max_tokens, sampling, stop)
         handle = Handle(self, conversation, base, list(prompt), list(messages),
@@ -454,8 +457,8 @@ class Engine:
         letters = {"GPU": "G", "GPU_AND_CPU": "B", "CPU": "C"}
         def read():
             now = self.clock()
-            return [dict(id=c.name, tokens=len(c.tokens), running=c.row is not None, waiting=c.waiting, idle_seconds=round(now - c.last_active, 3),
-                         chunks="".join(letters[chunk.state] if chunk else "." for chunk in c.chunks))
+            return [dict(id=c.name, tokens=len(c.tokens), running=c.row is not None, waiting=c.waiting,
+                         idle_seconds=round(now - c.last_active, 3), chunks="".join(letters[chunk.state] if chunk else "." for chunk in c.chunks))
                     for c in self.cache.conversations.values() if c.cached]
         return self.call(read)
 
