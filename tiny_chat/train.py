@@ -216,7 +216,7 @@ class Dialogue:
         return rng.choice(["", "", "favourite "]) + a_word(rng, self.held_out)
 
     def pick_unknown(self, avoid=()):
-        """A thing that was not told. Asked for as often as known ones, early and late: else position tells them apart."""
+        """A thing that was not told. Asked for about as often as what was, early and late: else the position gives it away."""
         while (thing := self.pick_thing()) in {*avoid, *self.facts}:
             pass
         return thing
@@ -247,7 +247,8 @@ class Dialogue:
         return said, f"OK, your {spelled} is {value} now." if known else f"Got it, your {spelled} is {value}."
 
     def ask(self, thing):
-        """The user asks for a fact."""
+        """The user asks for a fact. Known or not, the answer begins alike: whether there is something to copy is then
+        decided where the copy would start, which is far easier to learn than at the first token."""
         rng, spelled = self.rng, self.spell(thing)
         said = rng.choice(ASK if rng.random() < 0.6 else ASK_THING.get(thing, ASK)).format(thing=spelled)
         self.wanted = None if thing in self.facts else thing
@@ -285,7 +286,8 @@ class Dialogue:
         kind = rng.random()
         known = [known for known in self.facts if known not in avoid]
         if kind < (self.curious if known else 0.1):
-            return self.ask(rng.choice([known[0], rng.choice(known)]) if known and rng.random() < 0.5 else self.pick_unknown(avoid))
+            ask_known = known and rng.random() < 0.5
+            return self.ask(rng.choice([known[0], rng.choice(known)]) if ask_known else self.pick_unknown(avoid))
         if not avoid and 0.4 < kind < 0.5:
             return self.summary()
         if not wanted and 0.5 < kind < 0.6:
