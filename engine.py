@@ -418,18 +418,14 @@ class Engine:
     def forget(self, conversation: str):
         """Cancels what runs, frees both tiers and the history of a conversation."""
         require(isinstance(conversation, str), "conversation", "a string", conversation)
-        self._abandon(self._unsettled(conversation))
+        for handle in self._unsettled(conversation):
+            handle.cancel()
         self.call(lambda: (self._forget_kv(conversation), self.history.forget(conversation)))
 
     def _unsettled(self, *conversations) -> list[Handle]:
         """Turns that are not in the history yet, in order: of these conversations, or of all."""
         with self.lock:
             return [handle for name in conversations or list(self.pending) for handle in self.pending.get(name, ())]
-
-    def _abandon(self, handles):
-        for handle in handles:
-            handle.cancel()
-        self._wait_quietly(handles)
 
     def _wait_quietly(self, handles):
         for handle in handles:
@@ -466,7 +462,8 @@ class Engine:
         """Cancels what runs, stops the thread, closes the history. Everything that was told to be done is kept."""
         with self.lock:
             self.failure = self.failure or RuntimeError("the engine is closed")
-        self._abandon(self._unsettled())
+        for handle in self._unsettled():
+            handle.cancel()
         if thread := self.thread:
             self.inbox.put(lambda: setattr(self, "thread", None))        # by the owner: until then nobody else takes the inbox
             thread.join()

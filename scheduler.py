@@ -130,8 +130,8 @@ class Scheduler:
     def __init__(self, cache: KVCache, limit: int, max_batch_tokens: int = 512, swap_threshold: float = 0.25, reserve: float = 0.10,
                  stateless: bool = False, separate_phases: bool = False):
         self.cache, self.limit, self.max_batch_tokens = cache, limit, max_batch_tokens
-        self.threshold_slots = int(swap_threshold * cache.num_slots)      # slots to keep available
-        self.reserve_slots = int(reserve * cache.num_slots)                    # slots that admission leaves for the growth of running requests
+        self.threshold_slots = int(swap_threshold * cache.num_slots)     # to keep available
+        self.reserve_slots = int(reserve * cache.num_slots)              # that admission leaves for the growth of running requests
         self.stateless, self.separate_phases = stateless, separate_phases
         self.running: list[Request] = []
         self.queue: list[tuple[int, Request]] = []                       # a heap by arrival: the first turn of each conversation that does not run

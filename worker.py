@@ -41,7 +41,7 @@ class Worker:
         config, parameter = model.config, next(model.parameters())
         self.model, self.device, self.dtype, self.chunk_size = model, parameter.device, parameter.dtype, chunk_size
         self.pool = KVPool(config.num_layers, config.num_kv_heads, config.head_dim, num_slots, num_places, chunk_size,
-                           self.device, parameter.dtype, pipeline)
+                           self.device, self.dtype, pipeline)
         self.num_slots, self.num_places, self.max_context = num_slots, num_places, max_context
         self.vocab_size, self.stop_ids = config.vocab_size, config.eos_ids
         anywhere = torch.arange(max_context, dtype=torch.int32, device=self.device) % num_slots      # for the profile
@@ -97,7 +97,7 @@ class Worker:
     def profile(self, repeats: int = 3) -> RecomputeCost:
         """Measures what recomputing one chunk costs: attention at context lengths of powers of two, and everything else."""
         config, chunk = self.model.config, min(self.chunk_size, self.max_context)
-        q = torch.zeros(chunk, config.num_heads, config.head_dim, device=self.device, dtype=self.pool.gpu.dtype)
+        q = torch.zeros(chunk, config.num_heads, config.head_dim, device=self.device, dtype=self.dtype)
         tokens, positions = torch.arange(chunk, device=self.device) % config.vocab_size, torch.arange(chunk, device=self.device)
         lengths = [chunk]
         while 2 * lengths[-1] <= self.max_context:
