@@ -88,9 +88,11 @@ class Tokenizer:
                 raise ValueError("the chat template does not show the assistant's last message exactly once, so this conversation "
                                  "cannot go on from its raw tokens: send its messages as a new one")
             text = text.partition(SENTINEL)[2]
-        ids = self._encode(text)
-        said = ids[:1] == [last_token] and last_token in self.special.values()     # the model closed its reply itself
-        return ids[1:] if said else ids
+        if last_token in self.special.values():
+            closed = self._encode(text.lstrip())        # Llama 2's template puts a space before the end of a reply
+            if closed[:1] == [last_token]:              # the model closed its reply itself
+                return closed[1:]
+        return self._encode(text)
 
     def _render(self, messages: list[dict]) -> str:
         try:

@@ -4,7 +4,8 @@ import random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+from transformers import (AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, OPTConfig,
+                          OPTForCausalLM)
 
 from engine import Engine
 from eviction import POLICIES, RecomputeCost
@@ -13,12 +14,15 @@ VOCAB, CONTEXT = 97, 256
 COST = RecomputeCost({32: 1e-3, 256: 3e-3}, rest=1e-3)
 
 
-@pytest.fixture(scope="module", params=["gpt2", "opt"])
+@pytest.fixture(scope="module", params=["gpt2", "opt", "llama"])
 def checkpoint(request, tmp_path_factory):
     """A random checkpoint with weights large enough that the next token depends on all of the context."""
     torch.manual_seed(0)
     if request.param == "gpt2":
         model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=CONTEXT, n_embd=48, n_layer=3, n_head=3, eos_token_id=1, bos_token_id=1))
+    elif request.param == "llama":
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, max_position_embeddings=CONTEXT, hidden_size=48, num_hidden_layers=3,
+                                             num_attention_heads=6, num_key_value_heads=2, intermediate_size=80, eos_token_id=1))
     else:
         model = OPTForCausalLM(OPTConfig(vocab_size=VOCAB, max_position_embeddings=CONTEXT, hidden_size=48, num_hidden_layers=3, num_attention_heads=3,
                                          ffn_dim=96, word_embed_proj_dim=48, eos_token_id=1, bos_token_id=1, pad_token_id=1))

@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+from torch import nn
+from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
+                          OPTConfig, OPTForCausalLM)
 
 import model as model_file
 from model import PRESETS, Model, ModelConfig, empty_model, find_checkpoint, load_model, random_model
@@ -15,6 +17,9 @@ from model import PRESETS, Model, ModelConfig, empty_model, find_checkpoint, loa
 GPT2 = dict(vocab_size=97, n_positions=64, n_embd=32, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=5)
 OPT = dict(vocab_size=97, max_position_embeddings=64, hidden_size=32, word_embed_proj_dim=32, num_hidden_layers=3,
            num_attention_heads=4, ffn_dim=72, eos_token_id=5)
+LLAMA = dict(vocab_size=97, max_position_embeddings=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+             num_key_value_heads=2, intermediate_size=56, eos_token_id=5)
+LLAMA3_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
 CHECKPOINTS = {
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
     "gpt2-variant": lambda: GPT2LMHeadModel(GPT2Config(**GPT2 | dict(
@@ -22,6 +27,12 @@ CHECKPOINTS = {
     "opt": lambda: OPTForCausalLM(OPTConfig(**OPT)),
     "opt-variant": lambda: OPTForCausalLM(OPTConfig(**OPT | dict(
         activation_function="gelu", num_attention_heads=8, tie_word_embeddings=False))),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
+    "llama-variant": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA | dict(            # multi-head, 3 heads of 10
+        vocab_size=101, hidden_size=30, num_attention_heads=3, num_key_value_heads=3, intermediate_size=41, rms_norm_eps=1e-2,
+        hidden_act="gelu", tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=100.0)))),
+    "llama3": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA | dict(rope_parameters=LLAMA3_ROPE | dict(rope_theta=500.0)))),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**LLAMA | dict(num_key_value_heads=1, sliding_window=None, head_dim=8))),
 }
 
 
@@ -102,15 +113,33 @@ def test_sharded_pickles_load(tmp_path):
 
 @pytest.mark.parametrize("kind, change", [
     ("gpt2", lambda name: name.removeprefix("transformer.")), ("opt", lambda name: name.removeprefix("model.")),
-    ("opt", lambda name: name.removeprefix("model.decoder."))])
-def test_names_load_without_their_prefix_and_mask_buffers_are_ignored(kind, change, tmp_path):
+    ("opt", lambda name: name.removeprefix("model.decoder.")), ("llama-variant", lambda name: name.removeprefix("model."))])
+def test_names_load_without_their_prefix_and_old_buffers_are_ignored(kind, change, tmp_path):
     theirs = randomised(CHECKPOINTS[kind]())
     theirs.save_pretrained(tmp_path)
     weights = {change(name): tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     if kind == "gpt2":
         weights |= {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    if kind == "llama-variant":
+        weights |= {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)}
     save_file(weights | {"lm_head.weight": torch.zeros(97, 32)}, tmp_path / "model.safetensors")    # tied: not used
     assert_same(load_model(tmp_path, "cpu", torch.float32), theirs, 9)
+
+
+@pytest.mark.parametrize("rope, fields", [
+    (dict(rope_theta=300.0), dict(rope_theta=300)),
+    (dict(rope_theta=10000.0), dict()),
+    (dict(rope_theta=300.0), dict(rope_theta=300.0, rope_scaling={"type": "default"})),
+    (LLAMA3_ROPE | dict(rope_theta=300.0), dict(rope_theta=300.0, rope_scaling=LLAMA3_ROPE))])
+def test_configurations_of_older_llamas_are_read(rope, fields, tmp_path):
+    sizes = LLAMA | dict(num_key_value_heads=4, rope_parameters={"rope_type": "default"} | rope)
+    theirs = randomised(LlamaForCausalLM(LlamaConfig(**sizes)))
+    theirs.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for new in ("rope_parameters", "num_key_value_heads", "head_dim", "attention_bias", "mlp_bias", "tie_word_embeddings"):
+        del config[new]
+    (tmp_path / "config.json").write_text(json.dumps(config | fields))
+    assert_same(load_model(tmp_path, "cpu", torch.float32), theirs, 64)
 
 
 def test_half_precision_checkpoints_load_in_any_dtype(theirs, tmp_path):
@@ -144,15 +173,18 @@ def refusal(directory):
 
 @pytest.mark.parametrize("kind, field, value", [
     ("gpt2", "scale_attn_weights", False), ("gpt2", "scale_attn_by_inverse_layer_idx", True),
-    ("gpt2", "reorder_and_upcast_attn", True), ("gpt2", "add_cross_attention", True), ("gpt2", "activation_function", "silu"),
+    ("gpt2", "reorder_and_upcast_attn", True), ("gpt2", "add_cross_attention", True), ("gpt2", "activation_function", "tanh"),
     ("gpt2", "model_type", "mamba"), ("gpt2", "n_head", 5), ("gpt2", "n_layer", 0), ("gpt2", "vocab_size", "97"),
     ("opt", "do_layer_norm_before", False), ("opt", "word_embed_proj_dim", 16), ("opt", "enable_bias", False),
     ("opt", "layer_norm_elementwise_affine", False), ("opt", "_remove_final_layer_norm", True),
-    ("opt", "activation_function", "tanh")])
+    ("opt", "activation_function", "tanh"),
+    ("llama", "attention_bias", True), ("llama", "mlp_bias", True), ("llama", "head_dim", 16), ("llama", "hidden_act", "tanh"),
+    ("llama", "num_attention_heads", 0), ("mistral", "sliding_window", 4096)])
 def test_unsupported_variants_are_refused_by_name(kind, field, value, tmp_path):
     CHECKPOINTS[kind]().save_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", **{field: value})
-    ours = {"n_head": "num_heads", "n_layer": "num_layers"}.get(field, field)
+    ours = {"n_head": "num_heads", "num_attention_heads": "num_heads", "n_layer": "num_layers",
+            "hidden_act": "activation"}.get(field, field)
     message = refusal(tmp_path)
     assert ours.removesuffix("_function") in message and str(value) in message and "config.json" in message
 
@@ -165,6 +197,17 @@ def test_a_field_that_is_missing_is_named(tmp_path):
     assert "'ffn_dim'" in refusal(tmp_path)
 
 
+@pytest.mark.parametrize("fields, named", [
+    (dict(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "'yarn'"),
+    (dict(rope_parameters=None, rope_scaling={"type": "linear", "factor": 2.0}), "'linear'"),
+    (dict(rope_parameters={"rope_type": "llama3", "factor": 2.0}), "'low_freq_factor'"),
+    (dict(num_attention_heads=32, head_dim=1), "even head size")])
+def test_rotary_positions_that_we_do_not_know_are_refused(fields, named, tmp_path):
+    CHECKPOINTS["llama"]().save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", **fields)
+    assert named in refusal(tmp_path) and "config.json" in refusal(tmp_path)
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "\udcff"])
 def test_a_corrupt_config_is_refused(content, tmp_path):
     (tmp_path / "config.json").write_text(content, errors="surrogateescape")
@@ -172,12 +215,14 @@ def test_a_corrupt_config_is_refused(content, tmp_path):
 
 
 @pytest.mark.parametrize("kind, name", [("gpt2", "transformer.h.1.mlp.c_proj.bias"), ("gpt2-variant", "lm_head.weight"),
-                                        ("opt", "model.decoder.layers.2.self_attn.k_proj.weight")])
+                                        ("opt", "model.decoder.layers.2.self_attn.k_proj.weight"),
+                                        ("llama", "model.layers.0.self_attn.v_proj.weight"),
+                                        ("llama", "model.layers.1.mlp.up_proj.weight")])
 def test_missing_unexpected_and_misshapen_tensors_are_named(kind, name, tmp_path):
     CHECKPOINTS[kind]().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
-    good, short = weights.pop(name), name.removeprefix("transformer.").removeprefix("model.decoder.")
+    good, short = weights.pop(name), name.removeprefix("transformer.").removeprefix("model.").removeprefix("decoder.")
     shape = list(good.shape)
 
     save_file(weights, file)
@@ -267,16 +312,20 @@ def test_a_model_that_is_nowhere_is_refused_with_the_fix(name, monkeypatch):
 
 @pytest.mark.parametrize("preset, published", [
     ("gpt2", 124e6), ("gpt3-6.7b", 6.7e9), ("gpt3-13b", 13e9), ("opt-125m", 125e6), ("opt-1.3b", 1.3e9), ("opt-2.7b", 2.7e9),
-    ("opt-6.7b", 6.7e9), ("opt-13b", 13e9), ("opt-30b", 30e9), ("opt-66b", 66e9)])
+    ("opt-6.7b", 6.7e9), ("opt-13b", 13e9), ("opt-30b", 30e9), ("opt-66b", 66e9),
+    ("llama2-7b", 6.74e9), ("llama2-13b", 13.02e9), ("llama2-13b-gqa", 13.02e9 - 40 * 2 * 5120 * 30 * 128), ("llama2-70b", 68.98e9)])
 def test_presets_have_the_published_number_of_parameters(preset, published):
     with torch.device("meta"):
-        count = sum(p.numel() for p in Model(PRESETS[preset]).parameters())
-    assert count == pytest.approx(published, rel=0.025)
+        model = Model(PRESETS[preset])
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(published, rel=0.001 if "llama" in preset else 0.025)
+    assert sum(m.weight.numel() for m in model.layers.modules() if isinstance(m, nn.Linear)) == PRESETS[preset].matmul_parameters
 
 
-def test_random_models_repeat_and_their_seeds_differ(monkeypatch):
+@pytest.mark.parametrize("kind", [dict(activation="relu"), dict(activation="silu", gated=True, norm="rms", bias=False, rope_theta=1e4)],
+                         ids=["gpt", "llama"])
+def test_random_models_repeat_and_their_seeds_differ(kind, monkeypatch):
     monkeypatch.setitem(PRESETS, "tiny", ModelConfig(
-        vocab_size=1000, num_layers=2, num_heads=4, num_kv_heads=2, width=64, ffn_width=128, max_context=32, activation="relu"))
+        vocab_size=1000, num_layers=2, num_heads=4, num_kv_heads=2, width=64, ffn_width=128, max_context=32, **kind))
     one, same, other = (random_model("tiny", "cpu", torch.bfloat16, seed) for seed in (3, 3, 4))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters()))
     assert not torch.equal(one.tokens.weight, other.tokens.weight)

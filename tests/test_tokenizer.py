@@ -4,10 +4,12 @@ import random
 
 import pytest
 import tokenizers
+import torch
 from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from engine import Engine
 from tokenizer import GUARD, LibraryBackend, TextStream, TiktokenBackend, load_tokenizer
 
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -34,12 +36,12 @@ def byte_level(special=SPECIAL, **flags):
     return library
 
 
-def sentencepiece():
+def sentencepiece(special=SPECIAL):
     """Like Llama 2's: spaces are ▁, one is put before a text, unknown characters are spelt in bytes."""
     alphabet = [f"<0x{b:02X}>" for b in range(256)]
     library = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<unk>", *SPECIAL, *alphabet], show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<unk>", *special, *alphabet], show_progress=False)
     library.train_from_iterator([line for line in CORPUS if line.isascii()], trainer)
     spec = json.loads(library.to_str())
     spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] not in alphabet]
@@ -47,6 +49,30 @@ def sentencepiece():
     library.decoder = decoders.Sequence([
         decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     return library
+
+
+LLAMA2_TEMPLATE = (     # as in Llama-2-7b-chat-hf
+    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}"
+    "{% else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}{% for message in loop_messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if loop.index0 == 0 and system_message != false %}"
+    "{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}"
+    "{% else %}{% set content = message['content'] %}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}")
+
+
+def save_like_llama2(directory):
+    """tokenizer.json with a space put before every text between special tokens, as Llama 2's own."""
+    spec = json.loads(sentencepiece(["<s>", "</s>"]).to_str())
+    spec["normalizer"] = {"type": "Sequence", "normalizers": [
+        {"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]}
+    spec["pre_tokenizer"] = None
+    library = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    token = {"__type": "AddedToken", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    return save(directory, library, LLAMA2_TEMPLATE, add_bos_token=True, add_eos_token=False, legacy=False, model_max_length=10 ** 30,
+                bos_token=token | {"content": "<s>"}, eos_token=token | {"content": "</s>"}, tokenizer_class="LlamaTokenizer"), library
 
 
 def save(directory, library, template=OWN_TEMPLATE, **config):
@@ -73,8 +99,8 @@ def save_like_opt(directory, shuffled=True, **config):
     return load_tokenizer(directory)
 
 
-def transformers_ids(library, template, messages, **tokens):
-    oracle = PreTrainedTokenizerFast(tokenizer_object=library, chat_template=template, eos_token="<|end|>", **tokens)
+def transformers_ids(library, template, messages, eos_token="<|end|>", **tokens):
+    oracle = PreTrainedTokenizerFast(tokenizer_object=library, chat_template=template, eos_token=eos_token, **tokens)
     return oracle.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
 
 
@@ -171,6 +197,23 @@ def test_turn_by_turn_as_transformers(tmp_path, make, template, closed):
         reply = whole[len(ids):end + closed]            # as a model would sample it
         ids += reply
         ids += ours.turn(CHAT[:n + 1], CHAT[n + 1:n + 2], reply[-1])
+    assert ids == whole
+
+
+@pytest.mark.parametrize("space", [True, False], ids=["reply ends with a space", "reply does not"])
+def test_a_llama2_conversation_turn_by_turn(tmp_path, space):
+    """Its template puts a space before </s>. What the model said counts, and </s> is not said again."""
+    ours, library = save_like_llama2(tmp_path)
+    whole = transformers_ids(library, LLAMA2_TEMPLATE, CHAT, bos_token="<s>", eos_token="</s>")
+    ids = ours.turn([], CHAT[:2], None)
+    assert ids == whole[:len(ids)]
+    for n in (2, 4):
+        end = whole.index(ours.special["</s>"], len(ids))
+        assert library.id_to_token(whole[end - 1]) == "▁"
+        if not space:
+            del whole[end - 1]
+        reply = whole[len(ids):end + space]             # as a model would sample it
+        ids += reply + ours.turn(CHAT[:n + 1], CHAT[n + 1:n + 2], reply[-1])
     assert ids == whole
 
 
@@ -321,3 +364,22 @@ def test_the_embedded_checkpoint():
         pytest.skip("tiny_chat has not been trained yet")
     assert type(ours._backend) is TiktokenBackend and list(ours.special) == SPECIAL
     assert ours.turn([], CHAT[1:2], None)[-1] == ours.special["<|assistant|>"]
+
+
+def test_a_llama2_checkpoint_chats_as_transformers(tmp_path):
+    ours, library = save_like_llama2(tmp_path)
+    torch.manual_seed(0)
+    theirs = LlamaForCausalLM(LlamaConfig(
+        vocab_size=library.get_vocab_size(), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.3)).eval()
+    theirs.save_pretrained(tmp_path)
+    engine = Engine(str(tmp_path), dtype="float32", device="cpu")
+    messages, ids = [], transformers_ids(library, LLAMA2_TEMPLATE, CHAT[1:2], bos_token="<s>", eos_token="</s>")
+    for said in ("Hi, I'm Ada 👋🏽", " 你好, naïve ", "Bye"):
+        if messages:
+            ids += ours.turn(messages, [{"role": "user", "content": said}], ids[-1])
+        reply = engine.chat(said, conversation="c", max_tokens=8)
+        expected = theirs.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0, len(ids):].tolist()
+        assert reply.token_ids == expected and reply.text == ours.decode(expected)
+        ids += expected
+        messages += [{"role": "user", "content": said}, {"role": "assistant", "content": reply.text}]
