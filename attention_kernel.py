@@ -67,14 +67,16 @@ class Tile(NamedTuple):
     rows: int
     keys: int
     warps: int
-    stages: int  # depth of the asynchronous copies
+    stages: int  # K and V are copied stages - 1 tiles ahead
 
 
-# By the bytes of an element; a span takes the first tile that holds all its rows, or the last. Found by compiling: nothing is spilled
-# in the loop, 64 rows and more reach wgmma, shared memory stays within 96 KB on sm_80 (consumer GPUs have 99) and 128 KB on sm_90.
-# Exact float32 has no tensor cores and is for checking, not for speed.
-TILES = {2: (Tile(16, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3)), 4: (Tile(16, 32, 8, 2),)}
-MERGE_ROWS = 16
+# A span takes the first tile that holds all its rows, or the last. Found by compiling: no register is spilled, and the copies of further
+# tiles go on while one is used (with two stages they would wait for its end). Hopper's tensor cores want 64 rows and more, and its shared
+# memory holds 227 KB; elsewhere all stays within the 99 KB of consumer GPUs. Exact float32 has no tensor cores: it is for checking.
+HOPPER = Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 128, 8, 3)
+AMPERE = Tile(16, 64, 4, 3), Tile(64, 32, 4, 4), Tile(128, 32, 8, 4)
+FLOAT32 = (Tile(16, 32, 8, 2),)
+MERGE_PIECES = 32  # joined at a time
 ITEMS_PER_PROCESSOR = 3
 MIN_PIECE = 256  # positions: what finer splitting gains in parallelism it loses in merging
 
@@ -83,11 +85,11 @@ class Plan(NamedTuple):
     """Who computes what in every layer of a step: int32 tensors on the device. A row of zeros does nothing, so it can pad them.
 
     Query row r is head r % group (of those that share a KV head) of token r // group of the packed queries; a tile is rows of one
-    span. Items and merges are tables of 8 columns, both with the first and end query row and the first partial row in front."""
-    launches: list        # of (Tile, items [n, 8]) for each kind of tile that occurs;
-    #                       first, end, partial (-1: write to out), table row, position minus index of a token, kv_start, kv_end, 0
-    merges: torch.Tensor  # [m, 8]: first, end, partial, partial rows from a piece to the next, pieces, 0, 0, 0
-    partial_rows: int     # results of the pieces of split tiles
+    span. A tile that is split leaves a partial row for each of its rows and pieces."""
+    launches: list        # of (Tile, items [n, 8]) for each kind of tile that occurs: first and end query row,
+    #                       first partial row (-1: write to out), table row, position minus index of a token, kv_start, kv_end, 0
+    merges: torch.Tensor  # [m, 4]: query row, its first partial row, partial rows from a piece to the next, pieces
+    partial_rows: int
 
 
 @dataclass(eq=False)
@@ -98,6 +100,8 @@ class SpanTensors:
     kv_len: torch.Tensor   # [S] int32
     max_q_len: int
     max_kv_len: int
+    max_row: int
+    num_tokens: int        # T
     host: np.ndarray       # [3, S] row, q_len, kv_len: planning and the reference never wait for the device
     plans: dict = field(default_factory=dict)
 
@@ -109,22 +113,23 @@ class SpanTensors:
                 raise ValueError(f"a span with q_len {q} and kv_len {kv}: needs 1 <= q_len <= kv_len")
         host = np.array([row, q_len, kv_len], dtype=np.int64)
         tensors = upload([host[0], np.cumsum([0, *q_len]), host[2]], torch.device(device))
-        return SpanTensors(*tensors, max(q_len, default=0), max(kv_len, default=0), host)
+        return SpanTensors(*tensors, max(q_len, default=0), max(kv_len, default=0), max(row, default=0), sum(q_len), host)
 
-    def plan(self, group, kv_heads, dtype, min_piece=MIN_PIECE):
+    def plan(self, group, kv_heads, dtype):
         """The Plan for `kv_heads` KV heads of `group` query heads each: made and uploaded at the first call, for all layers."""
-        key = group, kv_heads, dtype, min_piece
+        key = group, kv_heads, dtype
         if key not in self.plans:
             device = self.row.device
-            processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 100
-            wanted = max(1, processors * ITEMS_PER_PROCESSOR // kv_heads)
-            self.plans[key] = make_plan(self.host, group, TILES[dtype.itemsize], wanted, min_piece, device)
+            gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+            tiles = FLOAT32 if dtype == torch.float32 else HOPPER if gpu and gpu.major == 9 else AMPERE
+            wanted = max(1, (gpu.multi_processor_count if gpu else 100) * ITEMS_PER_PROCESSOR // kv_heads)
+            self.plans[key] = make_plan(self.host, group, tiles, wanted, device)
         return self.plans[key]
 
 
-def make_plan(host, group, tiles, wanted, min_piece, device):
+def make_plan(host, group, tiles, wanted, device, min_piece=MIN_PIECE):
     """Spans [3, S] -> Plan. Each kind of tile is a launch of its own, to be cut into some `wanted` items."""
-    used, items, merges, partial_rows = [], [], [np.zeros((0, 8), np.int64)], 0
+    used, items, merges, partial_rows = [], [], [np.zeros((0, 4), np.int64)], 0
     spans = np.vstack([host, np.cumsum(host[1]) - host[1]])  # row, q_len, kv_len, q_start
     kind = np.searchsorted([tile.rows for tile in tiles[:-1]], host[1] * group)
     for index in np.unique(kind):
@@ -154,11 +159,12 @@ def cut_into_tiles(spans, group, tile_rows):
 def split_context(kv_end, wanted, min_piece, keys):
     """Into how many pieces to cut the positions 0..kv_end of each tile, and how long they are (the last may be shorter): arrays [n].
 
-    A short prompt over a long history, the main case of a stateful server, has few tiles and would leave most of a GPU idle. So
-    contexts longer than an equal share of all the work among `wanted` items are cut, though not into pieces below `min_piece`.
-    The pieces of a tile are equal, rounded up to a multiple of `keys`: no tile of keys straddles two pieces."""
-    longest = max(min_piece, ceil_div(kv_end.sum(), wanted))
-    length = ceil_div(ceil_div(kv_end, ceil_div(kv_end, longest)), keys) * keys
+    A short prompt over a long history, the main case of a stateful server, has few tiles and would leave most of a GPU idle. So a
+    tile is cut into as many pieces as its share of the `wanted` items, rounded down (a GPU that is full, and then runs a few items
+    more, takes nearly twice as long), but none shorter than `min_piece`. Lengths are multiples of `keys`: no tile of keys straddles
+    two pieces."""
+    share = np.maximum(kv_end * wanted // kv_end.sum(), 1)
+    length = ceil_div(np.maximum(ceil_div(kv_end, share), min_piece), keys) * keys
     return ceil_div(kv_end, length), length
 
 
@@ -173,11 +179,9 @@ def list_items(first, end, partial, row, shift, kv_end, pieces, length):
 
 
 def list_merges(first, end, partial, pieces):
-    """The merges [m, 8] of those of n tiles that are split, MERGE_ROWS query rows each."""
-    tile, nth = enumerate_each(np.where(pieces > 1, ceil_div(end - first, MERGE_ROWS), 0))
-    skip, zero = nth * MERGE_ROWS, np.zeros_like(tile)
-    start, end, stride = first[tile] + skip, end[tile], (end - first)[tile]
-    return np.stack([start, np.minimum(start + MERGE_ROWS, end), partial[tile] + skip, stride, pieces[tile], zero, zero, zero], axis=1)
+    """The merges [m, 4]: one for each query row of those of n tiles that are split."""
+    tile, nth = enumerate_each(np.where(pieces > 1, end - first, 0))
+    return np.stack([first[tile] + nth, partial[tile] + nth, (end - first)[tile], pieces[tile]], axis=1)
 
 
 def enumerate_each(counts):
@@ -219,13 +223,13 @@ def multi_token_attention(q, k_cache, v_cache, slot_table, spans, scale=None, ou
     partial_lse = torch.empty(plan.partial_rows, kv_heads, dtype=torch.float32, device=q.device)
     options = dict(GROUP=group, D=D, TILE_D=max(16, triton.next_power_of_2(D)), enable_fp_fusion=True)  # else triton warns
     for tile, items in plan.launches:
-        attention_kernel[len(items), kv_heads](
+        attention_kernel[kv_heads, len(items)](
             q, k_cache, v_cache, slot_table, out, partial_out, partial_lse, items, (D ** -0.5 if scale is None else scale) * LOG2_E,
             *q.stride()[:2], *k_cache.stride()[:2], slot_table.stride(0), *out.stride()[:2],
             TILE_M=tile.rows, TILE_N=tile.keys, **options, num_warps=tile.warps, num_stages=tile.stages)
     if len(plan.merges):
-        merge_kernel[len(plan.merges), kv_heads](partial_out, partial_lse, out, plan.merges, *out.stride()[:2],
-                                                 TILE_M=MERGE_ROWS, **options)
+        merge_kernel[kv_heads, len(plan.merges)](
+            partial_out, partial_lse, out, plan.merges, *out.stride()[:2], TILE_P=MERGE_PIECES, **options)
     return out
 
 
@@ -233,8 +237,9 @@ def multi_token_attention(q, k_cache, v_cache, slot_table, spans, scale=None, ou
 def attention_kernel(q, k_cache, v_cache, slot_table, out, partial_out, partial_lse, items, scale_log2,
                      stride_qt, stride_qh, stride_slot, stride_kh, stride_row, stride_ot, stride_oh,
                      TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
-    """One work item for one KV head: a tile of query rows against one range of positions. Grid (items, H_kv)."""
-    item, kv_head = items + tl.program_id(0) * 8, tl.program_id(1)
+    """One work item for one KV head: a tile of query rows against one range of positions.
+    Grid (H_kv, items): the heads of an item run side by side, so that they read their parts of a slot together."""
+    kv_head, item = tl.program_id(0), items + tl.program_id(1) * 8
     table = slot_table + tl.load(item + 3).to(tl.int64) * stride_row
     offsets, inside, token, exists = query_rows(item, kv_head, stride_qt, stride_qh, TILE_M, GROUP, D, TILE_D)
     query = tl.load(q + offsets, mask=inside, other=0.0)
@@ -247,7 +252,7 @@ def attention_kernel(q, k_cache, v_cache, slot_table, out, partial_out, partial_
         tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside)
     else:
         rows, dims = tl.arange(0, TILE_M), tl.arange(0, TILE_D)
-        entry = (partial + rows).to(tl.int64) * tl.num_programs(1) + kv_head
+        entry = (partial + rows).to(tl.int64) * tl.num_programs(0) + kv_head
         tl.store(partial_out + entry[:, None] * D + dims[None, :], acc, mask=inside)
         tl.store(partial_lse + entry, lse, mask=exists)
 
@@ -255,9 +260,10 @@ def attention_kernel(q, k_cache, v_cache, slot_table, out, partial_out, partial_
 @jit
 def query_rows(item, kv_head, stride_token, stride_head,
                TILE_M: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
-    """The query rows of an item or a merge: their offsets in q or out and which of them to touch [TILE_M, TILE_D], the token of
-    each row and whether the row exists [TILE_M]."""
-    rows, dims = tl.load(item) + tl.arange(0, TILE_M), tl.arange(0, TILE_D)
+    """The query rows of an item: their offsets in q or out and which of them to touch [TILE_M, TILE_D], the token of each row and
+    whether the row exists [TILE_M]. Volatile: what is computed before the loop over K and V is computed anew behind it;
+    kept, it would take a third of the registers."""
+    rows, dims = tl.load(item, volatile=True) + tl.arange(0, TILE_M), tl.arange(0, TILE_D)
     token, head, exists = rows // GROUP, kv_head * GROUP + rows % GROUP, rows < tl.load(item + 1)
     offsets = (token.to(tl.int64) * stride_token + head * stride_head)[:, None] + dims[None, :]
     return offsets, exists[:, None] & (dims < D)[None, :], token, exists
@@ -270,13 +276,15 @@ def attend(query, k_head, v_head, table, position, kv_start, kv_end, scale_log2,
 
     query [TILE_M, TILE_D]; position [TILE_M]: a row sees positions up to its own. k_head, v_head: one KV head of the cache,
     `stride_slot` elements from slot to slot; table: the request's row of the slot table; scale_log2: the scale times log2(e).
-    kv_end is a multiple of TILE_N or follows the last position of all rows: the causal mask is the only one.
+    kv_end is a multiple of TILE_N or follows the last position of all rows: the causal mask is the only one, and only for tiles that
+    reach beyond the first row's position.
     Returns the output [TILE_M, TILE_D] in float32, normalised over this range, and log2(sum(exp(score))) [TILE_M]:
     0 and -inf for a row that sees nothing here.
 
     A step: K and V at this tile's slots; scores; the new running maximum; what was summed so far shrinks by
     exp2(old maximum - new); the tile's weights and weighted values are added."""
     columns, dims = tl.arange(0, TILE_N), tl.arange(0, TILE_D)
+    seen_by_all = tl.min(position, 0) + 1
     last = tl.maximum(kv_end - 1, 0)  # beyond it table entries are garbage: read its slot again
     highest = tl.full([TILE_M], -1e38, tl.float32)  # finite: a row that sees nothing must not compute -inf - -inf
     total = tl.zeros([TILE_M], tl.float32)
@@ -288,7 +296,8 @@ def attend(query, k_head, v_head, table, position, kv_start, kv_end, scale_log2,
         k = tl.load(k_head + offsets, mask=dims[None, :] < D, other=0.0)  # [TILE_N, TILE_D]; as rows, it shares V's slots
         v = tl.load(v_head + offsets, mask=dims[None, :] < D, other=0.0)
         scores = tl.dot(query, k.T, input_precision="ieee")  # [TILE_M, TILE_N]
-        scores = tl.where((start + columns)[None, :] <= position[:, None], scores, float("-inf"))
+        if start + TILE_N > seen_by_all:
+            scores = tl.where((start + columns)[None, :] <= position[:, None], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
         weights = tl.exp2(scores * scale_log2 - new_highest[:, None])
         shrink = tl.exp2(highest - new_highest)
@@ -300,46 +309,48 @@ def attend(query, k_head, v_head, table, position, kv_start, kv_end, scale_log2,
 
 @jit
 def merge_kernel(partial_out, partial_lse, out, merges, stride_ot, stride_oh,
-                 TILE_M: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
-    """Joins the pieces of a split tile: a mean of their outputs weighted by exp2(lse). Grid (merges, H_kv).
-    Every row sees something in the first piece, which holds position 0: the running maximum is finite from there on."""
-    merge, kv_head = merges + tl.program_id(0) * 8, tl.program_id(1)
-    offsets, inside, token, exists = query_rows(merge, kv_head, stride_ot, stride_oh, TILE_M, GROUP, D, TILE_D)
-    partial, stride, pieces = tl.load(merge + 2), tl.load(merge + 3), tl.load(merge + 4)
-    rows, dims = tl.arange(0, TILE_M), tl.arange(0, TILE_D)
-    highest = tl.full([TILE_M], float("-inf"), tl.float32)
-    total = tl.zeros([TILE_M], tl.float32)
-    acc = tl.zeros([TILE_M, TILE_D], tl.float32)
-    for piece in range(pieces):
-        entry = (partial + piece * stride + rows).to(tl.int64) * tl.num_programs(1) + kv_head
-        lse = tl.load(partial_lse + entry, mask=exists, other=0.0)
-        values = tl.load(partial_out + entry[:, None] * D + dims[None, :], mask=inside, other=0.0)
-        new_highest = tl.maximum(highest, lse)
-        shrink, weight = tl.exp2(highest - new_highest), tl.exp2(lse - new_highest)
-        acc = acc * shrink[:, None] + values * weight[:, None]
-        total = total * shrink + weight
+                 TILE_P: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
+    """One query row of a split tile for one KV head: the mean of its pieces' outputs weighted by exp2(lse), TILE_P pieces at a time.
+    Grid (H_kv, merges). Every row sees something in the first piece, which holds position 0: `highest` is finite from there on."""
+    kv_head, merge = tl.program_id(0), merges + tl.program_id(1) * 4
+    row, partial, stride, pieces = tl.load(merge), tl.load(merge + 1), tl.load(merge + 2), tl.load(merge + 3)
+    dims = tl.arange(0, TILE_D)
+    highest, total, acc = float("-inf"), 0.0, tl.zeros([TILE_D], tl.float32)
+    for first in range(0, pieces, TILE_P):
+        piece = first + tl.arange(0, TILE_P)
+        entry = (partial + piece * stride).to(tl.int64) * tl.num_programs(0) + kv_head
+        lse = tl.load(partial_lse + entry, mask=piece < pieces, other=float("-inf"))
+        inside = (piece < pieces)[:, None] & (dims < D)[None, :]
+        values = tl.load(partial_out + entry[:, None] * D + dims[None, :], mask=inside, other=0.0)  # [TILE_P, TILE_D]
+        new_highest = tl.maximum(highest, tl.max(lse, 0))
+        shrink, weights = tl.exp2(highest - new_highest), tl.exp2(lse - new_highest)
+        acc = acc * shrink + tl.sum(values * weights[:, None], 0)
+        total = total * shrink + tl.sum(weights, 0)
         highest = new_highest
-    tl.store(out + offsets, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    offsets = (row // GROUP).to(tl.int64) * stride_ot + (kv_head * GROUP + row % GROUP) * stride_oh + dims
+    tl.store(out + offsets, (acc / total).to(out.dtype.element_ty), mask=dims < tl.where(pieces > 0, D, 0))
 
 
 def check_arguments(q, k_cache, v_cache, slot_table, spans, scale, out):
-    """ValueError unless shapes, strides and types fit together (what slots the table names is the caller's promise)."""
-    def require(ok, message, *values):
-        if not ok:
-            raise ValueError(message.format(*values))
-
-    require(q.dim() == 3 and k_cache.dim() == 3 and q.shape[2] == k_cache.shape[2],
-            "q {} and k_cache {}: need [T, H, D] and [num_slots, H_kv, D]", tuple(q.shape), tuple(k_cache.shape))
-    require(k_cache.shape == v_cache.shape and k_cache.stride() == v_cache.stride(),
-            "k_cache {} and v_cache {} differ in shape or strides", tuple(k_cache.shape), tuple(v_cache.shape))
-    require(q.shape[1] % k_cache.shape[1] == 0, "{} query heads are no multiple of {} KV heads", q.shape[1], k_cache.shape[1])
-    require(q.stride(2) == k_cache.stride(2) == slot_table.stride(1) == 1, "the last dimension of an argument is not contiguous")
-    require(q.dtype == k_cache.dtype == v_cache.dtype, "q, k_cache, v_cache differ: {}, {}, {}", q.dtype, k_cache.dtype, v_cache.dtype)
-    require(slot_table.dtype == torch.int32, "slot_table is {}, not int32", slot_table.dtype)
-    tokens, max_row = spans.host[1].sum(), spans.host[0].max(initial=0)
-    require(len(q) == tokens, "q holds {} tokens, the spans {}", len(q), tokens)
-    require(spans.max_kv_len <= slot_table.shape[1] and max_row < slot_table.shape[0],
-            "slot_table {} has no row {} of {} positions", tuple(slot_table.shape), max_row, spans.max_kv_len)
-    require(scale is None or scale > 0, "scale {} is not positive", scale)
-    require(out is None or out.shape == q.shape and out.dtype == q.dtype and out.stride(2) == 1,
-            "out must be {} {} with a contiguous last dimension", q.dtype, tuple(q.shape))
+    """ValueError unless shapes, strides and types fit together (what slots the table names is the caller's promise).
+    Every layer of every step comes here: nothing is computed that the message alone needs."""
+    if q.dim() != 3 or k_cache.dim() != 3 or q.shape[2] != k_cache.shape[2]:
+        raise ValueError(f"q {tuple(q.shape)} and k_cache {tuple(k_cache.shape)}: need [T, H, D] and [num_slots, H_kv, D]")
+    if k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride():
+        raise ValueError(f"k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} differ in shape or strides")
+    if q.shape[1] % k_cache.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads are no multiple of {k_cache.shape[1]} KV heads")
+    if not q.stride(2) == k_cache.stride(2) == slot_table.stride(1) == 1:
+        raise ValueError("the last dimension of an argument is not contiguous")
+    if not q.dtype == k_cache.dtype == v_cache.dtype:
+        raise ValueError(f"q, k_cache, v_cache differ: {q.dtype}, {k_cache.dtype}, {v_cache.dtype}")
+    if slot_table.dtype != torch.int32:
+        raise ValueError(f"slot_table is {slot_table.dtype}, not int32")
+    if len(q) != spans.num_tokens:
+        raise ValueError(f"q holds {len(q)} tokens, the spans {spans.num_tokens}")
+    if spans.max_row >= slot_table.shape[0] or spans.max_kv_len > slot_table.shape[1]:
+        raise ValueError(f"slot_table {tuple(slot_table.shape)} has no row {spans.max_row} of {spans.max_kv_len} positions")
+    if scale is not None and scale <= 0:
+        raise ValueError(f"scale {scale} is not positive")
+    if out is not None and (out.shape != q.shape or out.dtype != q.dtype or out.stride(2) != 1):
+        raise ValueError(f"out must be {q.dtype} {tuple(q.shape)} with a contiguous last dimension")

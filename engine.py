@@ -11,25 +11,28 @@ Invariant: the answer never depends on the cache. Any sizes, policy and interlea
 
 `python engine.py` plays two conversations under starved tiers and prints each step's batch."""
 import argparse
-import math
-import random
+import json
 import threading
 import time
-import uuid
+import traceback
+from bisect import bisect_left
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import count, takewhile
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from eviction import POLICIES, RecomputeCost
-from history import History, StaleTurn, Turn
+from history import History, StaleTurn, Turn, new_id
 from kv_cache import KVCache
 from model import find_checkpoint
-from scheduler import SOURCES, Batch, Request, Scheduler
+from sampling import Sampling
+from scheduler import SOURCES, Batch, Request, Result, Scheduler
 from tokenizer import TextStream, load_tokenizer
-from worker import Sampling, load_worker
+from worker import load_worker
+
+MAX_FAILURES = 3            # steps in a row that the worker may fail
 
 
 def require(ok: bool, name: str, what: str, value):
@@ -84,7 +87,8 @@ class Config:
             require(0 <= getattr(self, name) < 1, name, "a share of the slots, at least 0 and below 1", getattr(self, name))
         for entry in fields(self):
             if choices := entry.metadata["choices"]:
-                require(getattr(self, entry.name) in choices, entry.name, f"one of {', '.join(choices)}", getattr(self, entry.name))
+                value = getattr(self, entry.name)
+                require(isinstance(value, type) or value in choices, entry.name, f"one of {', '.join(choices)}", value)
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ class Reply:
     token_ids: list[int]        # everything sampled, a stop token included
     finish_reason: str          # "stop" | "length" | "cancelled"
     usage: dict                 # prompt_tokens, completion_tokens, gpu, cpu, recomputed, new
+    logprobs: list | None = None      # if asked for, of each token (its log probability, [(token id, its), ...] of the most likely)
 
     @property
     def sources(self) -> str:
@@ -103,15 +108,16 @@ class Reply:
 class Handle:
     """A submitted turn. Iterate it for tokens, `pieces()` for text, `result()` for the Reply; any number of times."""
 
-    def __init__(self, engine: "Engine", conversation: str | None, base: Turn | None, prompt: list[int], messages: list[dict], options: dict):
-        self.engine, self.conversation, self.base = engine, conversation, base
-        self.prompt, self.messages, self.options = prompt, messages, options
+    def __init__(self, engine: "Engine", conversation: str | None, base: Turn | None, prompt: list[int], messages: list[dict],
+                 carried: int | None, note: dict, options: dict):
+        self.engine, self.conversation, self.base, self.id = engine, conversation, base, new_id()      # the id is the turn's
+        self.prompt, self.messages, self.carried, self.note, self.options = prompt, messages, carried, note, options
         self.lock, self.outbox = threading.Lock(), SimpleQueue()
         self.request, self.failure = None, None              # one of them is set by the engine's owner
         self.stream = TextStream(engine.tokenizer, options["stop"]) if engine.tokenizer else None
         self.token_ids, self.text = [], ""
         self.reply, self.error = None, None
-        self.submitted, self.first_token_seconds = time.monotonic(), None
+        self.submitted, self.times = time.monotonic(), []    # when each token came
 
     def __iter__(self):
         seen = 0
@@ -130,6 +136,12 @@ class Handle:
             pass
         return self.reply
 
+    @property
+    def logprobs(self) -> list | None:
+        """Those of `token_ids`, as in Reply."""
+        asked = self.request and self.options["sampling"].logprobs is not None
+        return self.request.logprobs[:len(self.token_ids)] if asked else None
+
     def cancel(self):
         """Ends the turn early; it leaves no trace. Its reply's finish_reason is "cancelled", unless it was complete already."""
         self.engine.call(lambda: self.engine.cancel(self))
@@ -144,7 +156,7 @@ class Handle:
                 if token is None:
                     self._settle()
                 else:
-                    self.first_token_seconds = self.first_token_seconds or time.monotonic() - self.submitted
+                    self.times.append(time.monotonic())
                     self.token_ids.append(token)
                     self.text += self.stream.push(token) if self.stream else ""
             if self.error:
@@ -158,10 +170,11 @@ class Handle:
         try:
             if error := self.failure or request.error:
                 raise error
-            kept = request.finish_reason != "cancelled" and self.engine.commit(self)
             sources = request.usage or dict.fromkeys(SOURCES, 0)
             usage = dict(prompt_tokens=sum(sources.values()), completion_tokens=len(self.token_ids), **sources)
-            self.reply = Reply(self.text, self.token_ids, request.finish_reason if kept else "cancelled", usage)
+            reply = Reply(self.text, self.token_ids, request.finish_reason, usage, self.logprobs)
+            kept = reply.finish_reason != "cancelled" and self.engine.commit(self, reply)
+            self.reply = reply if kept else replace(reply, finish_reason="cancelled")
         except Exception as error:
             self.error = error
         finally:
@@ -173,7 +186,7 @@ class Engine:
 
     def __init__(self, model: str | Path = "tiny_chat", *, worker=None, cost: RecomputeCost | None = None, clock=time.monotonic,
                  history: History | str | Path | None = None, debug: bool = False, **flags):
-        """flags: the fields of Config. worker, clock: a simulation's. cost: a profile made earlier; by default it is measured now.
+        """flags: the fields of Config; policy may be a class of your own, too. worker, clock: a simulation's. cost: a profile made earlier; by default it is measured now.
         debug: check_integrity() after every step."""
         file = None if history is None or isinstance(history, History) else str(history)
         self.config = config = Config(model=str(model), history=file, **flags)
@@ -181,7 +194,7 @@ class Engine:
         directory = None if worker or config.random_weights else find_checkpoint(config.model)
         self.tokenizer = load_tokenizer(directory) if directory else None
         self.worker = worker = worker or load_worker(config, directory)
-        policy = POLICIES[config.policy](cost or worker.profile(), config.chunk_size)
+        policy = POLICIES.get(config.policy, config.policy)(cost or worker.profile(), config.chunk_size)
         self.cache = KVCache(worker.num_slots, worker.num_places, config.chunk_size, config.max_running, worker.max_context, policy)
         self.scheduler = Scheduler(self.cache, worker.max_context, config.max_batch_tokens, config.swap_threshold, config.reserve,
                                    config.stateless, config.separate_phases)
@@ -192,6 +205,8 @@ class Engine:
         self.pending: dict[str, list[Handle]] = {}          # by conversation: turns that are not in the history yet, in order
         self.stepping = threading.RLock()                   # held by the owner
         self.thread, self.failure = None, None
+        self.failures = 0                                   # of the worker, in a row
+        self.watchers = []                                  # functions that the owner shows each batch before it is executed
 
     # ---- the loop
 
@@ -200,14 +215,43 @@ class Engine:
         with self.stepping, self._failing():
             self.take_inbox()
             batch = self.scheduler.schedule(self.clock())
+            for watcher in self.watchers:
+                watcher(batch)
             if batch or self.cache.in_flight:
-                result = self.worker.execute(batch)
-                for request, token in self.scheduler.account(batch, result, self.clock()):
-                    request.outbox.put(token)
+                if result := self._execute(batch):
+                    for request, token in self.scheduler.account(batch, result, self.clock()):
+                        request.outbox.put(token)
             self._let_go_of_the_cold()
             if self.debug:
                 self.cache.check_integrity()
             return batch
+
+    def _execute(self, batch: Batch) -> Result | None:
+        """None if the worker has failed."""
+        try:
+            result = self.worker.execute(batch)
+            self.failures = 0 if batch.spans else self.failures
+            return result
+        except Exception as error:
+            self.failures += 1
+            if self.failures == MAX_FAILURES:
+                raise
+            self._recover(batch, error)
+
+    def _recover(self, batch: Batch, error: Exception):
+        """After a failure of the worker nothing in the tiers is to be trusted, so all KV goes. The requests of that batch fail, the
+        others are recomputed: their tokens are safe. A device that is lost fails again at once, and the engine stops."""
+        traceback.print_exception(error)
+        while self.worker.execute(Batch(batch.step, 0)).landed:
+            pass                                             # until no copy moves any more
+        for request in {span.request for span in batch.spans}:
+            self.scheduler.cancel(request, self.clock(), RuntimeError(f"the worker has failed: {error!r}"))
+        for request in list(self.scheduler.running):
+            self.scheduler.suspend(request, self.clock())
+        for conversation in list(self.cache.conversations.values()):
+            self.cache.drop_all(conversation)
+        for ticket in list(self.cache.in_flight):
+            self.cache.complete(ticket)
 
     def take_inbox(self, wait: bool = False):
         """Runs what others have posted: the only door for other threads."""
@@ -235,7 +279,7 @@ class Engine:
 
     @contextmanager
     def _failing(self):
-        """A step that goes wrong is the last: what is in the tiers is not to be trusted. Everyone who waits, or will, is told why."""
+        """A step that goes wrong in our own books, or beyond recovery, is the last. Everyone who waits, or will, is told why."""
         try:
             yield
         except Exception as error:
@@ -260,6 +304,10 @@ class Engine:
 
     def call(self, function):
         """Runs a function as the owner does, between steps, and returns its result."""
+        return self._outcome(self._post(function))
+
+    def _post(self, function) -> Future:
+        """The function will be run by the owner, before whatever is posted later."""
         future = Future()
         def run():
             try:
@@ -268,30 +316,33 @@ class Engine:
                 future.set_exception(error)
         with self.lock:                                      # so that a failing engine either runs it or is seen to have failed
             self.inbox.put(run)
+        return future
+
+    def _outcome(self, future: Future):
         if not self.thread:
             self.take_inbox()
         return future.result()
 
     # ---- turns
 
-    def submit(self, prompt: list[int], conversation: str | None = None, *, max_tokens: int | None = None, temperature: float = 0.0,
-               top_k: int | None = None, top_p: float | None = None, seed: int | None = None, stop: str | list[str] = (),
-               ignore_eos: bool = False, messages: list[dict] = (), base: Turn | None = None) -> Handle:
+    def submit(self, prompt: list[int], conversation: str | None = None, *, max_tokens: int | None = None,
+               stop: str | list[str] = (), ignore_eos: bool = False, messages: list[dict] = (), base: Turn | None = None,
+               carried: int | None = None, note: dict = {}, **sampling) -> Handle:
         """Appends token ids to the conversation (None: a one-off, nothing is kept) and generates a reply; returns at once.
         A turn is kept when its handle is read to the end; until then later turns of its conversation are not kept either.
-        max_tokens: by default as many as fit. temperature 0 is greedy; seed None is a new one. stop: a string or several.
+        max_tokens: by default as many as fit. stop: a string or several. sampling: the fields of Sampling, None for the default.
         messages: the visible ones that the ids stand for. base: where a conversation that does not exist yet branches off.
+        carried: the ids are a context of their own, nothing goes on; so many of the messages are older. note: kept with the turn.
         ValueError for what cannot be served."""
-        sampling = Sampling(temperature or 0.0, top_k or 0, 1.0 if top_p is None else top_p,
-                            random.getrandbits(32) if seed is None else seed)
+        sampling = Sampling(**{name: value for name, value in sampling.items() if value is not None})
         stop = [stop] if isinstance(stop, str) else stop or []
         self._check(prompt, conversation, max_tokens, sampling, stop)
-        handle = Handle(self, conversation, base, list(prompt), list(messages),
+        handle = Handle(self, conversation, base, list(prompt), list(messages), carried, note,
                         dict(max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_eos=ignore_eos))
         with self.lock:
             if self.failure:
                 raise self.failure
-            head = self._head(conversation, base)
+            head = self._head(conversation, base) if carried is None else None
             length = (head.length if head else 0) + len(prompt)
             if length + (max_tokens or 1) > self.scheduler.limit:
                 raise ValueError(f"the conversation has {length} tokens with this prompt and max_tokens is {max_tokens or 'not given'}: "
@@ -306,51 +357,82 @@ class Engine:
 
     def chat(self, text: str, conversation: str | None = None, **options) -> Reply:
         """Text in, text out, through the chat template. Only the new message is tokenised."""
-        handle = None
-        while handle is None:
+        return self.respond([dict(role="user", content=text)], conversation, **options).result()
+
+    def submit_chat(self, messages: list[dict], hint: str | None = None, owner: str = "", **options) -> Handle:
+        """A client resends the visible history and new messages. The longest part that is remembered is continued: in its
+        conversation if that ends there and is idle, else in a new branch. hint: the name that the client gives to its
+        conversation: it decides between equals and names a new conversation, it opens nothing. owner: the prefix of its names."""
+        with self.lock:
+            turn, matched = self.history.match(messages, hint, owner) or (None, 0)
+            new = messages[matched:]
+            prompt = self._tokenize(messages[:matched], new, turn and turn.last_token)
+            return self.submit(prompt, self._place(turn, hint, owner), messages=new, base=turn, **options)
+
+    def respond(self, new: list[dict], conversation: str | None = None, *, after: Turn | None = None, owner: str | None = None,
+                instructions: str | None = None, truncate: bool = False, note: dict = {}, **options) -> Handle:
+        """A client sends only what is new: to a conversation, which may be busy or not exist yet, or after any turn: two answers to the
+        same turn are two branches. owner: the prefix of the name of a conversation made for it; None: none is made, nothing is kept.
+        instructions, truncate: see _context."""
+        while True:
             with self.lock:
                 earlier = [] if conversation is None else self._unsettled(conversation)
                 if not earlier:
-                    head = self._head(conversation)
-                    before = self.history.messages(head.id) if head else []
-                    handle = self._submit_turn(before, [dict(role="user", content=text)], head, conversation, options)
+                    if conversation is None and owner is not None:
+                        conversation = self._place(after, None, owner)
+                    elif record := self.history.record(conversation):
+                        after, new = self.history.head(conversation), record.waiting + new
+                    room = (options.get("max_tokens") or self.scheduler.limit // 4) if truncate else None
+                    prompt, messages, carried = self._context(after, new, instructions, room)
+                    return self.submit(prompt, conversation, messages=messages, base=after, carried=carried,
+                                       note=dict(note, instructions=instructions), **options)
             self._wait_quietly(earlier)                      # what the template still owes depends on how their replies end
-        return handle.result()
 
-    def submit_chat(self, messages: list[dict], hint: str | None = None, **options) -> Handle:
-        """A client resends the visible history and new messages. The longest part that is remembered is continued: in its
-        conversation if that ends there and is idle, else in a new branch. hint: the name that the client gives to its
-        conversation: it decides between equals and names a new conversation, it opens nothing."""
-        with self.lock:
-            turn, matched = self.history.match(messages, hint) or (None, 0)
-            if turn and turn.conversation not in self.pending and self.history.head(turn.conversation) == turn:
-                name = turn.conversation
-            else:
-                taken = hint is None or hint in self.pending or self.history.head(hint)
-                name = f"conv_{uuid.uuid4().hex}" if taken else hint
-            return self._submit_turn(messages[:matched], messages[matched:], turn, name, options)
+    def _place(self, turn: Turn | None, hint: str | None, owner: str) -> str:
+        """The conversation that goes on after a turn: its own if it ends there, is idle, and nobody has asked for it by name; else a
+        new one."""
+        record = turn and turn.conversation not in self.pending and self.history.record(turn.conversation)
+        if record and record.head == turn.id and record.metadata is None:
+            return record.name
+        taken = hint is None or hint in self.pending or self.history.record(hint)
+        return f"{owner}conv_{new_id()}" if taken else hint
 
-    def _submit_turn(self, before, new, turn, name, options):
+    def _context(self, turn: Turn | None, new: list[dict], instructions: str | None, room: int | None):
+        """(token ids to append, the messages they stand for, carried): `new` after a turn, under `instructions`, a first system
+        message for this reply only. Where they are what the turn had, only `new` is tokenised and its KV goes on. Else every token would
+        see another beginning: the visible messages so far start a context of their own, which is computed from nothing. So it is if
+        the context leaves no `room` for the reply: then messages are dropped, up to the latest beginning with a user's. None: never."""
+        before = self.history.messages(turn.id) if turn else []
+        had = json.loads(turn.note).get("instructions") if turn else None
+        fits = lambda prompt, length: room is None or length + len(prompt) + room <= self.scheduler.limit
+        if turn and had == instructions:
+            prompt = self._tokenize(before, new, turn.last_token)
+            if fits(prompt, turn.length):
+                return prompt, new, None
+        first = [] if instructions is None else [dict(role="system", content=instructions)]
+        older = before[had is not None:]
+        messages = older + new
+        fresh = lambda cut: self._tokenize([], first + messages[cut:], None)
+        cuts = [0] + [i for i, message in enumerate(messages) if i and message["role"] == "user"]
+        cut = (cuts + cuts[-1:])[bisect_left(cuts, True, key=lambda cut: fits(fresh(cut), 0))]
+        return fresh(cut), first + messages[cut:], len(first) + max(len(older) - cut, 0)
+
+    def _tokenize(self, before, new, last_token) -> list[int]:
         if self.tokenizer is None:
             raise ValueError(f"{self.config.model} has no tokenizer: it serves token ids only, use generate()")
-        prompt = self.tokenizer.turn(before, new, turn.last_token if turn else None)
-        return self.submit(prompt, name, messages=new, base=turn, **options)
+        return self.tokenizer.turn(before, new, last_token)
 
     def _head(self, conversation, base=None) -> Turn | None:
         """The last committed turn of a conversation; of one that does not exist yet, the turn where it branches off."""
         return (None if conversation is None else self.history.head(conversation)) or base
 
     def _check(self, prompt, conversation, max_tokens, sampling, stop):
-        vocabulary, (temperature, top_k, top_p, seed) = self.worker.vocab_size, sampling
+        vocabulary = self.worker.vocab_size
         require(hasattr(prompt, "__len__") and len(prompt) > 0, "prompt", "a list of at least one token id", prompt)
-        for token in prompt:
+        for token in [*prompt, *sampling.logit_bias]:
             require(type(token) is int and 0 <= token < vocabulary, "a token id", f"an int from 0 to {vocabulary - 1}", token)
         require(conversation is None or isinstance(conversation, str), "conversation", "a string or None", conversation)
         require(max_tokens is None or type(max_tokens) is int and max_tokens >= 1, "max_tokens", "an int of at least 1", max_tokens)
-        require(type(temperature) in (int, float) and 0 <= temperature < math.inf, "temperature", "a number of at least 0", temperature)
-        require(type(top_k) is int and top_k >= 0, "top_k", "an int of at least 0", top_k)
-        require(type(top_p) in (int, float) and 0 < top_p <= 1, "top_p", "above 0 and at most 1", top_p)
-        require(type(seed) is int, "seed", "an int", seed)
         require(isinstance(stop, (list, tuple)) and all(isinstance(text, str) for text in stop), "stop", "a string or a list of strings", stop)
         require(not stop or self.tokenizer is not None, "stop", "left out, since this checkpoint has no tokenizer", stop)
 
@@ -363,20 +445,24 @@ class Engine:
                 stream.push(token)
                 return stream.stopped
         try:
-            conversation = self._open(handle.conversation, handle.base)
+            conversation = self._open(handle)
         except Exception as error:                           # its base is gone, or the history's file
             return self._refuse(handle, error)
         handle.request = Request(conversation, handle.prompt, options["max_tokens"],
                                  frozenset() if options["ignore_eos"] else self.worker.stop_ids, reached, options["sampling"], handle.outbox)
         self.scheduler.submit(handle.request)
 
-    def _open(self, name, base):
-        """A conversation that is cold lives in the history alone."""
-        head = None if name in self.cache.conversations else self._head(name, base)
+    def _open(self, handle):
+        """A conversation that is cold lives in the history alone; one whose context starts anew, nowhere."""
+        name = handle.conversation
+        if handle.carried is not None:
+            self._forget_kv(name)
+            return self.cache.open(name)
+        head = None if name in self.cache.conversations else self._head(name, handle.base)
         return self.cache.open(name, self.history.tokens(head.id) if head else ())
 
     def _let_go_of_the_cold(self):
-        for conversation in list(self.cache.cold.values()):
+        for conversation in self.cache.take_cold():
             if conversation.name not in self.pending:
                 self.cache.forget(conversation)
 
@@ -384,7 +470,7 @@ class Engine:
         if handle.request:
             self.scheduler.cancel(handle.request, self.clock())
 
-    def commit(self, handle: Handle) -> bool:
+    def commit(self, handle: Handle, reply: Reply) -> bool:
         """In the caller's thread, when a turn has ended. Earlier turns of the conversation first, whoever waits for them.
         False if the conversation was forgotten meanwhile."""
         if handle.conversation is None:
@@ -396,10 +482,11 @@ class Engine:
                 head = self.history.head(handle.conversation)
                 if handle.base and not head:
                     head = self.history.branch(handle.base.id, handle.conversation)
-                if (head.length if head else 0) != handle.request.before[0]:
+                if (head.length if head and handle.carried is None else 0) != handle.request.before[0]:
                     raise StaleTurn(f"conversation {handle.conversation!r} does not end where this turn began")
                 self.history.commit(handle.conversation, head.id if head else None, handle.prompt, handle.token_ids, handle.messages,
-                                    handle.text if handle.messages else None, exact)
+                                    handle.text if handle.messages else None, exact, handle.carried,
+                                    dict(handle.note, usage=reply.usage, finish_reason=reply.finish_reason), handle.id)
             return True
         except Exception as error:
             # The cache must not remember what the history does not; turns that were built on it go, too.
@@ -410,6 +497,8 @@ class Engine:
 
     def settled(self, handle: Handle):
         with self.lock:
+            if handle.carried is not None and (not handle.reply or handle.reply.finish_reason == "cancelled"):
+                self._post(lambda: self._forget_kv(handle.conversation))     # the old context, which is still the true one, is cold
             handles = self.pending[handle.conversation]
             handles.remove(handle)
             if not handles:
@@ -418,9 +507,37 @@ class Engine:
     def forget(self, conversation: str):
         """Cancels what runs, frees both tiers and the history of a conversation."""
         require(isinstance(conversation, str), "conversation", "a string", conversation)
-        for handle in self._unsettled(conversation):
-            handle.cancel()
-        self.call(lambda: (self._forget_kv(conversation), self.history.forget(conversation)))
+        self._drop(lambda handle: handle.conversation == conversation, lambda: [conversation, *self.history.forget(conversation)])
+
+    def delete(self, turn: Turn):
+        """Cancels what goes on from a turn, and frees both tiers and the history of it. If later turns build on it, it is hidden only,
+        and goes with the last of them."""
+        def goes_on_from_it(handle):
+            head = self._head(handle.conversation, handle.base)
+            return head and head.id == turn.id
+        self._drop(goes_on_from_it, lambda: self.history.delete(turn.id))
+
+    def _drop(self, concerned, drop):
+        """drop: changes the history, and returns the conversations whose KV is void then; called when no turn is `concerned`."""
+        while True:
+            with self.lock:
+                handles = list(filter(concerned, self._unsettled()))
+                if not handles:
+                    void = drop()
+                    freed = self._post(lambda: [self._forget_kv(name) for name in void])
+                    break
+            for handle in handles:
+                handle.cancel()
+        self._outcome(freed)
+
+    def prune(self, max_age: float, max_bytes: float):
+        """Forgets idle conversations, the least recently active first, until none is older (seconds) and the history is small enough."""
+        while (name := self.history.oldest(time.time() - max_age, max_bytes)) and name not in self.pending:
+            self.forget(name)
+
+    def find(self, turn_id: str) -> Handle | None:
+        """The turn of that id, if it is not in the history yet."""
+        return next((handle for handle in self._unsettled() if handle.id == turn_id), None)
 
     def _unsettled(self, *conversations) -> list[Handle]:
         """Turns that are not in the history yet, in order: of these conversations, or of all."""
@@ -446,16 +563,6 @@ class Engine:
             return dict(**scheduler.stats, **cache.stats, steps=scheduler.steps, slots_total=cache.num_slots, slots_free=len(cache.free_slots),
                         cpu_chunks_total=cache.num_places, cpu_chunks_free=len(cache.free_places), running=len(scheduler.running),
                         waiting=sum(map(len, scheduler.turns.values())) - len(scheduler.running), conversations=len(cache.conversations))
-        return self.call(read)
-
-    def cached_conversations(self) -> list[dict]:
-        """Every conversation that has KV: a letter per chunk, G for GPU, B for both tiers, C for CPU, . for absent."""
-        letters = {"GPU": "G", "GPU_AND_CPU": "B", "CPU": "C"}
-        def read():
-            now = self.clock()
-            return [dict(id=c.name, tokens=len(c.tokens), running=c.row is not None, waiting=c.waiting,
-                         idle_seconds=round(now - c.last_active, 3), chunks="".join(letters[chunk.state] if chunk else "." for chunk in c.chunks))
-                    for c in self.cache.conversations.values() if c.cached]
         return self.call(read)
 
     def close(self):

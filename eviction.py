@@ -11,6 +11,7 @@ A policy says which end of a conversation goes first, how much goes at once, and
 Invariant: within one key the longest idle conversation is the cheapest, whatever the time is. So `VictimIndex` keeps one heap
 by last activity per key and only ever compares the few hundred heads: O(keys + k log C) for k victims of C conversations."""
 import heapq
+import math
 from bisect import bisect_right
 from itertools import accumulate
 
@@ -44,16 +45,24 @@ class Policy:
     """Least recently used, leading end first, one chunk at a time; the other policies override what differs.
 
     toward: +1 takes a conversation's chunks from the leading end, -1 from the trailing end.
-    key(index, count): a small integer: all that a value may depend on besides idleness. index: of the next chunk to go;
-    count: the conversation's chunks that could go.
+    key(conversation, index, count): a small integer: all that a value may depend on besides idleness. index: of the conversation's
+    next chunk to go; count: its chunks that could go.
     unit(count): how many of them go at once.
-    value(key, idle): what is lost by evicting, the lowest goes first; idle in seconds, above 0; must not rise with idle."""
+    value(key, idle): what is lost by evicting, the lowest goes first; idle in seconds, above 0; must not rise with idle.
+    activity(conversation), idle(now, activity): what idleness is counted from, and how; the less activity, the longer idle."""
     toward = 1
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
         self.cost, self.chunk_size = cost, chunk_size
 
-    def key(self, index: int, count: int) -> int:
+    def activity(self, conversation) -> float:
+        """When it was last active, in seconds; one whose turn waits is not idle, whatever its last answer's age."""
+        return math.inf if conversation.waiting else conversation.last_active
+
+    def idle(self, now: float, activity: float) -> float:
+        return max(now - activity, SHORTEST_IDLE)
+
+    def key(self, conversation, index: int, count: int) -> int:
         return 0
 
     def unit(self, count: int) -> int:
@@ -66,7 +75,7 @@ class Policy:
 class RetentionValue(Policy):
     """Pensieve: recomputation cost per second of idleness."""
 
-    def key(self, index, count):
+    def key(self, conversation, index, count):
         return index
 
     def value(self, key, idle):
@@ -83,7 +92,7 @@ class TrailingHalf(Policy):
     """The paper's draft: half of a conversation from its trailing end; the longest and most idle conversation first."""
     toward = -1
 
-    def key(self, index, count):
+    def key(self, conversation, index, count):
         return count
 
     def unit(self, count):
@@ -101,11 +110,36 @@ class WholeConversation(Policy):
         return count
 
 
+class LiteralIdleness(RetentionValue):
+    """The paper's letter: idle since the last answer, even for a conversation whose turn waits in the queue."""
+
+    def activity(self, conversation):
+        return conversation.last_active
+
+
+class Oracle(RetentionValue):
+    """Not to be had: recomputation cost per second until the conversation *returns*. `foresee` tells it what nobody knows."""
+
+    def __init__(self, cost, chunk_size):
+        super().__init__(cost, chunk_size)
+        self.thinks = {}
+
+    def foresee(self, name: str, think_seconds: float):
+        """How long the conversation will be idle after the turn that it is in; inf: for ever."""
+        self.thinks[name] = think_seconds
+
+    def activity(self, conversation):
+        """Minus the time of its return: the less, the later."""
+        if conversation.waiting:
+            return math.inf
+        return -(conversation.last_active + self.thinks.get(conversation.name, math.inf))
+
+    def idle(self, now, activity):
+        return max(-activity - now, SHORTEST_IDLE)
+
+
 POLICIES = {"retention": RetentionValue, "lru": Policy, "trailing-half": TrailingHalf, "conversation": WholeConversation, "trailing": Trailing}
-
-
-def idle_time(now: float, last_active: float) -> float:
-    return max(now - last_active, SHORTEST_IDLE)
+EXPERIMENTS = {"literal idleness": LiteralIdleness, "oracle": Oracle}      # for bench.py, not for servers
 
 
 class VictimIndex:
@@ -165,7 +199,7 @@ class VictimIndex:
             self.heaps.pop(key, None)
         elif self.now is not None and self.surfaced.get(key) != heap[0]:
             self.surfaced[key] = last_active, order = heap[0]
-            heapq.heappush(self.heads, (self.policy.value(key, idle_time(self.now, last_active)), order, key, last_active))
+            heapq.heappush(self.heads, (self.policy.value(key, self.policy.idle(self.now, last_active)), order, key, last_active))
 
     def _push(self, key, last_active, order):
         heapq.heappush(self.heaps.setdefault(key, []), (last_active, order))

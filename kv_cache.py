@@ -15,14 +15,14 @@ import heapq
 import math
 from array import array
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
 import torch
 
-from eviction import Policy, VictimIndex, idle_time
+from eviction import Policy, VictimIndex
 
 MOVES = ("swap_out", "reclaim", "drop")    # what eviction does next to a chunk in state GPU, GPU_AND_CPU, CPU
 
@@ -72,11 +72,6 @@ class Conversation:
         self.frontier = dict.fromkeys(MOVES, 0 if toward > 0 else math.inf)    # no chunk of that move goes before this index
         self.chunk_size, self.toward = chunk_size, toward
 
-    @property
-    def activity(self) -> float:
-        """When it was last active; a conversation whose turn waits is not idle, whatever its last answer's age."""
-        return math.inf if self.waiting else self.last_active
-
     def next(self, move: str) -> Chunk:
         """The chunk that goes first for this move; there must be one."""
         index = min(self.frontier[move], len(self.chunks) - 1)
@@ -123,8 +118,9 @@ class KVCache:
         self.pinned: dict[int, Conversation] = {}                # by order
         self.in_flight: set[Ticket] = set()
         self.indexes = {move: VictimIndex(policy) for move in MOVES}
+        self.changed: dict[int, Conversation] = {}               # by order: not yet filed again in the indexes
         self.reclaimable = 0                                     # slots of listed chunks whose next move is "reclaim"
-        self.cold: dict[int, Conversation] = {}                  # idle and nothing cached: whoever keeps a history may forget these
+        self.cold: dict[int, Conversation] = {}
         self.opened = 0
         self.stats = Counter(chunks_swapped_in=0, chunks_swapped_out=0, chunks_dropped=0)
 
@@ -171,7 +167,12 @@ class KVCache:
 
     def set_waiting(self, conversation: Conversation, waiting: bool):
         conversation.waiting = waiting
-        self._index(conversation)
+        self.changed[conversation.order] = conversation
+
+    def take_cold(self) -> list[Conversation]:
+        """Those that are idle and have nothing cached: whoever keeps a history may forget them."""
+        self._index_changed()
+        return list(self.cold.values())
 
     # ---- admission
 
@@ -245,8 +246,9 @@ class KVCache:
         listed conversations count, and whole policy units go, so that it may be more. A GPU copy stays valid until its slots are
         reclaimed. A chunk that wins no CPU place against the worth of what is there is condemned instead: available, not copied."""
         tickets = []
-        wanted -= sum(ticket.filled for ticket in self.in_flight if self._leaving(ticket))
-        while wanted > 0 and (conversation := self.indexes["swap_out"].cheapest(now)):
+        if wanted > 0:
+            wanted -= sum(ticket.filled for ticket in self.in_flight if self._leaving(ticket))
+        while wanted > 0 and (conversation := self._cheapest("swap_out", now)):
             for _ in range(self.policy.unit(conversation.count["swap_out"])):
                 chunk = conversation.next("swap_out")
                 place = self._take_place(self._rank(conversation, "swap_out", now), now)
@@ -312,7 +314,7 @@ class KVCache:
 
     def _take_slots(self, count, now):
         while len(self.free_slots) < count:
-            self.reclaim(self.indexes["reclaim"].cheapest(now))
+            self.reclaim(self._cheapest("reclaim", now))
         cut = len(self.free_slots) - count
         taken = self.free_slots[cut:]
         del self.free_slots[cut:]
@@ -329,7 +331,7 @@ class KVCache:
                         self._release_place(chunk)
                     break
             else:
-                conversation = self.indexes["drop"].cheapest(now)
+                conversation = self._cheapest("drop", now)
                 if conversation is None or self._rank(conversation, "drop", now) >= rank:
                     return None
                 self._drop(conversation, conversation.next("drop"))
@@ -337,9 +339,9 @@ class KVCache:
 
     def _rank(self, conversation, move, now):
         """Orders the conversation's next chunk among all: by value, then by conversation, then by its distance from the end that goes first."""
-        index = conversation.next(move).index
-        key = self.policy.key(index, conversation.count[move])
-        return self.policy.value(key, idle_time(now, conversation.activity)), conversation.order, self.policy.toward * index
+        index, policy = conversation.next(move).index, self.policy
+        key = policy.key(conversation, index, conversation.count[move])
+        return policy.value(key, policy.idle(now, policy.activity(conversation))), conversation.order, policy.toward * index
 
     def _issue(self, conversation, chunk, direction, place):
         ticket = Ticket(conversation, chunk, direction, chunk.index * self.chunk_size, chunk.filled, chunk.slots[:chunk.filled], place)
@@ -383,17 +385,9 @@ class KVCache:
 
     # ---- counts and indexes, derived from the chunks
 
-    @contextmanager
     def _changing(self, conversation, chunk):
         """Every change of a chunk happens inside: counts, frontiers and the indexes of victims follow."""
-        self._tally(conversation, chunk, -1)
-        yield
-        chunk.move = chunk.next_move()
-        self._tally(conversation, chunk, +1)
-        if chunk.move:
-            nearer = min if self.policy.toward > 0 else max
-            conversation.frontier[chunk.move] = nearer(conversation.frontier[chunk.move], chunk.index)
-        self._index(conversation)
+        return _Change(self, conversation, chunk)
 
     def _tally(self, conversation, chunk, sign):
         conversation.held += sign * len(chunk.slots)
@@ -406,7 +400,7 @@ class KVCache:
     def _list(self, conversation):
         conversation.listed = True
         self.reclaimable += conversation.reclaimable
-        self._index(conversation)
+        self.changed[conversation.order] = conversation
 
     def _unlist(self, conversation):
         self.reclaimable -= conversation.reclaimable * conversation.listed
@@ -414,13 +408,24 @@ class KVCache:
         for index in self.indexes.values():
             index.discard(conversation)
 
+    def _cheapest(self, move, now):
+        """The conversation whose next chunk for this move is worth least, or None."""
+        self._index_changed()
+        return self.indexes[move].cheapest(now)
+
+    def _index_changed(self):
+        """Files what has changed since the last look: many changes of one conversation are filed once."""
+        for conversation in self.changed.values():
+            if conversation.listed:
+                self._index(conversation)
+        self.changed.clear()
+
     def _index(self, conversation):
         """Files a listed conversation in the index of every move that a chunk of it can make."""
-        if not conversation.listed:
-            return
         for move, index in self.indexes.items():
             if count := conversation.count[move]:
-                index.file(conversation, self.policy.key(conversation.next(move).index, count), conversation.activity)
+                key = self.policy.key(conversation, conversation.next(move).index, count)
+                index.file(conversation, key, self.policy.activity(conversation))
             else:
                 index.discard(conversation)
         if not conversation.cached and not conversation.waiting:
@@ -430,6 +435,7 @@ class KVCache:
 
     def check_integrity(self):
         """Every invariant of the bookkeeping, from scratch. O(everything): for tests and `debug=True`."""
+        self._index_changed()
         everyone = {id(c): c for c in [*self.conversations.values(), *self.pinned.values(), *(t.conversation for t in self.in_flight)]}
         slots, places = Counter(self.free_slots), Counter(self.free_places)
         for ticket in self.in_flight:
@@ -465,10 +471,31 @@ class KVCache:
         for move, index in self.indexes.items():
             filed = index.members.get(conversation.order)
             assert (filed is not None) == bool(conversation.listed and conversation.count[move])
-            assert filed is None or filed[:2] == (self.policy.key(conversation.next(move).index, conversation.count[move]), conversation.activity)
+            assert filed is None or filed[:2] == (self.policy.key(conversation, conversation.next(move).index, conversation.count[move]),
+                                                  self.policy.activity(conversation))
         if pinned:
             slots = [slot for chunk in conversation.chunks if chunk for slot in chunk.slots]
             assert self.table[conversation.row, :len(slots)].tolist() == slots, "the slot table disagrees"
+
+
+class _Change:
+    """What `KVCache._changing` returns. A class, since the decorator for generators takes twice as long, and this is what runs most."""
+    __slots__ = ("cache", "conversation", "chunk")
+
+    def __init__(self, cache, conversation, chunk):
+        self.cache, self.conversation, self.chunk = cache, conversation, chunk
+
+    def __enter__(self):
+        self.cache._tally(self.conversation, self.chunk, -1)
+
+    def __exit__(self, kind, error, trace):
+        cache, conversation, chunk = self.cache, self.conversation, self.chunk
+        chunk.move = move = chunk.next_move()
+        cache._tally(conversation, chunk, +1)
+        if move:
+            nearer = min if cache.policy.toward > 0 else max
+            conversation.frontier[move] = nearer(conversation.frontier[move], chunk.index)
+        cache.changed[conversation.order] = conversation
 
 
 class KVPool:

@@ -1,14 +1,29 @@
-"""OpenAI's wire format: what may be asked of the chat, in one table, and what is answered. No sockets here.
+"""OpenAI's wire format over one engine: what may be asked, in one table, and what is answered. No sockets here.
+
+Two ways to talk. *Chat completions*: the client resends its whole history, which is recognised by its text. *Responses*: the client
+sends only what is new, after a response or in a conversation. A response is a turn of the history: `resp_X` is turn X, and what
+cannot be read off the turn (the request's settings, its usage) is the turn's note. Two answers to one response are two branches.
+
+`instructions` count for one response only. The same ones at every turn cost nothing, they are the beginning that is cached. Others
+than those of the previous response (none after some included) change what every token sees: that turn's context is computed from
+nothing, from the visible messages. So it is when `truncation: auto` drops messages.
 
 What is not supported is refused by name, never ignored: an option that is silently dropped is a wrong answer. The default
-temperature is 0, not OpenAI's 1, so that answers repeat. `cached_tokens` are those whose KV came from either tier."""
+temperature is 0, not OpenAI's 1, so that answers repeat. `cached_tokens` are those whose KV came from either tier.
+
+Owners: all that a client names, conversations, responses and items, is looked for behind its key's prefix alone; so what belongs
+to another key does not exist."""
 import json
+import re
 import reprlib
+import time
+from itertools import count
 from typing import NamedTuple
 
-from engine import Handle, Reply
-
-GAUGES = ("running", "waiting", "conversations", "slots_total", "slots_free", "cpu_chunks_total", "cpu_chunks_free")
+import live
+from engine import Engine, Handle, Reply
+from history import ConversationRecord, StaleTurn, Turn, new_id
+from sampling import BIAS, LIMITS
 
 
 class APIError(Exception):
@@ -16,141 +31,457 @@ class APIError(Exception):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
-        kind = "invalid_request_error" if status < 500 else "server_error"
+        kind = {429: "rate_limit_error"}.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.status, self.body = status, dict(error=dict(message=message, type=kind, param=param, code=code))
 
 
-def whole(low: int, high: int = 2**63 - 1):
-    return lambda value: type(value) is int and low <= value <= high        # a bool is no number here
+# ---------------------------------------------------------------------------------------------------------------------
+# The table: of every operation its fields, as JSON Schema, whose descriptions complete "x must be ...".
+
+BOOLEAN = dict(type="boolean", description="true or false")
 
 
-def number(low: float, high: float):
-    return lambda value: type(value) in (int, float) and low <= value <= high
+def whole(low: int, high: int = 2**63 - 1) -> dict:
+    return dict(type="integer", minimum=low, maximum=high, description=f"an integer from {low} to {high}")
 
 
-def text(longest: int):
-    return lambda value: isinstance(value, str) and 0 < len(value) <= longest
+def number(low: float, high: float) -> dict:
+    return dict(type="number", minimum=low, maximum=high, description=f"a number from {low} to {high}")
 
 
-def boolean(value) -> bool:
-    return isinstance(value, bool)
+def text(longest: int, shortest: int = 1) -> dict:
+    return dict(type="string", minLength=shortest, maxLength=longest, description=f"a string of {shortest} to {longest} characters")
 
 
-def stop_strings(value) -> bool:
-    return text(100)(value) or isinstance(value, list) and len(value) <= 4 and all(map(text(100), value))
+def one_of(*values: str) -> dict:
+    return dict(type="string", enum=list(values), description=" or ".join(map(repr, values)))
 
 
-def stream_options(value) -> bool:
-    return isinstance(value, dict) and value.keys() <= {"include_usage"} and all(map(boolean, value.values()))
+def listed(items: dict, least: int, most: int) -> dict:
+    return dict(type="array", items=items, minItems=least, maxItems=most, description=f"a list of {least} to {most}")
 
 
-FIELDS = {                  # name: (what accepts it, what it must be); null means absent
-    "model": (text(1000), "a model's name"),
-    "messages": (lambda value: isinstance(value, list) and value, "a list of at least one message"),
-    "max_tokens": (whole(1), "an integer of at least 1"),
-    "max_completion_tokens": (whole(1), "an integer of at least 1"),
-    "temperature": (number(0, 2), "a number from 0 to 2"),
-    "top_p": (number(1e-6, 1), "a number above 0, at most 1"),
-    "top_k": (whole(0), "an integer of at least 0"),
-    "seed": (whole(-2**63), "an integer of 64 bits"),
-    "stop": (stop_strings, "a string of 1 to 100 characters, or a list of at most 4"),
-    "ignore_eos": (boolean, "true or false"),
-    "stream": (boolean, "true or false"),
-    "stream_options": (stream_options, "an object with include_usage, true or false, and nothing else"),
-    "conversation_id": (text(200), "a string of 1 to 200 characters"),
-    "n": (whole(1, 1), "1"),
-    "frequency_penalty": (number(0, 0), "0"),
-    "presence_penalty": (number(0, 0), "0"),
-    "logprobs": (lambda value: value is False, "false"),
-    "response_format": (lambda value: value == {"type": "text"}, "of type text"),
-    **dict.fromkeys(("user", "metadata", "store"), (lambda value: True, "anything"))}       # these change no answer
-OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos")     # the engine's keywords
+def record(description: str, required=(), **properties) -> dict:
+    return dict(type="object", properties=properties, required=list(required), additionalProperties=False, description=description)
 
 
-class ChatRequest(NamedTuple):
-    messages: list[dict]        # {"role", "content"}, content a string
-    hint: str | None
-    stream: bool
-    include_usage: bool
-    options: dict
+def either(description: str, *schemas: dict) -> dict:
+    return dict(anyOf=list(schemas), description=description)
 
 
-def parse_chat(body: dict, served: tuple[str, str]) -> ChatRequest:
-    """served: the names that `model` may have. APIError for what is wrong, missing or not supported."""
-    given = present(body, FIELDS)
-    for name, value in given.items():
-        accepts, what = FIELDS[name]
-        if not accepts(value):
-            raise APIError(400, f"{name} must be {what}, got {reprlib.repr(value)}", name)
-    if "messages" not in given:
-        raise APIError(400, "messages is missing: give a list of at least one message", "messages")
-    if given.get("model", served[0]) not in served:
-        raise APIError(404, f"there is no model {given['model']!r} here: use {served[0]!r}", "model", "model_not_found")
-    if "max_completion_tokens" in given:                # the newer name of max_tokens
-        given["max_tokens"] = given["max_completion_tokens"]
-    messages = [parse_message(message, f"messages[{i}]") for i, message in enumerate(given["messages"])]
-    return ChatRequest(messages, given.get("conversation_id"), given.get("stream", False),
-                       given.get("stream_options", {}).get("include_usage", False),
-                       {name: given[name] for name in OPTIONS if name in given})
+TEXT = text(2**20, 0)
+METADATA = dict(type="object", properties={}, maxProperties=16, propertyNames=dict(pattern=r"^[\s\S]{0,64}$"), additionalProperties=text(512, 0),
+                description="an object of at most 16 strings of at most 512 characters")
 
 
-def present(given: dict, known, where: str = "") -> dict:
-    """The fields that are not null; all must be known."""
-    given = {name: value for name, value in given.items() if value is not None}
-    if unknown := [where + name[:100] for name in given if name not in known]:
+def message(roles: tuple, parts: tuple, **more) -> dict:
+    part = record(f"a part with a type ({' or '.join(parts)}) and a text; nothing else is supported", ("type", "text"), type=one_of(*parts),
+                  text=TEXT, annotations=listed({}, 0, 0), logprobs=listed(record("a log probability"), 0, 2**20))
+    content = either("a string or a list of parts", TEXT, listed(part, 0, 1000))
+    return record("a message with a role and a content", ("role", "content"), role=one_of(*roles), content=content, **more)
+
+
+ROLES = ("system", "developer", "user", "assistant")
+MESSAGES = listed(message((*ROLES, "tool"), ("text",)), 1, 10_000)
+ITEM = message(ROLES, ("input_text", "output_text", "text"), type=one_of("message"), id=text(200), status=text(20))
+NAME, METADATA_FIELD = text(200), dict(metadata=METADATA)
+SETTINGS = {                            # of both APIs, and the engine's keywords
+    "temperature": number(0, 2), **{name: number(*LIMITS[name]) for name in ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")},
+    "top_k": whole(*LIMITS["top_k"]), "seed": whole(*LIMITS["seed"]), "ignore_eos": BOOLEAN,
+    "stop": either("a string of 1 to 100 characters, or a list of at most 4", text(100), listed(text(100), 0, 4)),
+    "logit_bias": dict(type="object", properties={}, maxProperties=1024, additionalProperties=number(*BIAS),
+                       propertyNames=dict(pattern="^[0-9]{1,9}$"), description="an object of token ids and numbers")}
+CHAT = dict(
+    SETTINGS, model=text(1000), messages=MESSAGES, max_tokens=whole(1), max_completion_tokens=whole(1), stream=BOOLEAN,
+    stream_options=record("an object with include_usage, true or false, and nothing else", include_usage=BOOLEAN),
+    conversation_id=NAME, n=whole(1, 1), logprobs=BOOLEAN, top_logprobs=whole(*LIMITS["logprobs"]),
+    response_format=record("of type text", ("type",), type=one_of("text")), user=TEXT, metadata=METADATA, store=BOOLEAN)
+RESPONSE = dict(
+    SETTINGS, model=text(1000), input=either("a string or a list of messages", TEXT, listed(ITEM, 1, 10_000)), instructions=TEXT,
+    previous_response_id=NAME, conversation=either("an id, or an object with one", NAME, record("an object with an id", ("id",), id=NAME)),
+    store=BOOLEAN, max_output_tokens=whole(1), truncation=one_of("disabled", "auto"), metadata=METADATA, stream=BOOLEAN,
+    include=listed(one_of("message.output_text.logprobs"), 0, 1), top_logprobs=whole(*LIMITS["logprobs"]), user=TEXT,
+    text=record("an object with the format text", format=record("of type text", ("type",), type=one_of("text"))))
+
+
+class Operation(NamedTuple):
+    """name: the method that answers. fields: of its body, or, where the method is GET, of its query."""
+    method: str
+    path: str
+    name: str
+    fields: dict = {}
+    required: tuple = ()
+
+
+OPERATIONS = [
+    Operation("POST", "/v1/chat/completions", "create_chat_completion", CHAT, ("messages",)),
+    Operation("POST", "/v1/responses", "create_response", RESPONSE, ("input",)),
+    Operation("GET", "/v1/responses/{id}", "retrieve_response"),
+    Operation("DELETE", "/v1/responses/{id}", "delete_response"),
+    Operation("POST", "/v1/responses/{id}/cancel", "cancel_response"),
+    Operation("POST", "/v1/conversations", "create_conversation", dict(METADATA_FIELD, items=listed(ITEM, 0, 20))),
+    Operation("GET", "/v1/conversations/{id}", "retrieve_conversation"),
+    Operation("POST", "/v1/conversations/{id}", "update_conversation", METADATA_FIELD, ("metadata",)),
+    Operation("DELETE", "/v1/conversations/{id}", "delete_conversation"),
+    Operation("GET", "/v1/conversations/{id}/items", "list_items", dict(limit=whole(1, 100), order=one_of("asc", "desc"), after=NAME)),
+    Operation("POST", "/v1/conversations/{id}/items", "create_items", dict(items=listed(ITEM, 1, 20)), ("items",)),
+    Operation("GET", "/v1/conversations/{id}/items/{item}", "retrieve_item"),
+    Operation("GET", "/v1/models", "list_models"),
+    Operation("GET", "/health", "health"), Operation("GET", "/metrics", "metrics"), Operation("GET", "/openapi.json", "openapi"),
+    Operation("GET", "/cache", "cache"), Operation("GET", "/cache/events", "cache_events"), Operation("GET", "/", "page")]
+TYPES = dict(string=str, integer=int, number=(int, float), boolean=bool, array=list, object=dict)
+BOUNDS = dict(string=("minLength", "maxLength"), array=("minItems", "maxItems"), object=("minProperties", "maxProperties"),
+              integer=("minimum", "maximum"), number=("minimum", "maximum"), boolean=("minimum", "maximum"))
+
+
+def checked(schema: dict, value, path: str = ""):
+    """The value, with members that are null left out, if it is what the schema describes; else APIError, which names the place.
+    The schema uses the few words of JSON Schema that the table does."""
+    def is_of(kind):                                    # a bool is no number here
+        return isinstance(value, TYPES[kind["type"]]) and isinstance(value, bool) == (kind["type"] == "boolean")
+    kind = next(filter(is_of, schema.get("anyOf", [schema])), None)
+    if kind:
+        low, high = (kind.get(bound, ends) for bound, ends in zip(BOUNDS[kind["type"]], (float("-inf"), float("inf"))))
+        size = value if isinstance(value, (int, float)) else len(value)
+    if not kind or not low <= size <= high or value not in kind.get("enum", [value]):
+        raise APIError(400, f"{path or 'the body'} must be {(kind or schema)['description']}, got {reprlib.repr(value)}", path or None)
+    if kind["type"] == "array":
+        return [checked(kind["items"], item, f"{path}[{i}]") for i, item in enumerate(value)]
+    return checked_members(kind, value, path and path + ".") if kind["type"] == "object" else value
+
+
+def checked_members(schema: dict, value: dict, path: str) -> dict:
+    known, others = schema["properties"], schema["additionalProperties"]
+    value = {name: member for name, member in value.items() if member is not None}
+    if unknown := [path + name[:100] for name in value if name not in known and not others]:
         raise APIError(400, f"{', '.join(unknown[:5])}: not supported here, leave it out", unknown[0], "unsupported_parameter")
-    return given
+    if missing := [path + name for name in schema.get("required", ()) if name not in value]:
+        raise APIError(400, f"{missing[0]} is missing", missing[0], "missing_required_parameter")
+    pattern = schema.get("propertyNames", {}).get("pattern", "")
+    if wrong := [name for name in value if not re.search(pattern, name)]:
+        raise APIError(400, f"{path}{wrong[0]!r:.100} is not a name that matches {pattern}", path)
+    return {name: checked(known.get(name, others), member, path + name) for name, member in value.items()}
 
 
-def parse_message(message, where: str) -> dict:
-    """A role, and a content that is one string: parts of text are joined."""
-    if not isinstance(message, dict):
-        raise APIError(400, f"{where} must be an object with role and content, got {reprlib.repr(message)}", where)
-    message = present(message, ("role", "content"), where + ".")
-    role, content = message.get("role"), message.get("content")
-    if isinstance(content, list):
-        content = "".join(map(parse_part, content))
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise APIError(400, f"{where} needs a role and a content, strings both, got {reprlib.repr(message)}", where)
-    return dict(role=role, content=content)
+def parse(operation: Operation, given: dict) -> dict:
+    """The fields of a body, or of a query, whose values are strings."""
+    if operation.method == "GET":
+        given = {name: int(value) if operation.fields.get(name, {}).get("type") == "integer" and value.isdecimal() else value
+                 for name, value in given.items()}
+    return checked(record("a JSON object", operation.required, **operation.fields), given)
 
 
-def parse_part(part) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise APIError(400, f"a part of a content must be of type text and have a text, got {reprlib.repr(part)}", "messages")
-    return part["text"]
+def openapi() -> dict:
+    """The table as an OpenAPI document."""
+    paths = {}
+    for operation in OPERATIONS:
+        parameters = [dict(name=part[1:-1], required=True, schema=NAME, **{"in": "path"}) for part in operation.path.split("/") if part[:1] == "{"]
+        entry = dict(operationId=operation.name, responses={"200": dict(description="OK"), "default": dict(description="error.message tells why")})
+        if operation.method == "GET":
+            parameters += [dict(name=name, schema=schema, **{"in": "query"}) for name, schema in operation.fields.items()]
+        elif operation.fields:
+            body = record("a JSON object", operation.required, **operation.fields)
+            entry["requestBody"] = dict(required=True, content={"application/json": dict(schema=body)})
+        paths.setdefault(operation.path, {})[operation.method.lower()] = dict(entry, parameters=parameters)
+    return dict(openapi="3.1.0", info=dict(title="nano-pensieve", version="1"), paths=paths)
 
 
-def completion(envelope: dict, handle: Handle, reply: Reply) -> dict:
-    """The answer in one piece. envelope: id, created, model."""
-    message = dict(role="assistant", content=reply.text, refusal=None)
-    return dict(**envelope, object="chat.completion", usage=usage(reply), conversation_id=handle.conversation,
-                choices=[dict(index=0, message=message, finish_reason=reply.finish_reason, logprobs=None)])
+# ---------------------------------------------------------------------------------------------------------------------
+# What the operations do. Each returns the answer's JSON, or a turn that is still to be written.
+
+class API:
+    """owner: what precedes, inside, the names of all conversations that the client may see; outside, names have no owner."""
+
+    def __init__(self, engine: Engine, names: tuple[str, str]):
+        """names: what `model` may be; the first is the one that we say."""
+        self.engine, self.history, self.names, self.created = engine, engine.history, names, int(time.time())
+
+    def create_chat_completion(self, owner: str, given: dict) -> "ChatWriter":
+        options = self._options(given)
+        options["max_tokens"] = given.get("max_completion_tokens", given.get("max_tokens"))      # the newer name of the same
+        if given.get("logprobs"):
+            options["logprobs"] = given.get("top_logprobs", 0)
+        elif "top_logprobs" in given:
+            raise APIError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+        hint = given.get("conversation_id")
+        handle = self.engine.submit_chat([plain(message) for message in given["messages"]], hint and owner + hint, owner, **options)
+        return ChatWriter(handle, owner, self.names[0], given)
+
+    def create_response(self, owner: str, given: dict) -> "ResponseWriter":
+        options, previous, conversation = self._options(given), given.get("previous_response_id"), given.get("conversation")
+        name = conversation["id"] if isinstance(conversation, dict) else conversation
+        if name and (previous or not given.get("store", True)):
+            raise APIError(400, "conversation cannot be combined with previous_response_id or with store: false", "conversation")
+        if given.get("include") or "top_logprobs" in given:
+            options["logprobs"] = given.get("top_logprobs", 0)
+        items = [dict(role="user", content=given["input"])] if isinstance(given["input"], str) else list(map(plain, given["input"]))
+        handle = self.engine.respond(
+            items, name and self._conversation(owner, name).name, after=previous and self._turn(owner, previous),
+            owner=owner if given.get("store", True) else None, instructions=given.get("instructions"), max_tokens=given.get("max_output_tokens"),
+            truncate=given.get("truncation") == "auto", note={name: given[name] for name in ECHOED if name in given}, **options)
+        return ResponseWriter(handle, owner, self.names[0], given.get("stream", False))
+
+    def retrieve_response(self, owner: str, id: str) -> dict:
+        if handle := self._unfinished(owner, id):
+            return ResponseWriter(handle, owner, self.names[0]).response("in_progress")
+        turn = self._turn(owner, id)
+        note, messages = json.loads(turn.note), self.history.messages(turn.id)
+        status = STATUS[note["finish_reason"]]
+        reply = item(dict(messages[-1] if messages else dict(role="assistant", content=""), id=f"msg_{turn.id}"), "completed" if status == "completed" else "incomplete")
+        return response(turn.id, self.names[0], turn.created, turn.conversation.removeprefix(owner), note, status, [reply], note["usage"])
+
+    def delete_response(self, owner: str, id: str) -> dict:
+        if handle := self._unfinished(owner, id):
+            handle.cancel()
+        if not handle or self.history.turn(handle.id):               # it may have been complete already
+            self.engine.delete(self._turn(owner, id))
+        return dict(id=id, object="response", deleted=True)
+
+    def cancel_response(self, owner: str, id: str) -> dict:
+        if handle := self._unfinished(owner, id):
+            handle.cancel()
+            return ResponseWriter(handle, owner, self.names[0]).whole(handle.result())
+        return self.retrieve_response(owner, id)
+
+    def create_conversation(self, owner: str, given: dict) -> dict:
+        name = f"{owner}conv_{new_id()}"
+        self.history.create(name, given.get("metadata", {}), map(identified, given.get("items", ())))
+        return self.retrieve_conversation(owner, name.removeprefix(owner))
+
+    def retrieve_conversation(self, owner: str, id: str) -> dict:
+        found = self._conversation(owner, id)
+        head = self.history.head(found.name)
+        cold = dict(id=id, tokens=head.length if head else 0, gpu=0, cpu=0, running=False, waiting=False, chunks="",
+                    idle_seconds=round(time.time() - found.active, 3))
+        cache = next((entry for entry in live.picture(self.engine, owner)["conversations"] if entry["id"] == id), cold)
+        return dict(id=id, object="conversation", created_at=int(found.created), metadata=found.metadata or {}, cache=cache)
+
+    def update_conversation(self, owner: str, id: str, given: dict) -> dict:
+        with self.engine.lock:                               # nobody adds items meanwhile
+            self.history.update(self._conversation(owner, id)._replace(metadata=given["metadata"]))
+        return self.retrieve_conversation(owner, id)
+
+    def delete_conversation(self, owner: str, id: str) -> dict:
+        if owner + id not in self.engine.pending:           # its first turn may still run
+            self._conversation(owner, id)
+        self.engine.forget(owner + id)
+        return dict(id=id, object="conversation.deleted", deleted=True)
+
+    def create_items(self, owner: str, id: str, given: dict) -> dict:
+        new = list(map(identified, given["items"]))
+        with self.engine.lock:
+            found = self._conversation(owner, id)
+            if found.name in self.engine.pending:
+                raise APIError(409, f"a response is being written in conversation {id}: add items when it is done", code="conversation_locked")
+            self.history.update(found._replace(waiting=found.waiting + new))
+        return page(list(map(item, new)), False)
+
+    def list_items(self, owner: str, id: str, given: dict) -> dict:
+        items = list(map(item, self.history.items(self._conversation(owner, id).name)))
+        if given.get("order", "desc") == "desc":
+            items.reverse()
+        if after := given.get("after"):
+            items = items[next((i + 1 for i, entry in enumerate(items) if entry["id"] == after), len(items)):]
+        limit = given.get("limit", 20)
+        return page(items[:limit], len(items) > limit)
+
+    def retrieve_item(self, owner: str, id: str, item_id: str) -> dict:
+        for message in self.history.items(self._conversation(owner, id).name):
+            if message["id"] == item_id:
+                return item(message)
+        raise missing("item", item_id)
+
+    def list_models(self, owner: str) -> dict:
+        name, root = self.names
+        return page([dict(id=name, object="model", created=self.created, owned_by="nano-pensieve", root=root,
+                          max_model_len=self.engine.scheduler.limit)], False)
+
+    def _options(self, given) -> dict:
+        """The engine's keywords. APIError for a model that is not ours."""
+        if given.get("model", self.names[0]) not in self.names:
+            raise APIError(404, f"there is no model {given['model']!r} here: use {self.names[0]!r}", "model", "model_not_found")
+        options = {name: given[name] for name in SETTINGS if name in given}
+        if "logit_bias" in given:
+            options["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
+        return options
+
+    def _turn(self, owner, id) -> Turn:
+        turn = self.history.turn(id.removeprefix("resp_")) if id.startswith("resp_") else None
+        if not turn or not turn.conversation.startswith(owner):
+            raise missing("finished response", id)
+        return turn
+
+    def _unfinished(self, owner, id) -> Handle | None:
+        """One that is not stored is nobody's but its connection's."""
+        handle = self.engine.find(id.removeprefix("resp_")) if id.startswith("resp_") else None
+        return handle if handle and handle.conversation is not None and handle.conversation.startswith(owner) else None
+
+    def _conversation(self, owner, id) -> ConversationRecord:
+        if not (found := self.history.record(owner + id)):
+            raise missing("conversation", id)
+        return found
 
 
-def event(envelope: dict, delta: dict, finish_reason: str | None = None) -> dict:
-    """One event of a streamed answer."""
-    choice = dict(index=0, delta=delta, finish_reason=finish_reason, logprobs=None)
-    return dict(**envelope, object="chat.completion.chunk", choices=[choice])
+def missing(what: str, id: str) -> APIError:
+    return APIError(404, f"there is no {what} {id!r:.100} here", "id")
 
 
-def usage(reply: Reply) -> dict:
-    prompt, generated = reply.usage["prompt_tokens"], reply.usage["completion_tokens"]
-    return dict(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated,
-                prompt_tokens_details=dict(cached_tokens=reply.usage["gpu"] + reply.usage["cpu"]))
+def plain(message: dict) -> dict:
+    """A message whose content is one string: parts are joined."""
+    content = message["content"]
+    return dict(role=message["role"], content=content if isinstance(content, str) else "".join(part["text"] for part in content))
 
 
-def prometheus(stats: dict, model: str) -> str:
-    """The engine's stats: under vLLM's names where these mean the same, all under our own."""
-    cached = stats["prompt_tokens_gpu"] + stats["prompt_tokens_cpu"]
-    prompt = cached + stats["prompt_tokens_recomputed"] + stats["prompt_tokens_new"]
-    gauges = {"vllm:num_requests_running": stats["running"], "vllm:num_requests_waiting": stats["waiting"],
-              "vllm:kv_cache_usage_perc": 1 - stats["slots_free"] / stats["slots_total"]}
-    counters = {"vllm:prefix_cache_queries_total": prompt, "vllm:prefix_cache_hits_total": cached, "vllm:prompt_tokens_total": prompt,
-                "vllm:generation_tokens_total": stats["generated_tokens"], "vllm:num_preemptions_total": stats["suspensions"],
-                "vllm:request_success_total": stats["finished"]}
-    gauges |= {f"nano_pensieve:{name.removesuffix('_total')}": stats[name] for name in GAUGES}
-    counters |= {f"nano_pensieve:{name}_total": value for name, value in stats.items() if name not in GAUGES}
-    label = json.dumps(model, ensure_ascii=False)
-    return "".join(f"# TYPE {name} {kind}\n{name}{{model_name={label}}} {value}\n"
-                   for kind, values in (("gauge", gauges), ("counter", counters)) for name, value in values.items())
+def identified(message: dict) -> dict:
+    return dict(plain(message), id=f"msg_{new_id()}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is answered.
+
+ECHOED = dict(instructions=None, metadata={}, max_output_tokens=None, previous_response_id=None, temperature=0.0, top_p=1.0, truncation="disabled", store=True)
+STATUS = dict(stop="completed", length="incomplete", cancelled="cancelled")      # of a response, by its turn's finish_reason
+
+
+def item(message: dict, status: str = "completed", logprobs: list = []) -> dict:
+    part = dict(text=message["content"])
+    part |= dict(type="output_text", annotations=[], logprobs=logprobs) if message["role"] == "assistant" else dict(type="input_text")
+    return dict(id=message["id"], type="message", role=message["role"], status=status, content=[part])
+
+
+def page(data: list[dict], has_more: bool) -> dict:
+    ends = dict(first_id=data[0]["id"], last_id=data[-1]["id"]) if data else dict(first_id=None, last_id=None)
+    return dict(object="list", data=data, has_more=has_more, **ends)
+
+
+def sources(usage: dict) -> dict:
+    """gpu + cpu + recomputed + new == the prompt's tokens."""
+    return dict(cached_tokens=usage["gpu"] + usage["cpu"], **{name: usage[name] for name in ("gpu", "cpu", "recomputed", "new")})
+
+
+def response(turn_id: str, model: str, created: float, conversation: str | None, note: dict, status: str, output: list, usage: dict | None,
+             error: dict | None = None) -> dict:
+    if usage:
+        prompt, generated = usage["prompt_tokens"], usage["completion_tokens"]
+        details = dict(sources(usage), cache_write_tokens=usage["recomputed"] + usage["new"])
+        usage = dict(input_tokens=prompt, input_tokens_details=details, output_tokens=generated, total_tokens=prompt + generated,
+                     output_tokens_details=dict(reasoning_tokens=0))
+    return dict(id=f"resp_{turn_id}", object="response", created_at=note.get("created_at", int(created)), model=model, status=status, error=error,
+                incomplete_details=dict(reason="max_output_tokens") if status == "incomplete" else None, output=output, usage=usage,
+                conversation=conversation and dict(id=conversation), background=False, parallel_tool_calls=False, tool_choice="none", tools=[],
+                text=dict(format=dict(type="text")), **{name: note.get(name, default) for name, default in ECHOED.items()})
+
+
+def logprobs_of(handle: Handle, first: int) -> list[dict]:
+    """Of the tokens from number `first` on that have text, if they were asked for."""
+    def entry(token, value):
+        piece = pieces[token]
+        return dict(token=piece.decode(errors="replace"), logprob=max(value, -9999.0), bytes=list(piece))
+    pieces = handle.engine.tokenizer.pieces
+    return [dict(entry(token, value), top_logprobs=[entry(*other) for other in top if other[0] in pieces])
+            for token, (value, top) in zip(handle.token_ids[first:], (handle.logprobs or [])[first:]) if token in pieces]
+
+
+class Writer:
+    """An answer that is being generated: `whole(reply)` in one piece, or `events` of a stream, of which `failure` is the last if one occurs."""
+    handle: Handle
+    stream: bool
+
+    def events(self, finish):
+        """finish: waits until the turn is in the history, and returns its reply."""
+        yield from self.opening()
+        for text in self.handle.pieces():
+            yield self.piece(text)
+        yield from self.closing(finish(self.handle))
+
+
+class ChatWriter(Writer):
+
+    def __init__(self, handle: Handle, owner: str, model: str, given: dict):
+        self.handle, self.stream, self.told = handle, given.get("stream", False), 0      # told: log probabilities of so many tokens
+        self.conversation = handle.conversation.removeprefix(owner)
+        self.include_usage = given.get("stream_options", {}).get("include_usage", False)
+        self.envelope = dict(id=f"chatcmpl-{handle.id}", created=int(time.time()), model=model)
+
+    def event(self, delta: dict, finish_reason: str | None = None) -> dict:
+        logprobs, self.told = self.logprobs(self.told), len(self.handle.token_ids)
+        usage = dict(usage=None) if self.include_usage else {}
+        choice = dict(index=0, delta=delta, finish_reason=finish_reason, logprobs=logprobs)
+        return dict(self.envelope, object="chat.completion.chunk", choices=[choice], **usage)
+
+    def opening(self) -> list:
+        return [dict(self.event(dict(role="assistant", content="")), conversation_id=self.conversation)]
+
+    def piece(self, text: str) -> dict:
+        return self.event(dict(content=text))
+
+    def closing(self, reply: Reply) -> list:
+        last = self.event({}, self.reason(reply))
+        return [last, *([dict(last, choices=[], usage=self.usage(reply))] if self.include_usage else []), "[DONE]"]
+
+    def failure(self, error: APIError) -> dict:
+        return error.body
+
+    def whole(self, reply: Reply) -> dict:
+        choice = dict(index=0, message=dict(role="assistant", content=reply.text, refusal=None), finish_reason=self.reason(reply),
+                      logprobs=self.logprobs(0))
+        return dict(self.envelope, object="chat.completion", usage=self.usage(reply), conversation_id=self.conversation, choices=[choice])
+
+    def reason(self, reply: Reply) -> str:
+        if reply.finish_reason == "cancelled":              # the format has no word for it
+            raise APIError(409, "the turn was cancelled, or its conversation deleted", code="cancelled")
+        return reply.finish_reason
+
+    def logprobs(self, first: int) -> dict | None:
+        return dict(content=logprobs_of(self.handle, first), refusal=None) if self.handle.logprobs is not None else None
+
+    def usage(self, reply: Reply) -> dict:
+        prompt, generated = reply.usage["prompt_tokens"], reply.usage["completion_tokens"]
+        return dict(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated, prompt_tokens_details=sources(reply.usage))
+
+
+class ResponseWriter(Writer):
+    """Its events are numbered."""
+
+    def __init__(self, handle: Handle, owner: str, model: str, stream: bool = False):
+        self.handle, self.model, self.stream, self.told = handle, model, stream, 0
+        self.conversation = handle.conversation and handle.conversation.removeprefix(owner)
+        self.created, self.numbers, self.item_id = time.time(), count(), f"msg_{handle.id}"
+
+    def event(self, kind: str, **fields) -> dict:
+        return dict(type=f"response.{kind}", sequence_number=next(self.numbers), **fields)
+
+    def of_part(self, kind: str, **fields) -> dict:
+        return self.event(kind, item_id=self.item_id, output_index=0, content_index=0, **fields)
+
+    def item(self, text: str, status: str) -> dict:
+        return item(dict(id=self.item_id, role="assistant", content=text), status, logprobs_of(self.handle, 0))
+
+    def response(self, status: str, output: list = [], usage: dict | None = None, error: dict | None = None) -> dict:
+        return response(self.handle.id, self.model, self.created, self.conversation, self.handle.note, status, output, usage, error)
+
+    def opening(self) -> list:
+        begun = self.item("", "in_progress")
+        return [self.event("created", response=self.response("in_progress")), self.event("in_progress", response=self.response("in_progress")),
+                self.event("output_item.added", output_index=0, item=dict(begun, content=[])),
+                self.of_part("content_part.added", part=begun["content"][0])]
+
+    def piece(self, text: str) -> dict:
+        logprobs, self.told = logprobs_of(self.handle, self.told), len(self.handle.token_ids)
+        return self.of_part("output_text.delta", delta=text, logprobs=logprobs)
+
+    def closing(self, reply: Reply) -> list:
+        whole = self.whole(reply)
+        done, = whole["output"]
+        part, = done["content"]
+        return [self.of_part("output_text.done", text=reply.text, logprobs=part["logprobs"]), self.of_part("content_part.done", part=part),
+                self.event("output_item.done", output_index=0, item=done),
+                self.event("completed" if whole["status"] == "completed" else "incomplete", response=whole)]
+
+    def failure(self, error: APIError) -> dict:
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        return self.event("failed", response=self.response("failed", error=dict(code=code, message=str(error))))
+
+    def whole(self, reply: Reply) -> dict:
+        status = STATUS[reply.finish_reason]
+        return self.response(status, [self.item(reply.text, "completed" if status == "completed" else "incomplete")], reply.usage)

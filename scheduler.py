@@ -33,6 +33,7 @@ class Request:
     outbox: SimpleQueue = field(default_factory=SimpleQueue)      # its tokens, then None
     arrival: int = 0
     generated: list[int] = field(default_factory=list)
+    logprobs: list = field(default_factory=list)   # of each generated token what the worker reports
     usage: dict | None = None                      # fixed at first admission
     before: tuple[int, int] = (0, 0)               # the conversation's tokens, and of these known ones, before this turn
     prefilling: bool = False                       # admitted, and no token sampled since
@@ -122,6 +123,7 @@ class Result(NamedTuple):
     """What came of a batch."""
     tokens: list[int]                              # one for each span that samples, in order
     landed: list[Ticket]                           # copies that have ended, of this step or an earlier one
+    logprobs: list | None = None                   # of each token, None where they were not asked for; None: nowhere
 
 
 class Scheduler:
@@ -204,9 +206,11 @@ class Scheduler:
         for span in batch.spans:
             self.cache.computed(span.request.conversation, span.start, span.end)
         sampling = [span.request for span in batch.spans if span.samples]
-        for request, token in zip(sampling, result.tokens, strict=True):
+        logprobs = result.logprobs or [None] * len(sampling)
+        for request, token, logprob in zip(sampling, result.tokens, logprobs, strict=True):
             request.conversation.tokens.append(token)
             request.generated.append(token)
+            request.logprobs.append(logprob)
             request.prefilling = False
             self.stats["generated_tokens"] += 1
             yield request, token

@@ -12,7 +12,6 @@ import os
 import time
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,17 +20,10 @@ from attention_kernel import SpanTensors, multi_token_attention, upload
 from eviction import RecomputeCost
 from kv_cache import KVPool
 from model import load_model, random_model
-from scheduler import Batch, Request, Result, Span
+from sampling import sample
+from scheduler import Batch, Result, Span
 
 SMALL_MODEL = 10_000_000    # parameters: below, threads on a CPU wait for one another longer than they work
-
-
-class Sampling(NamedTuple):
-    """temperature 0 is greedy; top_k 0 and top_p 1 are off."""
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
 
 
 class Worker:
@@ -54,8 +46,8 @@ class Worker:
         inputs = self._inputs(batch.spans) if batch.spans else None      # uploaded before the copy engines get busy
         self.pool.swap_in(batch.swap_in)
         self.pool.swap_out(batch.swap_out)
-        tokens = self._run(batch.spans, *inputs) if inputs else []
-        return Result(tokens, self.pool.landed(wait=not inputs))
+        tokens, logprobs = self._run(batch.spans, *inputs) if inputs else ([], None)
+        return Result(tokens, self.pool.landed(wait=not inputs), logprobs)
 
     def _update_table(self, updates):
         if updates:
@@ -78,8 +70,8 @@ class Worker:
             tensors.plan(self.model.config.num_heads // heads, heads, self.dtype)
         return tokens, positions, self.slot_table[rows, positions].long(), tensors
 
-    def _run(self, spans, tokens, positions, slots, tensors: SpanTensors) -> list[int]:
-        """One forward over all spans; a token for each span that samples."""
+    def _run(self, spans, tokens, positions, slots, tensors: SpanTensors) -> tuple[list[int], list | None]:
+        """One forward over all spans; a token for each span that samples, and the log probabilities that were asked for."""
         def attend(layer, q, k, v):                              # q [T, H, D], k and v [T, H_kv, D]
             self.pool.store(layer, slots, k, v)
             self.pool.wait(layer)
@@ -89,7 +81,7 @@ class Worker:
         ends = np.cumsum([span.end - span.start for span in spans]) - 1
         last = [int(end) for end, span in zip(ends, spans) if span.samples]
         if not last:
-            return []
+            return [], None
         logits = self.model.logits(hidden[last])                 # [N, vocab]
         return sample(logits, [span.request for span in spans if span.samples])
 
@@ -163,26 +155,3 @@ def host_memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError):                         # Windows
         return 8 * 2**30
-
-
-def sample(logits: torch.Tensor, requests: list[Request]) -> list[int]:
-    """One token from each row of logits [N, vocab]."""
-    tokens = logits.argmax(-1)                                   # [N]
-    for i, request in enumerate(requests):
-        if request.sampling.temperature > 0:
-            tokens[i] = draw(logits[i], request.sampling, request.total)
-    return tokens.tolist()
-
-
-def draw(logits: torch.Tensor, sampling: Sampling, position: int) -> torch.Tensor:
-    """A token from softmax(logits [vocab] / temperature) cut to top_k and top_p. Gumbel noise keyed by (seed, position) makes the
-    draw an argmax, so that it repeats in any batch, after a suspension and on any device."""
-    logits = logits.float() / sampling.temperature
-    ranked, order = logits.sort(descending=True, stable=True)
-    share = ranked.softmax(-1)
-    before = share.cumsum(-1) - share                            # probability mass in front of each token
-    rank = torch.arange(len(ranked), device=logits.device)
-    ranked[(before >= sampling.top_p) | (rank >= (sampling.top_k or len(ranked)))] = -torch.inf
-    generator = torch.Generator().manual_seed((sampling.seed * 1_000_003 + position) % 2**63)
-    noise = -torch.log(-torch.log(torch.rand(len(logits), generator=generator).clamp(1e-20, 1 - 1e-7)))
-    return order[(ranked + noise.to(logits.device)[order]).argmax()]

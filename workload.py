@@ -174,6 +174,29 @@ def lmsys(path: str, count_tokens: Callable[[str], int]) -> Iterator[Conversatio
         ((message["role"], message["content"]) for message in record["conversation"]), count_tokens)))
 
 
+def load(path: str, tokenizer: str) -> list[Conversation]:
+    """The conversations of a file, whichever of the kinds below it is: its first record tells. A Mooncake trace comes with its own
+    times. tokenizer: a checkpoint's directory or hub name, whose tokenizer counts the tokens of texts."""
+    with naming(path):
+        with open(path, "rb") as file:
+            start = file.read(1 << 20).lstrip()
+        first = {"conversations": 0} if start.startswith(b"[") else json.loads(start.partition(b"\n")[0])
+        reader = next((KINDS[field] for field in KINDS if field in first), None)
+        if reader is None:
+            raise ValueError(f"its first record has none of the fields {', '.join(KINDS)}")
+    conversations = list(reader(path) if reader is mooncake else reader(path, token_counter(tokenizer)))
+    if not conversations:
+        raise ValueError(f"{path} has no conversation with a turn in it")
+    return conversations
+
+
+def token_counter(model: str) -> Callable[[str], int]:
+    from model import find_checkpoint            # a trace of lengths needs neither model nor tokenizer
+    from tokenizer import load_tokenizer
+    tokenizer = load_tokenizer(find_checkpoint(model))
+    return lambda text: len(tokenizer.encode(text))
+
+
 # --- Mooncake traces ---
 
 class TraceRequest(NamedTuple):
@@ -234,6 +257,9 @@ def replay(chain: list[TraceRequest]) -> list[Turn]:
     return [Turn(chain[0].input_tokens, chain[0].output_tokens)] + [
         Turn(request.input_tokens - previous.context, request.output_tokens, request.arrival - previous.arrival)
         for previous, request in pairwise(chain)]
+
+
+KINDS = {"conversations": sharegpt, "data": ultrachat, "conversation": lmsys, "hash_ids": mooncake}      # by a field of a record
 
 
 # --- reading files ---

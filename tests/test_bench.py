@@ -1,8 +1,6 @@
-"""The measured benchmark: every turn at its time, figures that add up, one clear line for bad input."""
+"""The laboratory: every turn at its time, figures that add up and repeat, one clear line for bad input."""
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,9 +13,9 @@ COST = RecomputeCost({32: 1e-3, 1024: 4e-3}, rest=1e-3)
 USERS = [Conversation(str(n), [Turn(5 + n, 6), Turn(4, 3, think_seconds=0.05), Turn(7, 4, think_seconds=0.02)], arrival=0.03 * n) for n in range(4)]
 
 
-@pytest.mark.parametrize("system", bench.SYSTEMS)
+@pytest.mark.parametrize("system", ["stateless", "gpu cache", "pensieve"])
 def test_drive_serves_every_turn_at_its_time(system):
-    engine = Engine("tiny_chat", cost=COST, **(dict(gpu_cache_tokens=64, cpu_cache_tokens=256, chunk_size=8) | bench.SYSTEMS[system]))
+    engine = Engine("tiny_chat", cost=COST, **(dict(gpu_cache_tokens=64, cpu_cache_tokens=256, chunk_size=8) | bench.SYSTEMS[system].flags))
     served = bench.drive(engine, USERS, seed=0)
     engine.close()
     assert sorted(turn.output_tokens for turn in served) == sorted(turn.output_tokens for user in USERS for turn in user.turns)
@@ -33,24 +31,100 @@ def test_drive_serves_every_turn_at_its_time(system):
 
 
 def test_the_workload_repeats_and_fits():
-    workload = bench.many_turns(512, seed=3)
-    assert workload == bench.many_turns(512, seed=3) != bench.many_turns(512, seed=4)
-    assert max(sum(turn.input_tokens + turn.output_tokens for turn in user.turns) for user in workload) <= 512
+    workload = bench.many_turns(512, 60.0, 0.1, seed=3)
+    assert workload == bench.many_turns(512, 60.0, 0.1, seed=3) != bench.many_turns(512, 60.0, 0.1, seed=4)
+    assert bench.longest_context(workload) <= 512
 
 
-def test_the_json_has_rows_and_ratios(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "many_turns", lambda limit, seed: USERS)
-    monkeypatch.setattr(sys, "argv", ["bench.py", "--json", str(tmp_path / "figures.json")])
+def run(tmp_path, monkeypatch, command):
+    """bench.py in this process, simulations too; returns the JSON that it writes."""
+    monkeypatch.setattr(sys, "argv", ["bench.py", *command.split(), "--jobs", "1", "--json", str(tmp_path / "figure.json")])
     bench.main()
-    figure = json.loads((tmp_path / "figures.json").read_text())
+    figure = json.loads((tmp_path / "figure.json").read_text())
     assert figure.keys() == {"figure", "command", "commit", "machine", "seed", "rows", "ratios"}
-    assert [row["system"] for row in figure["rows"]] == list(bench.SYSTEMS)
-    assert {"model", "dataset", "request_rate", "throughput", "normalized_latency_ms"} <= figure["rows"][0].keys()
+    assert all(ratio.keys() == {"name", "paper", "ours", "how"} for ratio in figure["ratios"])
+    return figure
+
+
+def test_the_everyday_figure_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "many_turns", lambda limit, rate, think, seed: USERS)
+    figure = run(tmp_path, monkeypatch, "--seed 0")
+    assert [row["system"] for row in figure["rows"]] == ["stateless", "gpu cache", "pensieve"]
+    assert {"model", "dataset", "request_rate", "throughput", "normalized_latency_ms", "p99_ttft_ms"} <= figure["rows"][0].keys()
     assert all(ratio["how"] == "measured" and ratio["ours"] > 0 for ratio in figure["ratios"])
     assert "pensieve" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flags, message", [(["fig99"], "fig99"), (["--gpu-cache-tokens", "16"], "conversations"), (["--model", "no/model at all"], "no/model")])
-def test_bad_flags_get_one_line_and_exit_2(flags, message):
-    done = subprocess.run([sys.executable, Path(bench.__file__), *flags], capture_output=True, text=True)
-    assert done.returncode == 2 and message in done.stderr.strip().splitlines()[-1]
+def test_a_latency_figure_is_simulated_and_repeats(tmp_path, monkeypatch):
+    command = "fig15 --simulate --rates 0.5,1 --seconds 60 --seed 7"
+    figure = run(tmp_path, monkeypatch, command)
+    assert len(figure["rows"]) == 4 * 2 * 2 and len(figure["ratios"]) == 4              # panels x systems x rates
+    assert {"system", "model", "dataset", "request_rate", "throughput", "normalized_latency_ms"} <= figure["rows"][0].keys()
+    assert all(ratio["how"] == "simulated" for ratio in figure["ratios"])
+    assert run(tmp_path, monkeypatch, command) == figure
+
+
+TRACE = [dict(timestamp=1000 * n, input_length=600 + 300 * (n // 3), output_length=20, hash_ids=[n % 3 * 10 + i for i in range(3)])
+         for n in range(9)]         # three conversations of three turns
+
+
+def test_policies_on_a_trace(tmp_path, monkeypatch):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(record) + "\n" for record in TRACE))
+    figure = run(tmp_path, monkeypatch, f"fig14 --simulate --trace {trace} --gpu-cache-tokens 2048 --cpu-cache-tokens 1024")
+    rows = {row["policy"]: row for row in figure["rows"]}
+    assert rows.keys() == {*bench.POLICIES, *bench.EXPERIMENTS}
+    assert all({"recomputed_tokens", "gpu_hit_rate", "cpu_hit_rate", "normalized_latency_ms"} <= row.keys() for row in rows.values())
+    assert all(row["turns"] == 9 and row["dataset"] == "trace" for row in rows.values())
+    assert rows["oracle"]["recomputed_tokens"] <= rows["lru"]["recomputed_tokens"]
+    seen = {row["prompt_tokens_gpu"] + row["prompt_tokens_cpu"] + row["recomputed_tokens"] for row in rows.values()}
+    assert len(seen) == 1                           # what returns is the same, where it comes from is not
+
+
+@pytest.mark.parametrize("name", ["fig3", "fig4"])
+def test_costs_of_a_model(tmp_path, monkeypatch, name):
+    rows = run(tmp_path, monkeypatch, f"{name} --simulate")["rows"]
+    first = [row["seconds"] for row in rows if row["system"] == rows[0]["system"]]
+    assert first == sorted(first) and first[-1] > 2 * first[0]      # prefill with the history, attention with the context
+
+
+def test_a_profile_is_saved_and_loaded(tmp_path, monkeypatch):
+    figure = run(tmp_path, monkeypatch, "profile")
+    cost = bench.load_profile(tmp_path / "figure.json")
+    assert [cost(row["context"]) - cost.rest for row in figure["rows"] if row["system"] == "attention"] == pytest.approx(cost.seconds)
+    with pytest.raises(ValueError, match="no profile"):
+        bench.load_profile(__file__)
+
+
+def test_throughput_is_read_where_the_curve_crosses():
+    rows = [dict(throughput=throughput, normalized_latency_ms=latency) for throughput, latency in ((1.0, 20.0), (2.0, 30.0), (2.5, 130.0))]
+    assert bench.throughput_at(rows, 80.0) == pytest.approx(2.25)
+    assert bench.throughput_at(rows, 500.0) == 2.5
+    assert bench.throughput_at(rows, 10.0) == pytest.approx(0.5)
+
+
+def test_a_plot_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [dict(system=system, model="m", dataset="d", throughput=x, normalized_latency_ms=2 * x) for system in "ab" for x in (1.0, 2.0)]
+    bench.plot(bench.FIGURES["fig10"], rows, str(tmp_path / "plot.png"))
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["fig99"], "fig99"), (["--gpu-cache-tokens", "16"], "no conversation"), (["--model", "no/model at all"], "no/model"),
+    (["fig10", "--simulate", "--model", "tiny_chat2"], "tiny_chat2"), (["fig14", "--simulate", "--trace", "nowhere.jsonl"], "nowhere.jsonl"),
+    (["fig14", "--simulate", "--trace", __file__], "test_bench.py"), (["fig10", "--rates", "1,x"], "1,x"), (["kernel", "--simulate"], "kernel"),
+    (["fig10", "--profile", __file__], "no profile")])
+def test_bad_input_gets_one_line_and_exit_2(monkeypatch, capsys, flags, message):
+    monkeypatch.setattr(sys, "argv", ["bench.py", *flags])
+    with pytest.raises(SystemExit) as exit:
+        bench.main()
+    assert exit.value.code == 2 and message in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_broken_line_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "trace.jsonl").write_text(json.dumps(TRACE[0]) + '\n{"timestamp": 1, "input_length": 0, "output_length": 1, "hash_ids": []}\n')
+    monkeypatch.setattr(sys, "argv", ["bench.py", "fig14", "--simulate", "--trace", str(tmp_path / "trace.jsonl")])
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert "line 2" in capsys.readouterr().err

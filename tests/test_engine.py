@@ -1,4 +1,5 @@
 """The in-process API: turns, threads, cancellation, restart, errors. On the embedded model."""
+import itertools
 import threading
 from pathlib import Path
 
@@ -193,10 +194,10 @@ def test_a_conversation_forgotten_at_the_wrong_moment_stays_coherent(engine, mon
     """A turn has ended but is not committed yet when its conversation is forgotten by someone else."""
     engine.generate(ids(9), "c", max_tokens=4, ignore_eos=True)
     handle, commit = engine.submit(ids(5), "c", max_tokens=4, ignore_eos=True), engine.commit
-    def forgotten_first(late):
+    def forgotten_first(*late):
         monkeypatch.setattr(engine, "commit", commit)
         engine.call(lambda: (engine._forget_kv("c"), engine.history.forget("c")))
-        return commit(late)
+        return commit(*late)
     monkeypatch.setattr(engine, "commit", forgotten_first)
     assert handle.result().finish_reason == "cancelled"
     assert engine.history.head("c") is None
@@ -295,3 +296,68 @@ def test_a_step_that_fails_tells_everyone(started):
         if thread.name == "engine":
             thread.join()
     engine.close()
+
+
+def sabotaged(execute, fails, pool):
+    """A worker that fails whenever `fails(batch)`, before or after its work, and leaves rubbish in both tiers."""
+    def run(batch):
+        moment = fails(batch)
+        if moment == "after":
+            execute(batch)
+        if moment:
+            pool.gpu.fill_(float("nan")), pool.cpu.fill_(float("nan"))
+            raise RuntimeError("a cosmic ray")
+        return execute(batch)
+    return run
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_failing_worker_costs_only_its_batch(moment):
+    """Every ninth batch fails and leaves rubbish in both tiers. Whoever was in it is told and may try again; nobody's answers change."""
+    engine, batches, failures = Engine("tiny_chat", max_running=3, **TINY), itertools.count(1), []
+    engine.worker.execute = sabotaged(engine.worker.execute, lambda batch: batch.spans and next(batches) % 9 == 0 and moment, engine.worker.pool)
+    engine.start()
+    replies = {f"c{i}": [] for i in range(6)}
+    def client(name):
+        for prompt, n in script(name):
+            while True:
+                try:
+                    replies[name].append(engine.generate(prompt, name, max_tokens=n, ignore_eos=True).token_ids)
+                    break
+                except RuntimeError as error:
+                    assert "cosmic ray" in str(error)
+                    failures.append(name)
+    threads = [threading.Thread(target=client, args=(name,)) for name in replies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert failures and replies == {name: alone(name) for name in replies}
+    assert engine.stats()["running"] == engine.stats()["waiting"] == 0 and not engine.failure
+    engine.close()
+
+
+def test_a_worker_that_only_fails_ends_the_engine(engine):
+    def fails(batch):
+        return batch.spans and "before"
+    engine.generate(ids(9), "c", max_tokens=4, ignore_eos=True)
+    engine.worker.execute = sabotaged(engine.worker.execute, fails, engine.worker.pool)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="cosmic ray"):
+            engine.generate(ids(5), "c", max_tokens=4)
+        assert not engine.failure
+    with pytest.raises(RuntimeError, match="cosmic ray"):
+        engine.generate(ids(5), "c", max_tokens=4)
+    assert "cosmic ray" in str(engine.failure)
+
+
+def test_pruning_forgets_the_longest_idle(engine):
+    for name in "abc":
+        engine.generate(ids(9), name, max_tokens=4, ignore_eos=True)
+    engine.history._db.execute("UPDATE conversation SET active = active - 100 WHERE name IN ('a', 'c')")
+    running = engine.submit(ids(5), "c", max_tokens=4, ignore_eos=True)
+    engine.prune(max_age=50, max_bytes=2**30)
+    assert engine.history.conversations() == ["b", "c"] and "a" not in engine.cache.conversations
+    running.result()
+    engine.prune(max_age=50, max_bytes=0)
+    assert engine.history.conversations() == [] and engine.stats()["slots_free"] == 160

@@ -1,11 +1,12 @@
 """What a chunk is worth, and in which order conversations give way: against hand-worked figures and a brute-force sort."""
 import math
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from eviction import POLICIES, SHORTEST_IDLE, RecomputeCost, VictimIndex, idle_time
+from eviction import POLICIES, SHORTEST_IDLE, LiteralIdleness, Oracle, RecomputeCost, VictimIndex
 
 COST = RecomputeCost({32: 1.0, 64: 2.0, 128: 6.0}, rest=10.0)
 
@@ -53,7 +54,7 @@ def test_recompute_cost_refuses_a_profile_without_sense(profile, rest):
     ("trailing-half", -1, 5, 3, 1 / (5 * 4)), ("conversation", +1, 0, 5, 1 / 4)])
 def test_policy_end_key_unit_value(name, step, key, unit, value):
     policy = POLICIES[name](COST, 32)
-    assert (policy.toward, policy.key(3, 5), policy.unit(5)) == (step, key, unit)
+    assert (policy.toward, policy.key(None, 3, 5), policy.unit(5)) == (step, key, unit)
     assert policy.value(key, 4.0) == pytest.approx(value)
 
 
@@ -64,7 +65,7 @@ def test_there_are_the_five_policies_of_the_command_line():
 def test_retention_value_weighs_cost_against_idleness():
     """A late chunk goes before an early one once its conversation has been idle longer by more than the ratio of their costs."""
     policy = POLICIES["retention"](COST, 32)
-    early, late = policy.key(0, 9), policy.key(3, 9)             # they cost 11 and 16
+    early, late = policy.key(None, 0, 9), policy.key(None, 3, 9)             # they cost 11 and 16
     assert policy.value(early, 10) < policy.value(late, 10) and policy.value(early, 10) < policy.value(late, 14)
     assert policy.value(late, 15) < policy.value(early, 10)
 
@@ -80,9 +81,30 @@ def test_value_never_rises_with_idle(name, key, idle, factor):
     assert policy.value(key, idle * factor) <= policy.value(key, idle)
 
 
-def test_idle_time_has_a_floor():
-    assert idle_time(10.0, 4.0) == 6.0
-    assert idle_time(10.0, 10.0) == idle_time(10.0, 9.9999) == idle_time(10.0, math.inf) == SHORTEST_IDLE
+def test_idle_time_has_a_floor_and_a_conversation_that_waits_is_not_idle():
+    policy, waits, rests = POLICIES["retention"](COST, 32), SimpleNamespace(waiting=True, last_active=4.0), SimpleNamespace(waiting=False, last_active=4.0)
+    assert policy.idle(10.0, policy.activity(rests)) == 6.0
+    assert policy.idle(4.0, policy.activity(rests)) == policy.idle(10.0, policy.activity(waits)) == SHORTEST_IDLE
+
+
+def test_the_papers_letter_ignores_who_waits():
+    policy = LiteralIdleness(COST, 32)
+    assert policy.idle(10.0, policy.activity(SimpleNamespace(waiting=True, last_active=4.0))) == 6.0
+
+
+def test_the_oracle_prefers_to_evict_who_returns_last():
+    policy, last = Oracle(COST, 32), SimpleNamespace(waiting=False, name="never told", last_active=9.0)
+    policy.foresee("soon", 5.0)
+    policy.foresee("late", 50.0)
+    soon, late = (SimpleNamespace(waiting=False, name=name, last_active=8.0) for name in ("soon", "late"))
+    assert policy.idle(10.0, policy.activity(soon)) == 3.0 and policy.idle(10.0, policy.activity(late)) == 48.0
+    index = VictimIndex(policy)
+    for order, conversation in enumerate((soon, late, last)):
+        conversation.order = order
+        index.file(conversation, 0, policy.activity(conversation))
+    assert index.cheapest(10.0) is last and policy.value(0, math.inf) == 0
+    index.discard(last)
+    assert index.cheapest(10.0) is late
 
 
 # ---- VictimIndex.cheapest
@@ -96,7 +118,7 @@ class Member:
     last_active: float = 0.0
 
     def key(self, policy):
-        return policy.key(self.first if policy.toward > 0 else self.first + self.count - 1, self.count)
+        return policy.key(self, self.first if policy.toward > 0 else self.first + self.count - 1, self.count)
 
     def evict(self, policy):
         unit = policy.unit(self.count)
@@ -116,7 +138,7 @@ def drain(index, now, most=math.inf):
     """Evicts from whom cheapest() names; the (value, order) of each eviction."""
     evictions = []
     while len(evictions) < most and (member := index.cheapest(now)):
-        evictions.append((index.policy.value(member.key(index.policy), idle_time(now, member.last_active)), member.order))
+        evictions.append((index.policy.value(member.key(index.policy), index.policy.idle(now, member.last_active)), member.order))
         member.evict(index.policy)
         file(index, member)
     return evictions
@@ -126,7 +148,7 @@ def brute_force(policy, members, now, most):
     """The same by a search of all conversations for every eviction."""
     evictions = []
     while len(evictions) < most and (living := [member for member in members if member.count]):
-        cheapest = min((policy.value(m.key(policy), idle_time(now, m.last_active)), m.order, m) for m in living)
+        cheapest = min((policy.value(m.key(policy), policy.idle(now, m.last_active)), m.order, m) for m in living)
         evictions.append(cheapest[:2])
         cheapest[2].evict(policy)
     return evictions

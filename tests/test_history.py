@@ -118,10 +118,12 @@ def test_match_among_equals(history):
     assert history.match(resent, "d")[0] == history.head("d") and history.match(resent, "a")[0] == history.head("a")
 
 
-def test_owners_do_not_match_each_other(tmp_path):
-    History(tmp_path / "h", owner_key="ada").commit("c", None, [1], [2], [HI], "Hello")
-    assert History(tmp_path / "h", owner_key="bob").match([HI, HELLO, BYE]) is None
-    assert History(tmp_path / "h", owner_key="ada").match([HI, HELLO, BYE])[1] == 2
+def test_owners_do_not_match_each_other(history):
+    for owner in ("ada/", "bob/"):
+        history.commit(owner + "c", None, [1], [2], [HI], "Hello")
+    for owner in ("ada/", "bob/", ""):
+        assert history.match([HI, HELLO, BYE], "ada/c" if owner == "bob/" else None, owner)[0].conversation == (owner or "bob/") + "c"
+    assert history.match([HI, HELLO, BYE], "ada/c", "eve/") is None and history.match([HI, HELLO, BYE], None, "ad/") is None
 
 
 def test_branch_shares_and_forget_keeps_what_is_shared(tmp_path):
@@ -142,25 +144,100 @@ def test_branch_shares_and_forget_keeps_what_is_shared(tmp_path):
     assert stored_turns(tmp_path / "h") == 0 and history.conversations() == []
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(st.sampled_from(["commit", "branch", "forget"]), st.sampled_from("abcd"), st.sampled_from("abcd")), max_size=25))
-def test_against_lists_of_tokens(actions):
-    history, model = History(), {}          # model: conversation -> all its tokens
-    for i, (action, name, other) in enumerate(actions):
-        if action == "commit":
-            head = history.head(name)
-            history.commit(name, head and head.id, [i], [-i])
-            model[name] = model.get(name, []) + [i, -i]
+ACTIONS = st.tuples(st.sampled_from(["commit", "commit", "anew", "branch", "forget", "delete"]), st.sampled_from("abcd"), st.sampled_from("abcd"),
+                    st.integers(0, 3))
+
+
+def without_the_needless(model, deleted):
+    """Deleted turns go once nothing comes after them anywhere; a conversation of which nothing is left goes, too."""
+    needed = {turn for turns in model.values() for turn in turns[:-1]}
+    shorter = {name: turns[:-1] if turns[-1] in deleted - needed else turns for name, turns in model.items()}
+    shorter = {name: turns for name, turns in shorter.items() if turns}
+    return model if shorter == model else without_the_needless(shorter, deleted)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(ACTIONS, max_size=30))
+def test_against_lists_of_turns(actions):
+    """The model: a conversation is a list of turns, a turn is (id, number, whether its context starts anew)."""
+    history, model, deleted = History(), {}, set()
+    for i, (action, name, other, depth) in enumerate(actions):
+        turns = model.get(name, [])
+        if action in ("commit", "anew"):
+            turn = history.commit(name, turns[-1][0] if turns else None, [i], [-i], [{"role": "user", "content": str(i)}], str(-i),
+                                  carried=0 if action == "anew" else None)
+            model[name] = turns + [(turn.id, i, action == "anew")]
         elif action == "branch" and other in model and name not in model:
-            history.branch(history.head(other).id, name)
-            model[name] = model[other]
+            history.branch(model[other][-1][0], name)
+            model[name] = list(model[other])
         elif action == "forget":
             history.forget(name)
             model.pop(name, None)
-        assert {name: history.tokens(history.head(name).id).tolist() for name in history.conversations()} == model
+        elif action == "delete" and depth < len(turns):
+            deleted.add(turns[-1 - depth])
+            history.delete(turns[-1 - depth][0])
+        model = without_the_needless(model, deleted)
+        assert history.conversations() == sorted(model)
+        for name, turns in model.items():
+            start = max([k for k, (_, _, anew) in enumerate(turns) if anew], default=0)
+            assert history.head(name).id == turns[-1][0]
+            assert history.tokens(turns[-1][0]).tolist() == [token for _, number, _ in turns[start:] for token in (number, -number)]
+            assert [item["content"] for item in history.items(name)] == [str(sign * turn[1]) for turn in turns if turn not in deleted for sign in (1, -1)]
+            assert all((history.turn(turn[0]) is None) == (turn in deleted) for turn in turns)
     for name in "abcd":
         history.forget(name)
     assert history._db.execute("SELECT count(*) FROM turn").fetchone() == (0,)
+
+
+def test_a_context_of_its_own(history):
+    """Other instructions: the older messages are carried over, and matched, but listed once."""
+    first = history.commit("c", None, [1, 2], [3], [HI], "Hello")
+    system = {"role": "system", "content": "Be brief."}
+    second = history.commit("c", first.id, [7, 8], [9], [system, HI, HELLO, MORE], "Sure", carried=3)
+    assert (second.parent, second.length) == (first.id, 3) and history.tokens(second.id).tolist() == [7, 8, 9]
+    assert history.messages(second.id) == [system, HI, HELLO, MORE, SURE] and history.match([system, HI, HELLO, MORE, SURE, BYE]) == (second, 5)
+    items = history.items("c")
+    assert [item["content"] for item in items] == ["Hi", "Hello", "More", "Sure"] and len({item["id"] for item in items}) == 4
+    third = history.commit("c", second.id, [4], [5], [BYE], "Bye")
+    assert history.tokens(third.id).tolist() == [7, 8, 9, 4, 5] and third.length == 5
+    assert history.items("c")[:4] == items and items[3]["id"] == f"msg_{second.id}"
+
+
+def test_a_conversation_that_was_asked_for(history):
+    history.create("c", {"a": "b"}, [dict(HI, id="msg_1")])
+    assert history.head("c") is None and history.record("c").metadata == {"a": "b"} and history.items("c") == [dict(HI, id="msg_1")]
+    turn = history.commit("c", None, [1], [2], [dict(HI, id="msg_1"), MORE], "Hello", note={"n": 1})
+    assert history.items("c")[0] == dict(HI, id="msg_1") and history.record("c").waiting == [] and turn.note == '{"n": 1}'
+    history.update(history.record("c")._replace(metadata={}, waiting=[dict(BYE, id="msg_2")]))
+    assert [item["content"] for item in history.items("c")] == ["Hi", "More", "Hello", "Bye"]
+    assert history.delete(turn.id) == ["c"] and history.head("c") is None
+    assert history.items("c") == [dict(BYE, id="msg_2")] and history.conversations() == ["c"]
+    with pytest.raises(ValueError, match="exists"):
+        history.create("c", {})
+
+
+def test_what_is_oldest_and_what_it_takes(tmp_path):
+    history, day = History(tmp_path / "h"), 86400
+    for name in "abc":
+        two_turns(history, name)
+    def aged(name, days):
+        history._db.execute("UPDATE conversation SET active = active - ? WHERE name = ?", (days * day, name))
+    aged("b", 3), aged("c", 2)
+    now, plenty = history.record("a").active, 2**30
+    assert history.oldest(now - 4 * day, plenty) is None and history.oldest(now - 2.5 * day, plenty) == "b" == history.oldest(0, 1000)
+    history.forget("b")
+    assert history.oldest(now - 2.5 * day, plenty) is None and history.oldest(now - 1.5 * day, plenty) == "c"
+    head = history.head("c")
+    history.commit("c", head.id, [1], [2])
+    assert history.oldest(now - 1.5 * day, plenty) is None and History().oldest(now, 0) is None
+    for n in range(200):
+        history.commit("big", history.head("big") and history.head("big").id, [n] * 5000, [n])
+    assert history.oldest(0, 2**20) == "a"
+    for name in "ac":
+        history.forget(name)
+    assert history.oldest(0, 2**20) == "big"
+    history.forget("big")
+    assert history.oldest(0, 2**20) is None                  # free pages do not count: they are used again
 
 
 def test_restart(tmp_path):

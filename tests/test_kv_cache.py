@@ -363,14 +363,14 @@ def test_plan_swap_out_for_never_takes_the_heads_own_chunks():
 def test_cold_are_the_idle_that_have_nothing_cached():
     cache = make(slots=8, places=0)
     a, b = idle(cache, "a", 4), cache.open("b")
-    assert list(cache.cold.values()) == [b]
+    assert cache.take_cold() == [b]
     cache.set_waiting(b, True)
-    assert not cache.cold
+    assert not cache.take_cold()
     cache.plan_swap_out(4, 10.0)
     cache.reclaim(a)
-    assert list(cache.cold.values()) == [a]
+    assert cache.take_cold() == [a]
     cache.forget(a)
-    assert not cache.cold
+    assert not cache.take_cold()
 
 
 # ---- KVCache.complete: copies in flight that are overtaken by events

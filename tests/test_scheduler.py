@@ -486,7 +486,7 @@ def test_one_offs_leave_nothing_behind():
     world.submit(None, 9, 3)
     world.submit(None, 9, 3)
     world.run()
-    assert all_free(world) and not world.cache.conversations and not world.cache.cold
+    assert all_free(world) and not world.cache.conversations and not world.cache.take_cold()
     assert all(not index.members for index in world.cache.indexes.values())
 
 
@@ -848,6 +848,7 @@ def world_of_idlers(others, context):
     for ticket in cache.plan_swap_out(4 * others, world.now):
         cache.complete(ticket)
     cache.take_table_updates()
+    cache.take_cold()                      # files them all: once, not in a step
     world.submit("a", [1] * context, 40)
     return world
 

@@ -1,65 +1,21 @@
 """The server seen from outside: the unmodified openai client, and raw sockets for clients that misbehave."""
-import contextlib
 import http.client
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import openai
 import pytest
-import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from engine import Engine
 from history import History
-from server import MAX_BODY_BYTES, Handler, Server, parse_flags
-
-ROOT = Path(__file__).resolve().parent.parent
-SPECIAL = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
-TEMPLATE = ("{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
-            "{% if add_generation_prompt %}<|assistant|>{% endif %}")
-CONTEXT = 2048
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A random model over printable ASCII, a token for each character, so that any reply is valid text."""
-    directory = tmp_path_factory.mktemp("models") / "ascii"
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    vocabulary = {("Ġ" if c == 32 else chr(c)): c - 32 for c in range(32, 127)}
-    library = Tokenizer(models.BPE(vocabulary, []))
-    library.pre_tokenizer, library.decoder = letters, decoders.ByteLevel()
-    library.add_special_tokens([AddedToken(name, normalized=False) for name in SPECIAL])
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_positions=CONTEXT, n_embd=48, n_layer=2, n_head=2,
-                                       eos_token_id=98, bos_token_id=98))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    model.save_pretrained(directory)
-    library.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps(dict(eos_token="<|end|>", chat_template=TEMPLATE)))
-    return directory
-
-
-@contextlib.contextmanager
-def serving(engine, **options):
-    server = Server(("127.0.0.1", 0), engine.start(), **options)
-    thread = threading.Thread(target=server.serve_forever, kwargs=dict(poll_interval=0.01))
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
-    engine.close()
+from server import MAX_BODY_BYTES, Handler, parse_flags
+from serving import CONTEXT, ROOT, ask, checkpoint, connect, eventually, fetch, hang_up_after, program, raw, serving, user
 
 
 @pytest.fixture(scope="module")
@@ -73,32 +29,6 @@ def server(checkpoint):
 def client(server):
     with connect(server.url) as client:
         yield client
-
-
-def connect(url, key="none"):
-    return openai.OpenAI(base_url=url + "/v1", api_key=key, max_retries=0, timeout=30)
-
-
-def user(text):
-    return dict(role="user", content=text)
-
-
-def ask(client, messages, stream=False, **options):
-    """(text, finish_reason, usage, conversation_id), however it is asked for."""
-    options = dict(model="ascii", messages=messages, max_tokens=16) | options
-    if not stream:
-        answer = client.chat.completions.create(**options)
-        return answer.choices[0].message.content, answer.choices[0].finish_reason, answer.usage, answer.conversation_id
-    chunks = list(client.chat.completions.create(stream=True, stream_options=dict(include_usage=True), **options))
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
-    return text, chunks[-2].choices[0].finish_reason, chunks[-1].usage, chunks[0].conversation_id
-
-
-def eventually(condition, seconds=10):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 # ---- a chat
@@ -221,12 +151,20 @@ def test_cache_and_metrics_tell_where_the_context_came_from(server, client, caps
     line = rf"^gpu 0 · cpu 0 · recomputed 0 · new {usage.prompt_tokens} · first token \d+ ms$"
     assert re.search(line, capsys.readouterr().out, re.MULTILINE)
     assert conversation in [entry["id"] for entry in cache["conversations"]]
-    values = dict(re.findall(r"^([\w:]+)\{model_name=\"ascii\"\} (\S+)$", fetch(server, "GET", "/metrics")[1], re.MULTILINE))
+    values = {name + labels: value for name, labels, value in re.findall(r'^([\w:]+)\{model_name="ascii"(.*)\} (\S+)$',
+                                                                         fetch(server, "GET", "/metrics")[1], re.MULTILINE)}
     stats = cache["stats"]
     prompt = [stats[f"prompt_tokens_{source}"] for source in ("gpu", "cpu", "recomputed", "new")]
     assert int(values["vllm:prompt_tokens_total"]) == int(values["vllm:prefix_cache_queries_total"]) == sum(prompt) > 0
     assert int(values["vllm:prefix_cache_hits_total"]) == prompt[0] + prompt[1]
-    assert int(values["vllm:request_success_total"]) == stats["finished"]
+    assert sum(int(values[f'vllm:request_success_total,finished_reason="{reason}"']) for reason in ("stop", "length")) == stats["finished"]
+    by_source = [int(values[f'vllm:prompt_tokens_by_source_total,source="{source}"'])
+                 for source in ("local_cache_hit", "external_kv_transfer", "local_compute")]
+    assert by_source == [prompt[0], prompt[1], prompt[2] + prompt[3]]
+    for name in ("time_to_first_token", "e2e_request_latency"):
+        assert int(values[f"vllm:{name}_seconds_count"]) == int(values[f'vllm:{name}_seconds_bucket,le="+Inf"']) == stats["finished"]
+    assert 0 < float(values["vllm:time_to_first_token_seconds_sum"]) <= float(values["vllm:e2e_request_latency_seconds_sum"])
+    assert int(values["vllm:inter_token_latency_seconds_count"]) == stats["generated_tokens"] - stats["finished"]
     assert int(values["vllm:generation_tokens_total"]) == stats["generated_tokens"]
     assert values["vllm:num_requests_running"] == values["vllm:num_requests_waiting"] == "0"
     assert int(values["nano_pensieve:prompt_tokens_new_total"]) == prompt[3]
@@ -234,20 +172,11 @@ def test_cache_and_metrics_tell_where_the_context_came_from(server, client, caps
 
 # ---- what is refused
 
-def fetch(server, method, path, body=None, headers={}):
-    """(status, content) of one plain HTTP request."""
-    connection = http.client.HTTPConnection(*server.server_address, timeout=30)
-    connection.request(method, path, body if isinstance(body, bytes | None) else json.dumps(body), headers)
-    response = connection.getresponse()
-    content = response.read()
-    connection.close()
-    return response.status, json.loads(content) if response.getheader("Content-Type") == "application/json" else content.decode()
-
-
 WRONG = dict(
     max_tokens=[-1, 0, 10**9, 10**30, "5", True, 1.5], temperature=[-1, "hot", float("nan"), 1e999], top_p=[0, 2], seed=[1.5], n=[2], model=[7],
     stop=["", ["a", ""], 3, ["a"] * 5], stream=[1], stream_options=[dict(nothing=1)], conversation_id=[5, "", "\ud800"], tools=[[]],
-    functions=[[{}]], logprobs=[True], response_format=[dict(type="json_object")], frequency_penalty=[0.5], logit_bias=[{}], what_is_this=[1],
+    functions=[[{}]], logprobs=[1], top_logprobs=[3, 99], response_format=[dict(type="json_object")], frequency_penalty=[2.5], min_p=[-1],
+    logit_bias=[[1], {"x": 1}, {"5": 101}, {"99999": 1}], metadata=[dict(a=1), {"a" * 65: ""}, []], what_is_this=[1],
     messages=[[], "Hi", None, ["Hi"], [{}], [dict(role="user")], [dict(content="Hi")], [dict(role="king", content="Hi")],
               [dict(role="user", content=5)], [dict(role=["user"], content="Hi")], [user("lone \ud800")], [user("too long " * CONTEXT)],
               [dict(role="user", content="Hi", name="Ada")], [dict(role="user", content=[dict(type="image_url", image_url=dict(url="x"))])]])
@@ -289,19 +218,6 @@ def test_unknown_paths_and_wrong_methods(server):
     for method, path in (("GET", "/v1/chat/completions"), ("POST", "/health"), ("DELETE", "/v1/models"), ("OPTIONS", "/cache")):
         assert fetch(server, method, path, b"")[0] == 405
     assert fetch(server, "GET", "/health?verbose=1") == (200, dict(status="ok"))
-
-
-def raw(server, *pieces):
-    """All that is answered to these bytes, until the server hangs up."""
-    with socket.create_connection(server.server_address, timeout=30) as connection:
-        with contextlib.suppress(ConnectionError):          # it may hang up before it has heard all
-            for piece in pieces:
-                connection.sendall(piece)
-        answer = b""
-        with contextlib.suppress(ConnectionError):
-            while received := connection.recv(2**16):
-                answer += received
-        return answer
 
 
 @pytest.mark.parametrize("headers, status", [
@@ -354,7 +270,7 @@ def test_early_bytes_of_the_next_request(server):
 
 
 def test_api_key(checkpoint):
-    with serving(Engine(str(checkpoint), gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0), api_key="señor") as server:
+    with serving(Engine(str(checkpoint), gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0), api_keys=["señor"]) as server:
         with connect(server.url, "wrong") as client, pytest.raises(openai.AuthenticationError):
             ask(client, [user("Hi")])
         for header in ({}, {"Authorization": "señor".encode()}, {"Authorization": "Basic señor".encode()}):
@@ -364,14 +280,6 @@ def test_api_key(checkpoint):
 
 
 # ---- clients that leave, an engine that fails
-
-def hang_up_after(server, body, condition):
-    """Asks, waits, and hangs up without having read all of the answer."""
-    body = json.dumps(body).encode()
-    with socket.create_connection(server.server_address, timeout=30) as connection:
-        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
-        eventually(condition)
-
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
 def test_who_hangs_up_cancels_the_turn(server, stream):
@@ -417,18 +325,21 @@ def test_an_engine_that_has_failed(checkpoint, monkeypatch):
     with serving(Engine(str(checkpoint), gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0)) as server, connect(server.url) as client:
         def burn(batch):
             raise RuntimeError("the GPU is on fire")
+        asking = server.engine.submit([1], ignore_eos=True)
+        next(iter(asking))
         monkeypatch.setattr(server.engine.worker, "execute", burn)
-        for _ in range(2):
-            with pytest.raises(openai.InternalServerError, match="on fire"):       # whoever waits, and whoever comes later
-                ask(client, [user("Hi")])
-        assert fetch(server, "GET", "/health")[0] == 503
+        with pytest.raises(openai.InternalServerError, match="on fire"):
+            ask(client, [user("Hi")])
+        with pytest.raises(RuntimeError, match="on fire"):
+            asking.result()
+        assert server.drained.wait(10)
 
 
 # ---- the program
 
 def test_every_field_of_config_is_a_flag():
     flags = parse_flags("--model a/b --gpu-cache-tokens 9 --swap-threshold 0.5 --policy lru --stateless --no-pipeline --api-key k".split())
-    assert (flags.model, flags.gpu_cache_tokens, flags.swap_threshold, flags.policy, flags.api_key) == ("a/b", 9, 0.5, "lru", "k")
+    assert (flags.model, flags.gpu_cache_tokens, flags.swap_threshold, flags.policy, flags.api_key) == ("a/b", 9, 0.5, "lru", ["k"])
     assert flags.stateless and flags.no_pipeline and not flags.separate_phases and flags.cpu_cache_tokens is None
     assert flags.history == str(ROOT / "history-a-b.sqlite") and parse_flags([]).history == str(ROOT / "history.sqlite")
 
@@ -440,23 +351,6 @@ def test_bad_flags_are_one_line(flags, capsys, monkeypatch, checkpoint):
     with pytest.raises(SystemExit) as exit:
         server.main()
     assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1
-
-
-@contextlib.contextmanager
-def program(checkpoint, history, *flags):
-    """python server.py, on a port of its choice: (process, url, banner)."""
-    command = [sys.executable, "-u", ROOT / "server.py", "--model", checkpoint, "--port", "0", "--history", history, *flags]
-    environment = os.environ | dict(OMP_NUM_THREADS="1")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            banner = ""
-            while not (url := re.search(r"http://[\d.:]+", banner)):
-                line = process.stdout.readline()
-                assert line, process.stderr.read()
-                banner += line
-            yield process, url[0], banner
-        finally:
-            process.kill()
 
 
 def test_banner_and_ctrl_c(checkpoint, tmp_path):

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from workload import (SHAPES, Conversation, Shape, Turn, cut, lmsys, means_before_cut, mooncake, reading_think, sharegpt,
+from model import find_checkpoint
+from tokenizer import load_tokenizer
+from workload import (SHAPES, Conversation, Shape, Turn, cut, lmsys, load, means_before_cut, mooncake, reading_think, sharegpt,
                       synthetic, ultrachat, with_arrivals)
 
 TRACE = Path(__file__).parents[2] / "shared" / "data" / "mooncake_synthetic_trace.jsonl"
@@ -258,3 +260,28 @@ def test_a_broken_item_is_named(tmp_path):
     path.write_text('[{"conversations": []},\n\n!]')
     with pytest.raises(ValueError, match="s.json.*line 3"):
         list(sharegpt(path, words))
+
+
+# ---- load: whichever of the kinds a file is
+
+@pytest.mark.parametrize("record, conversation", [
+    (dict(timestamp=2000, input_length=9, output_length=4, hash_ids=[1]), Conversation("0", [Turn(9, 4)], 2.0)),
+    (dict(data=["Hi, I'm Ada.", "Hello."]), None), (dict(conversation=[dict(role="user", content="Hi"), dict(role="assistant", content="Yes?")]), None)])
+def test_load_knows_json_lines_by_their_first_record(tmp_path, record, conversation):
+    [loaded] = load(write(tmp_path / "lines.jsonl", record), "tiny_chat")
+    assert loaded == conversation or conversation is None and min(loaded.turns[0][:2]) >= 1
+
+
+def test_load_knows_sharegpt_and_counts_with_a_tokenizer(tmp_path):
+    texts = ["Hi, I'm Ada.", "Hello Ada."]
+    path = tmp_path / "sharegpt.json"
+    path.write_text(json.dumps([dict(conversations=[{"from": who, "value": text} for who, text in zip(("human", "gpt"), texts)])]))
+    tokenizer = load_tokenizer(find_checkpoint("tiny_chat"))
+    assert load(path, "tiny_chat")[0].turns == [Turn(*(len(tokenizer.encode(text)) for text in texts))]
+
+
+@pytest.mark.parametrize("content, message", [("", "cannot read"), ("{}", "none of the fields"), ("nonsense", "cannot read"), ("[]", "empty")])
+def test_load_says_what_is_wrong_with_a_file(tmp_path, content, message):
+    (tmp_path / "file").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / "file", "tiny_chat")

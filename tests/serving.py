@@ -1,0 +1,186 @@
+"""What tests of the server share: a checkpoint, a server in this process or in one of its own, clients well-behaved and not."""
+import contextlib
+import http.client
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from server import Drained, Server
+
+ROOT = Path(__file__).resolve().parent.parent
+SPECIAL = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
+TEMPLATE = ("{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+CONTEXT = 2048
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A random model over printable ASCII, a token for each character, so that any reply is valid text."""
+    directory = tmp_path_factory.mktemp("models") / "ascii"
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    vocabulary = {("Ġ" if c == 32 else chr(c)): c - 32 for c in range(32, 127)}
+    library = Tokenizer(models.BPE(vocabulary, []))
+    library.pre_tokenizer, library.decoder = letters, decoders.ByteLevel()
+    library.add_special_tokens([AddedToken(name, normalized=False) for name in SPECIAL])
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_positions=CONTEXT, n_embd=48, n_layer=2, n_head=2,
+                                       eos_token_id=98, bos_token_id=98))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(directory)
+    library.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(dict(eos_token="<|end|>", chat_template=TEMPLATE)))
+    return directory
+
+
+@contextlib.contextmanager
+def serving(engine, **options):
+    """A server in this process; its `drained` is set once it has stopped by itself."""
+    def loop():
+        try:
+            server.serve_forever(poll_interval=0.01)
+        except Drained:
+            server.drained.set()
+
+    server = Server(("127.0.0.1", 0), engine.start(), **options)
+    server.drained, thread = threading.Event(), threading.Thread(target=loop)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+    engine.close()
+
+
+def connect(url, key="none"):
+    return openai.OpenAI(base_url=url + "/v1", api_key=key, max_retries=0, timeout=30)
+
+
+def user(text):
+    return dict(role="user", content=text)
+
+
+def ask(client, messages, stream=False, **options):
+    """(text, finish_reason, usage, conversation_id), however it is asked for."""
+    options = dict(model="ascii", messages=messages, max_tokens=16) | options
+    if not stream:
+        answer = client.chat.completions.create(**options)
+        return answer.choices[0].message.content, answer.choices[0].finish_reason, answer.usage, answer.conversation_id
+    chunks = list(client.chat.completions.create(stream=True, stream_options=dict(include_usage=True), **options))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    return text, chunks[-2].choices[0].finish_reason, chunks[-1].usage, chunks[0].conversation_id
+
+
+def eventually(condition, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def fetch(server, method, path, body=None, headers={}):
+    """(status, content) of one plain HTTP request."""
+    connection = http.client.HTTPConnection(*server.server_address, timeout=30)
+    connection.request(method, path, body if isinstance(body, bytes | None) else json.dumps(body), headers)
+    response = connection.getresponse()
+    content = response.read()
+    connection.close()
+    return response.status, json.loads(content) if response.getheader("Content-Type") == "application/json" else content.decode()
+
+
+def raw(server, *pieces):
+    """All that is answered to these bytes, until the server hangs up."""
+    with socket.create_connection(server.server_address, timeout=30) as connection:
+        with contextlib.suppress(ConnectionError):          # it may hang up before it has heard all
+            for piece in pieces:
+                connection.sendall(piece)
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while received := connection.recv(2**16):
+                answer += received
+        return answer
+
+
+@contextlib.contextmanager
+def program(checkpoint, history, *flags):
+    """python server.py, on a port of its choice: (process, url, banner)."""
+    command = [sys.executable, "-u", ROOT / "server.py", "--model", checkpoint, "--port", "0", "--history", history, *flags]
+    environment = os.environ | dict(OMP_NUM_THREADS="1")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            banner = ""
+            while not (url := re.search(r"http://[\d.:]+", banner)):
+                line = process.stdout.readline()
+                assert line, process.stderr.read()
+                banner += line
+            yield process, url[0], banner
+        finally:
+            process.kill()
+
+
+def posting(body, path="/v1/chat/completions"):
+    """The bytes of a request."""
+    body = json.dumps(body).encode()
+    return b"POST %b HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (path.encode(), len(body), body)
+
+
+def hang_up_after(server, body, condition, path="/v1/chat/completions"):
+    """Asks, waits, and hangs up without having read all of the answer."""
+    with socket.create_connection(server.server_address, timeout=30) as connection:
+        connection.sendall(posting(body, path))
+        eventually(condition)
+
+
+ZYGOTE = """
+import json, os, sys
+import server
+for line in sys.stdin:
+    sys.argv, before = json.loads(line)
+    if not (pid := os.fork()):
+        exec(before)
+        server.main()
+        os._exit(0)
+    print("pid", pid, flush=True)
+    print("exit", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+class Zygote:
+    """Has imported what a server needs, and forks one after another: python server.py in a tenth of a second."""
+
+    def __init__(self):
+        self.process = subprocess.Popen([sys.executable, "-u", "-c", ZYGOTE], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        stderr=subprocess.DEVNULL, text=True, env=os.environ | dict(OMP_NUM_THREADS="1"))
+
+    def _read(self, pattern):
+        while line := self.process.stdout.readline():
+            if found := re.search(pattern, line):
+                return found[1]
+        raise AssertionError("the server has gone")
+
+    def start(self, checkpoint, history, *flags, before="") -> tuple[int, str]:
+        """(pid, url). before: what the new process executes first."""
+        argv = ["server.py", "--model", str(checkpoint), "--port", "0", "--history", str(history), *flags]
+        print(json.dumps([argv, before]), file=self.process.stdin, flush=True)
+        return int(self._read(r"^pid (\d+)")), self._read(r"(http://[\d.:]+)")
+
+    def exit_code(self) -> int:
+        """Waits for the last one to end; negative: the signal that ended it."""
+        return int(self._read(r"^exit (-?\d+)"))
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait()

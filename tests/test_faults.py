@@ -1,0 +1,359 @@
+"""A server that keeps its promises: full queues, slow, silent and vanishing clients, signals, kill -9, full disks, and nonsense."""
+import contextlib
+import json
+import os
+import random
+import select
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from statistics import quantiles
+from urllib.parse import quote
+
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+import server as server_module
+from engine import Engine
+from openai_api import OPERATIONS
+from server import Handler
+from serving import CONTEXT, Zygote, ask, checkpoint, connect, eventually, fetch, posting, raw, serving, user
+
+LONG = dict(messages=[user("long")], stream=True, ignore_eos=True)              # a chat that goes on for as long as the context allows
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint):
+    return Engine(str(checkpoint), gpu_cache_tokens=2 * CONTEXT, cpu_cache_tokens=CONTEXT, max_running=2, debug=True)
+
+
+@pytest.fixture(scope="module")
+def server(engine):
+    with serving(engine, max_waiting=2, max_connections=40) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def zygote():
+    zygote = Zygote()
+    yield zygote
+    zygote.close()
+
+
+@contextlib.contextmanager
+def streaming(server, count=1):
+    """Connections on each of which a long answer has begun or waits."""
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(socket.create_connection(server.server_address, timeout=30)) for _ in range(count)]
+        for connection in connections:
+            connection.sendall(posting(LONG))
+        yield connections
+
+
+def idle(server):
+    stats = server.engine.stats()
+    return stats["running"] == stats["waiting"] == server.at_work == 0
+
+
+# ---- limits
+
+def test_a_full_queue(server):
+    with streaming(server, count=4), connect(server.url) as client:                # 2 run, 2 wait
+        eventually(lambda: server.at_work == 4)
+        with pytest.raises(openai.RateLimitError) as error:
+            ask(client, [user("Hi")])
+        assert error.value.response.headers["Retry-After"] == "1" and error.value.type == "rate_limit_error"
+        assert client.models.list().data
+    eventually(lambda: idle(server))
+    with connect(server.url) as client:
+        assert ask(client, [user("Hi")])[0]
+
+
+def test_too_many_connections(server):
+    """Those beyond the limit are refused at once, before they have said anything; the others wait to be asked."""
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(socket.create_connection(server.server_address, timeout=30)) for _ in range(60)]
+        eventually(lambda: len(select.select(connections, [], [], 0)[0]) == 20)
+        assert all(connection.recv(1000).startswith(b"HTTP/1.1 503") for connection in select.select(connections, [], [], 0)[0])
+    eventually(lambda: fetch(server, "GET", "/health")[0] == 200)
+
+
+def test_one_deadline_for_a_whole_request(server, monkeypatch):
+    """A byte now and then does not prolong it."""
+    monkeypatch.setattr(server_module, "REQUEST_SECONDS", 0.4)
+    for request in (b"GET /health HTTP/1.1\r\n" + b"X: y\r\n" * 50, posting(LONG)):
+        with socket.create_connection(server.server_address, timeout=30) as connection:
+            begin = time.monotonic()
+            with pytest.raises(OSError):
+                for byte in request:
+                    connection.sendall(bytes([byte]))
+                    time.sleep(0.02)
+            assert 0.3 < time.monotonic() - begin < 3
+    assert idle(server)
+
+
+def test_who_does_not_read_is_cut_off(server, monkeypatch):
+    setup = Handler.setup
+    def with_small_buffer(handler):
+        setup(handler)
+        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    monkeypatch.setattr(Handler, "setup", with_small_buffer)
+    monkeypatch.setattr(Handler, "timeout", 0.3)
+    before = server.engine.stats()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(server.server_address)
+        connection.sendall(posting(LONG))
+        eventually(lambda: server.at_work == 1)
+        eventually(lambda: idle(server))
+    eventually(lambda: server.engine.stats()["slots_free"] >= before["slots_free"])
+
+
+def test_slow_and_silent_connections_do_not_disturb(server):
+    """30 of the 40 connections say nothing or little; a normal client is served."""
+    with contextlib.ExitStack() as stack, connect(server.url) as client:
+        for n in range(30):
+            connection = stack.enter_context(socket.create_connection(server.server_address, timeout=30))
+            connection.sendall(posting(LONG)[:n])
+        for n in range(5):
+            assert ask(client, [user(f"number {n}")])[0]
+    assert idle(server)
+
+
+@pytest.mark.soak
+def test_500_slow_and_silent_connections_beside_a_normal_client(engine):
+    def p99(client):
+        def seconds():
+            begin = time.monotonic()
+            ask(client, [user("Hi")], extra_body=dict(ignore_eos=True))
+            return time.monotonic() - begin
+        return quantiles([seconds() for _ in range(300)], n=100)[98]
+    with serving(engine) as server, connect(server.url) as client, contextlib.ExitStack() as stack:
+        quiet = p99(client)
+        connections = [stack.enter_context(socket.create_connection(server.server_address, timeout=30)) for _ in range(500)]
+        def drip():
+            while connections:
+                for n, connection in enumerate(list(connections)):
+                    with contextlib.suppress(OSError):
+                        connection.sendall(posting(LONG)[n % 50:n % 50 + n % 2])
+                time.sleep(0.5)
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        disturbed = p99(client)
+        connections.clear()
+        dripping.join()
+    assert disturbed < 2 * quiet, (quiet, disturbed)
+
+
+@pytest.mark.parametrize("clients", [40, pytest.param(200, marks=pytest.mark.soak)])
+def test_clients_that_vanish_in_mid_stream(server, clients):
+    """All slots come back, and nobody's turn is kept."""
+    engine, chance = server.engine, random.Random(clients)
+    before, conversations = engine.stats(), engine.history.conversations()
+    def vanish(n):
+        with socket.create_connection(server.server_address, timeout=30) as connection:
+            connection.sendall(posting(LONG | dict(messages=[user(str(n))])))
+            connection.recv(chance.choice([1, 1000, 10_000]))
+            if n % 2:                                       # not a farewell, a reset
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(vanish, range(clients)))
+    eventually(lambda: idle(server))
+    after = engine.stats()
+    assert (after["slots_free"], after["cpu_chunks_free"]) >= (before["slots_free"], before["cpu_chunks_free"])
+    assert engine.history.conversations() == conversations
+
+
+# ---- the end
+
+def test_draining(zygote, checkpoint, tmp_path):
+    """SIGTERM: the turn at work is finished and kept, who comes now is sent away, and then the process ends with 0."""
+    pid, url = zygote.start(checkpoint, tmp_path / "history")
+    with connect(url) as client:
+        stream = client.responses.create(model="ascii", input="Hi", max_output_tokens=400, stream=True, extra_body=dict(ignore_eos=True))
+        events = [event.type for event, _ in zip(stream, range(10))]
+        os.kill(pid, signal.SIGTERM)
+        time.sleep(0.1)
+        with pytest.raises(openai.InternalServerError) as error:
+            ask(client, [user("Hi")])
+        assert error.value.status_code == 503 and "Retry-After" in error.value.response.headers
+        *_, last = stream
+        assert last.type == "response.incomplete" and last.response.usage.output_tokens == 400
+    assert zygote.exit_code() == 0
+    pid, url = zygote.start(checkpoint, tmp_path / "history")
+    with connect(url) as client:
+        assert client.responses.retrieve(last.response.id).output_text == last.response.output_text
+        stream = client.responses.create(model="ascii", input="Hi", stream=True, extra_body=dict(ignore_eos=True))
+        next(iter(stream))
+        for _ in range(2):                                  # the second does not wait
+            os.kill(pid, signal.SIGTERM)
+            time.sleep(0.1)
+        assert zygote.exit_code() == 0
+        with pytest.raises(Exception):
+            assert list(stream)[-1].type == "response.completed"
+
+
+def test_a_worker_that_dies_ends_the_process(zygote, checkpoint, tmp_path):
+    broken = "import worker; worker.Worker._run = lambda *_: 1 / 0"
+    _, url = zygote.start(checkpoint, tmp_path / "history", before=broken)
+    with connect(url) as client:
+        for _ in range(3):
+            with pytest.raises(openai.InternalServerError, match="division by zero"):
+                ask(client, [user("Hi")])
+    assert zygote.exit_code() == 1
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(200, marks=pytest.mark.soak)])
+def test_kill_9_under_load(zygote, checkpoint, tmp_path, kills):
+    """No turn that was told to be done is lost, none is torn, and every conversation goes on exactly."""
+    chance, names, told = random.Random(kills), [], {}
+    flags = ("--gpu-cache-tokens", str(CONTEXT), "--cpu-cache-tokens", "256")
+
+    def say(client, name, text):
+        return client.responses.create(model="ascii", input=text, conversation=name, max_output_tokens=8, extra_body=dict(ignore_eos=True)).output_text
+
+    def talk(url, name):
+        with contextlib.suppress(openai.APIConnectionError), connect(url) as client:
+            while True:
+                text = f"message {len(told[name])} of {names.index(name)}"
+                told[name].append((text, say(client, name, text)))
+
+    for _ in range(kills):
+        pid, url = zygote.start(checkpoint, tmp_path / "history", *flags)
+        with connect(url) as client:
+            if len(names) < 12:
+                names += [client.conversations.create().id for _ in range(3)]
+            for name in names:
+                said = [item.content[0].text for item in client.conversations.items.list(name, order="asc", limit=100)]
+                turns = list(zip(said[::2], said[1::2], strict=True))
+                assert turns[:len(told.get(name, []))] == told.get(name, []) and len(turns) <= len(told.get(name, [])) + 1
+                told[name] = turns
+        threads = [threading.Thread(target=talk, args=(url, name)) for name in names if len(told[name]) < 40]
+        for thread in threads:
+            thread.start()
+        time.sleep(chance.uniform(0.05, 0.6))
+        os.kill(pid, signal.SIGKILL)
+        assert zygote.exit_code() == -signal.SIGKILL
+        for thread in threads:
+            thread.join()
+    assert sum(map(len, told.values())) > kills
+    uninterrupted = Engine(str(checkpoint), gpu_cache_tokens=2 * CONTEXT, cpu_cache_tokens=CONTEXT)
+    with serving(uninterrupted) as server, connect(server.url) as client:
+        for turns in told.values():
+            name = client.conversations.create().id
+            assert [say(client, name, text) for text, _ in turns] == [reply for _, reply in turns]
+
+
+def test_a_full_disk(checkpoint, tmp_path):
+    """SQLite's own error: the client is told, nothing of the turn remains, and with space again all goes on."""
+    engine = Engine(str(checkpoint), gpu_cache_tokens=CONTEXT, cpu_cache_tokens=256, debug=True, history=tmp_path / "history")
+    with serving(engine) as server, connect(server.url) as client:
+        def say(text, **more):
+            return client.responses.create(model="ascii", input=text, conversation=name, max_output_tokens=8, extra_body=dict(ignore_eos=True), **more)
+        name = client.conversations.create().id
+        first = say("one")
+        pages = engine.history._db.execute("PRAGMA page_count").fetchone()[0]
+        engine.history._db.execute(f"PRAGMA max_page_count = {pages}")
+        long = "two " * 400
+        with pytest.raises(openai.InternalServerError, match="full"):
+            say(long)
+        last = list(say(long, stream=True))[-1]
+        assert last.type == "response.failed" and "full" in last.response.error.message
+        with pytest.raises(openai.APIError, match="full"):
+            list(client.chat.completions.create(model="ascii", messages=[user(long)], max_tokens=4, stream=True))
+        engine.history._db.execute("PRAGMA max_page_count = 1000000")
+        second = say("two")
+        assert second.usage.input_tokens < first.usage.total_tokens + 10
+        assert len(client.conversations.items.list(name).data) == 4 and idle(server)
+
+
+# ---- nonsense
+
+def values(schema):
+    """Whatever the schema allows."""
+    if "enum" in schema:
+        return st.sampled_from(schema["enum"])
+    if "anyOf" in schema:
+        return st.one_of(*map(values, schema["anyOf"]))
+    low, high = schema.get("minimum"), schema.get("maximum")
+    match schema.get("type"):
+        case "boolean":
+            return st.booleans()
+        case "integer":
+            return st.integers(low, high)
+        case "number":
+            return st.floats(low, high)
+        case "string":
+            return st.text(min_size=schema.get("minLength", 0), max_size=min(schema.get("maxLength", 20), 20))
+        case "array":
+            return st.lists(values(schema["items"]), min_size=schema["minItems"], max_size=min(schema["maxItems"], 3))
+        case "object":
+            required = {name: values(schema["properties"][name]) for name in schema.get("required", ())}
+            optional = {name: values(member) for name, member in schema["properties"].items() if name not in required}
+            if others := schema["additionalProperties"]:
+                return st.dictionaries(st.from_regex(schema["propertyNames"]["pattern"]), values(others), max_size=3)
+            return st.fixed_dictionaries(required, optional=optional)
+    return st.none()
+
+
+def questions(operation, documented):
+    """A body, or a query: right by the document, but for what chance spoils."""
+    nonsense = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.none(), max_size=2) | st.just({})
+    fields = documented["paths"][operation.path][operation.method.lower()]
+    if body := fields.get("requestBody"):
+        right = values(body["content"]["application/json"]["schema"])
+    else:
+        right = st.fixed_dictionaries({}, optional={p["name"]: values(p["schema"]) for p in fields["parameters"] if p["in"] == "query"})
+    spoilt = st.tuples(right, st.sampled_from([*operation.fields, "tools"]), nonsense).map(lambda it: it[0] | {it[1]: it[2]})
+    return st.one_of(right, right, spoilt, nonsense)
+
+
+@pytest.mark.parametrize("operation", [o for o in OPERATIONS if o.path not in ("/cache/events", "/")], ids=lambda operation: operation.name)
+def test_nonsense(server, operation):
+    """Whatever comes: an answer in OpenAI's shape, no 5xx, and the server goes on."""
+    names = ["conv", "resp_x", "a b/ü%", "\0"]
+    with connect(server.url) as client:
+        client.post("/conversations", body={}, cast_to=object)
+        response = client.responses.create(model="ascii", input="Hi", max_output_tokens=2)
+        names += [response.id, response.conversation.id, response.output[0].id]
+
+    @settings(max_examples=12, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.data(), questions(operation, fetch(server, "GET", "/openapi.json")[1]))
+    def ask_anything(data, question):
+        path = operation.path
+        while "{" in path:
+            path = path[:path.index("{")] + quote(data.draw(st.sampled_from(names)), safe="") + path[path.index("}") + 1:]
+        if operation.method == "POST":
+            if isinstance(question, dict) and {"messages", "input"} & operation.fields.keys():
+                question = dict(question, max_tokens=2) if "messages" in operation.fields else dict(question, max_output_tokens=2)
+            status, content = fetch(server, "POST", path, question if isinstance(question, dict) else json.dumps(question).encode())
+        else:
+            query = "&".join(f"{quote(name)}={quote(str(value))}" for name, value in question.items()) if isinstance(question, dict) else "%zz"
+            status, content = fetch(server, operation.method, f"{path}?{query}")
+        assert status < 500
+        if status >= 400:
+            assert set(content["error"]) == {"message", "type", "param", "code"} and content["error"]["message"]
+    ask_anything()
+    assert fetch(server, "GET", "/health")[0] == 200
+    eventually(lambda: idle(server))
+
+
+@pytest.mark.soak
+def test_thousands_of_requests_made_from_the_document(server):
+    schemathesis = pytest.importorskip("schemathesis")
+    schema = schemathesis.openapi.from_url(server.url + "/openapi.json")
+    for operation in schema.get_all_operations():
+        if operation.ok().path == "/cache/events":
+            continue
+
+        @settings(max_examples=250, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @given(operation.ok().as_strategy())
+        def call(case):
+            if isinstance(case.body, dict):
+                case.body = case.body | {"max_tokens": 2} if "messages" in case.body else case.body | {"max_output_tokens": 2} if "input" in case.body else case.body
+            assert case.call(timeout=30).status_code < 500
+        call()
+    eventually(lambda: idle(server))

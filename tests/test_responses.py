@@ -1,0 +1,449 @@
+"""The stateful API through the unmodified openai client: responses, branches, conversations, cancellation, deletion, owners."""
+import json
+import threading
+import time
+import urllib.request
+
+import openai
+import pytest
+
+from engine import Engine
+from serving import CONTEXT, ask, checkpoint, connect, eventually, fetch, serving, user
+
+SOURCES = ("gpu", "cpu", "recomputed", "new")
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    engine = Engine(str(checkpoint), gpu_cache_tokens=3 * CONTEXT, cpu_cache_tokens=3 * CONTEXT, max_running=4, debug=True)
+    with serving(engine) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with connect(server.url) as client:
+        yield client
+
+
+def respond(client, text, **options):
+    options = dict(model="ascii", input=text, max_output_tokens=12, extra_body=dict(ignore_eos=True)) | options
+    return client.responses.create(**options)
+
+
+def cached(response):
+    """After a look at the accounting."""
+    details, usage = response.usage.input_tokens_details, response.usage
+    assert sum(getattr(details, source) for source in SOURCES) == usage.input_tokens
+    assert details.cached_tokens == details.gpu + details.cpu and details.cache_write_tokens == details.recomputed + details.new
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+    return details.cached_tokens
+
+
+def items(client, conversation):
+    return [(item.role, item.content[0].text) for item in client.conversations.items.list(conversation, order="asc")]
+
+
+def stored(server):
+    return server.engine.history._db.execute("SELECT count(*) FROM turn").fetchone()[0]
+
+
+# ---- responses
+
+def test_a_response_in_one_piece(client, server, checkpoint):
+    made = respond(client, "Hello", metadata=dict(a="b"), temperature=0.5, top_p=0.9, user="me")
+    assert (made.object, made.status, made.model, made.error) == ("response", "incomplete", "ascii", None)
+    assert made.incomplete_details.reason == "max_output_tokens" and made.usage.output_tokens == 12
+    item, = made.output
+    assert (item.type, item.role, item.status, item.content[0].type) == ("message", "assistant", "incomplete", "output_text")
+    assert len(made.output_text) <= 12 and item.content[0].annotations == []
+    assert (made.metadata, made.temperature, made.top_p, made.truncation) == (dict(a="b"), 0.5, 0.9, "disabled")
+    assert (made.tools, made.tool_choice, made.parallel_tool_calls, made.previous_response_id) == ([], "none", False, None)
+    assert cached(made) == 0
+    assert client.responses.retrieve(made.id) == made
+    ended = respond(client, "Hello", max_output_tokens=300, temperature=2, extra_body=dict(seed=1))
+    assert ended.status == "completed" and ended.incomplete_details is None and ended.output[0].status == "completed"
+
+
+def test_events_are_complete_and_in_order(client):
+    made = respond(client, "The same")
+    *events, last = respond(client, "The same", stream=True)
+    assert [event.sequence_number for event in events + [last]] == list(range(len(events) + 1))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert kinds == ["created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * len(deltas),
+                     "output_text.done", "content_part.done", "output_item.done"] and last.type == "response.incomplete"
+    assert "".join(event.delta for event in deltas) == made.output_text == events[-3].text == last.response.output_text
+    assert events[0].response.status == "in_progress" and events[0].response.id == last.response.id
+    assert events[-1].item == last.response.output[0] and {event.item_id for event in deltas} == {events[-1].item.id}
+    assert client.responses.retrieve(last.response.id) == last.response
+
+
+def test_the_clients_own_accumulation(client):
+    with client.responses.stream(model="ascii", input="Say it", temperature=2, max_output_tokens=300, extra_body=dict(seed=1)) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert final.output_text == text and final.status == "completed" and client.responses.retrieve(final.id).output_text == text
+
+
+def test_only_what_is_new_is_sent(client):
+    """Ten turns by previous_response_id: all that was fed before is cached, and the answers are those of a client that resends all."""
+    previous, messages, length = None, [], 0
+    for turn in range(10):
+        made = respond(client, f"message {turn}", previous_response_id=previous, stream=False)
+        assert cached(made) == max(length - 1, 0) and made.previous_response_id == previous
+        messages.append(user(f"message {turn}"))
+        resent = ask(client, messages, max_tokens=12, extra_body=dict(ignore_eos=True))
+        assert resent[0] == made.output_text
+        messages.append(dict(role="assistant", content=made.output_text))
+        previous, length = made.id, made.usage.total_tokens
+
+
+def test_items_in_all_their_forms(client):
+    text = respond(client, "one text")
+    parts = [dict(role="user", content=[dict(type="input_text", text="one "), dict(type="input_text", text="text")])]
+    typed = [dict(type="message", role="user", content="one text", id="msg_x", status="completed")]
+    for form in (parts, typed):
+        assert respond(client, form).output_text == text.output_text
+    resent = [user("one text"), *(item.to_dict() for item in text.output), user("and?")]      # as the client gives items back
+    assert respond(client, resent).output_text == respond(client, "and?", previous_response_id=text.id).output_text
+
+
+def test_two_answers_to_one_response_are_two_branches(client):
+    first = respond(client, "once")
+    hill, sea = respond(client, "upon a hill", previous_response_id=first.id), respond(client, "upon a sea", previous_response_id=first.id)
+    assert cached(hill) > 0 and hill.conversation.id == first.conversation.id != sea.conversation.id
+    for branch in (hill, sea):
+        after = respond(client, "and", previous_response_id=branch.id)
+        assert after.conversation.id == branch.conversation.id and cached(after) == branch.usage.total_tokens - 1
+    assert [text for role, text in items(client, sea.conversation.id) if role == "user"] == ["once", "upon a sea", "and"]
+
+
+def test_what_is_not_stored_leaves_nothing(client, server):
+    first = respond(client, "keep this")
+    before, names = stored(server), server.engine.history.conversations()
+    for previous in (None, first.id):
+        made = respond(client, "forget this", previous_response_id=previous, store=False)
+        assert made.output_text and not made.store and made.conversation is None
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(made.id)
+    assert (stored(server), server.engine.history.conversations()) == (before, names)
+    assert respond(client, "go on", previous_response_id=first.id).conversation.id == first.conversation.id
+
+
+# ---- instructions and truncation
+
+def test_instructions_count_for_one_response(client):
+    system = dict(role="system", content="Be brief.")
+    def resent(*messages):
+        return ask(client, list(messages), max_tokens=12, extra_body=dict(ignore_eos=True))[0]
+    def said(response):
+        return dict(role="assistant", content=response.output_text)
+    first = respond(client, "Who?", instructions="Be brief.")
+    assert first.output_text == resent(system, user("Who?")) and first.instructions == "Be brief."
+    same = respond(client, "Why?", instructions="Be brief.", previous_response_id=first.id)
+    assert cached(same) == first.usage.total_tokens - 1
+    assert same.output_text == resent(system, user("Who?"), said(first), user("Why?"))
+    none = respond(client, "How?", previous_response_id=same.id)            # nothing is carried over, so all is computed anew
+    assert cached(none) == 0 and none.instructions is None
+    assert none.output_text == resent(user("Who?"), said(first), user("Why?"), said(same), user("How?"))
+    again = respond(client, "So?", previous_response_id=none.id)
+    assert cached(again) == none.usage.total_tokens - 1
+    assert [text for role, text in items(client, again.conversation.id) if role != "assistant"] == ["Who?", "Why?", "How?", "So?"]
+    ids = [item.id for item in client.conversations.items.list(again.conversation.id, limit=100)]
+    assert len(set(ids)) == len(ids) == 8 and {r.output[0].id for r in (first, same, none, again)} <= set(ids)
+
+
+def test_other_instructions_in_a_conversation(client, server):
+    """The context of a conversation may start anew under its name; a turn that is cancelled then leaves the old one in place."""
+    conversation = client.conversations.create().id
+    respond(client, "one", conversation=conversation)
+    stream = respond(client, "two", conversation=conversation, instructions="Be long.", stream=True, max_output_tokens=None)
+    for event in stream:
+        if event.type == "response.output_text.delta":
+            client.responses.cancel(response_id)
+            break
+        response_id = event.response.id if event.type == "response.created" else response_id
+    assert len(items(client, conversation)) == 2
+    third = respond(client, "three", conversation=conversation)
+    fourth = respond(client, "four", conversation=conversation, instructions="Be long.")
+    fifth = respond(client, "five", conversation=conversation, instructions="Be long.")
+    assert third.usage.input_tokens_details.new < third.usage.input_tokens and cached(fourth) == 0
+    assert cached(fifth) == fourth.usage.total_tokens - 1
+    assert [text for role, text in items(client, conversation) if role == "user"] == ["one", "three", "four", "five"]
+
+
+def test_truncation(client):
+    long = "x" * (CONTEXT // 3)
+    first = respond(client, long)
+    second = respond(client, long + "y", previous_response_id=first.id)
+    with pytest.raises(openai.BadRequestError, match=f"limit of {CONTEXT}"):
+        respond(client, long + "z", previous_response_id=second.id)
+    third = respond(client, long + "z", previous_response_id=second.id, truncation="auto", max_output_tokens=40)
+    kept = [user(long + "y"), dict(role="assistant", content=second.output_text), user(long + "z")]
+    assert third.output_text == ask(client, kept, max_tokens=40, extra_body=dict(ignore_eos=True))[0]
+    assert third.truncation == "auto" and third.usage.output_tokens == 40
+    assert len(items(client, third.conversation.id)) == 6                     # dropped from the context, not from the conversation
+    assert cached(respond(client, "and?", previous_response_id=third.id)) == third.usage.total_tokens - 1
+    with pytest.raises(openai.BadRequestError, match=f"limit of {CONTEXT}"):
+        respond(client, "x" * CONTEXT, truncation="auto")
+    short = respond(client, "short", truncation="auto")
+    assert cached(respond(client, "too", previous_response_id=short.id, truncation="auto")) == short.usage.total_tokens - 1
+
+
+# ---- conversations
+
+def test_a_conversation_from_beginning_to_end(client, server):
+    made = client.conversations.create(items=[dict(type="message", role="system", content="Be."), user("Hi")], metadata=dict(topic="demo"))
+    assert (made.object, made.metadata) == ("conversation", dict(topic="demo"))
+    waiting = list(client.conversations.items.list(made.id, order="asc"))
+    assert [(item.role, item.status, item.content[0].type) for item in waiting] == [("system", "completed", "input_text"), ("user", "completed", "input_text")]
+    first = respond(client, "there", conversation=made.id)
+    assert first.conversation.id == made.id
+    assert first.output_text == ask(client, [dict(role="system", content="Be."), user("Hi"), user("there")], max_tokens=12,
+                                    extra_body=dict(ignore_eos=True))[0]
+    second = respond(client, "more", conversation=made.id)
+    assert cached(second) == first.usage.total_tokens - 1
+    added = client.conversations.items.create(made.id, items=[user("By the way")])
+    assert added.data[0].role == "user" and added.first_id == added.last_id == added.data[0].id
+    third = respond(client, "so", conversation=made.id)
+    listed = list(client.conversations.items.list(made.id, order="asc", limit=3))
+    assert [item.id for item in listed[:2]] == [item.id for item in waiting] and added.data[0].id in [item.id for item in listed]
+    assert [item.content[0].text for item in listed] == ["Be.", "Hi", "there", first.output_text, "more", second.output_text,
+                                                         "By the way", "so", third.output_text]
+    assert [item.id for item in client.conversations.items.list(made.id)] == [item.id for item in reversed(listed)]
+    assert client.conversations.items.retrieve(listed[3].id, conversation_id=made.id).content[0].text == first.output_text
+    assert listed[3].id == first.output[0].id
+    assert client.conversations.update(made.id, metadata=dict(topic="other")).metadata == dict(topic="other")
+    state = client.conversations.retrieve(made.id).cache
+    assert state["tokens"] == third.usage.total_tokens and state["gpu"] + state["cpu"] == state["tokens"] - 1 and state["idle_seconds"] < 60
+    gone = client.conversations.delete(made.id)
+    assert gone.deleted and gone.id == made.id
+    for lost in (lambda: client.conversations.retrieve(made.id), lambda: client.responses.retrieve(first.id),
+                 lambda: respond(client, "x", conversation=made.id), lambda: respond(client, "x", previous_response_id=third.id)):
+        with pytest.raises(openai.NotFoundError) as error:
+            lost()
+        assert error.value.type == "invalid_request_error"
+
+
+def test_what_was_asked_for_by_name_goes_on_by_name(client):
+    """previous_response_id, and a chat that resends, branch off a conversation that someone created."""
+    conversation = client.conversations.create()
+    first = respond(client, "mine", conversation=conversation.id)
+    assert respond(client, "yours", previous_response_id=first.id).conversation.id != conversation.id
+    assert ask(client, [user("mine"), dict(role="assistant", content=first.output_text), user("theirs")])[3] != conversation.id
+    assert len(items(client, conversation.id)) == 2
+
+
+def test_turns_of_one_conversation_wait_for_each_other(client, server):
+    conversation, made = client.conversations.create().id, []
+    threads = [threading.Thread(target=lambda n=n: made.append(respond(client, f"number {n}", conversation=conversation, max_output_tokens=40)))
+               for n in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    texts = [text for _, text in items(client, conversation)]
+    assert sorted(texts[::2]) == [f"number {n}" for n in range(5)] and sorted(texts[1::2]) == sorted(r.output_text for r in made)
+
+
+# ---- cancel and delete
+
+def begun(client, **options):
+    """A stream, and the id of its response, which has begun to speak and would go on for long."""
+    stream = respond(client, "long", stream=True, max_output_tokens=None, **options)
+    response_id = next(event.response.id for event in stream if event.type == "response.created")
+    assert next(event for event in stream if event.type == "response.output_text.delta")
+    return stream, response_id
+
+
+def test_cancel_in_mid_stream(client, server):
+    conversation = client.conversations.create().id
+    stream, response_id = begun(client, conversation=conversation)
+    assert client.responses.retrieve(response_id).status == "in_progress"
+    with pytest.raises(openai.ConflictError):
+        client.conversations.items.create(conversation, items=[user("late")])
+    cancelled = client.responses.cancel(response_id)
+    assert cancelled.status == "cancelled"
+    *_, last = stream
+    assert last.type == "response.incomplete" and last.response.status == "cancelled"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(response_id)
+    assert items(client, conversation) == [] and server.engine.stats()["running"] == 0
+    done = respond(client, "done", conversation=conversation)
+    assert client.responses.cancel(done.id) == client.responses.retrieve(done.id)
+
+
+def test_deleting_what_runs_and_who_hangs_up(client, server):
+    before = server.engine.stats()["slots_free"]
+    for end in (client.responses.delete, lambda id: stream.close()):
+        stream, response_id = begun(client)
+        end(response_id)
+        eventually(lambda: server.engine.stats()["running"] == 0)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(response_id)
+    eventually(lambda: server.engine.stats()["slots_free"] == before)
+    conversation = client.conversations.create().id
+    stream, _ = begun(client, conversation=conversation)
+    client.conversations.delete(conversation)
+    assert list(stream)[-1].response.status == "cancelled"
+    chat = client.chat.completions.create(model="ascii", messages=[user("long")], stream=True, extra_body=dict(conversation_id="doomed", ignore_eos=True))
+    next(iter(chat))
+    client.conversations.delete("doomed")
+    with pytest.raises(openai.APIError, match="cancelled"):
+        list(chat)
+
+
+def test_deleting_frees_both_tiers_and_the_store(client, server):
+    engine, turns, free = server.engine, stored(server), server.engine.stats()
+    root = respond(client, "root")
+    left, right = (respond(client, text, previous_response_id=root.id) for text in ("left", "right"))
+    assert client.responses.delete(root.id) is None
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(root.id)
+    with pytest.raises(openai.NotFoundError):
+        respond(client, "x", previous_response_id=root.id)
+    assert stored(server) == turns + 3                                   # hidden, since others build on it
+    onwards = respond(client, "go on", previous_response_id=right.id)
+    assert cached(onwards) == right.usage.total_tokens - 1
+    assert ("user", "root") not in items(client, right.conversation.id)
+    for response in (left, onwards, right):
+        client.responses.delete(response.id)
+    after = engine.stats()
+    assert stored(server) == turns and (after["slots_free"], after["cpu_chunks_free"]) == (free["slots_free"], free["cpu_chunks_free"])
+    for conversation in (left, right):
+        with pytest.raises(openai.NotFoundError):
+            client.conversations.retrieve(conversation.conversation.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.delete(root.id)
+
+
+def test_deleting_the_last_response_of_a_conversation(client):
+    conversation = client.conversations.create().id
+    first, second = (respond(client, text, conversation=conversation) for text in ("one", "two"))
+    client.responses.delete(second.id)
+    assert len(items(client, conversation)) == 2
+    third = respond(client, "three", conversation=conversation)
+    assert third.output_text == respond(client, "three", previous_response_id=first.id).output_text
+    client.responses.delete(third.id)
+    client.responses.delete(first.id)
+    assert items(client, conversation) == []                             # it stays: it was asked for
+    assert respond(client, "anew", conversation=conversation).usage.input_tokens_details.new
+
+
+# ---- what is refused
+
+@pytest.mark.parametrize("field, value", [
+    ("tools", [dict(type="web_search")]), ("background", True), ("reasoning", dict(effort="low")), ("max_tool_calls", 1), ("tool_choice", "auto"),
+    ("input", [dict(role="user", content=[dict(type="input_image", image_url="x")])]), ("input", [dict(type="item_reference", id="msg_1")]),
+    ("input", [dict(type="function_call_output", call_id="1", output="x")]), ("text", dict(format=dict(type="json_object"))), ("input", []),
+    ("truncation", "middle"), ("include", ["reasoning.encrypted_content"]), ("max_output_tokens", 0), ("prompt", dict(id="p")), ("conversation", dict(id=5)),
+    ("metadata", {str(n): "x" for n in range(17)}), ("service_tier", "flex"), ("frequency_penalty", 3), ("input", None)])
+def test_what_is_not_supported_is_refused_by_name(client, field, value):
+    with pytest.raises(openai.BadRequestError) as error:
+        client.responses.create(**dict(model="ascii", extra_body={field: value}) | (dict(input="Hi") if field != "input" else {}))
+    assert error.value.param.startswith(field) and field in str(error.value)
+
+
+def test_combinations_and_what_is_missing(client):
+    conversation, response = client.conversations.create().id, respond(client, "Hi")
+    for options in (dict(previous_response_id=response.id), dict(store=False)):
+        with pytest.raises(openai.BadRequestError, match="conversation"):
+            respond(client, "x", conversation=conversation, **options)
+    for call in (lambda: respond(client, "x", previous_response_id="resp_never"), lambda: respond(client, "x", previous_response_id=response.id[5:]),
+                 lambda: respond(client, "x", conversation="conv_never"), lambda: client.responses.cancel("resp_never"),
+                 lambda: client.conversations.items.list("conv_never"), lambda: client.conversations.items.retrieve("msg_no", conversation_id=conversation),
+                 lambda: client.conversations.update("conv_never", metadata={}), lambda: client.conversations.delete("conv_never"),
+                 lambda: respond(client, "x", model="gpt-4")):
+        with pytest.raises(openai.NotFoundError):
+            call()
+    with pytest.raises(openai.BadRequestError, match="stream"):
+        client.responses.retrieve(response.id, stream=True)
+    with pytest.raises(openai.APIStatusError, match="takes GET"):
+        client.conversations.items.delete("msg_1", conversation_id=conversation)
+
+
+# ---- log probabilities
+
+def test_logprobs(client, server):
+    tokenizer = server.engine.tokenizer
+    chat = client.chat.completions.create(model="ascii", messages=[user("Hi")], max_tokens=6, logprobs=True, top_logprobs=2, extra_body=dict(ignore_eos=True))
+    content = chat.choices[0].logprobs.content
+    assert "".join(entry.token for entry in content) == chat.choices[0].message.content
+    assert all(entry.logprob <= 0 and entry.bytes == list(entry.token.encode()) and entry.top_logprobs[0].logprob >= entry.logprob for entry in content)
+    stream = client.chat.completions.create(model="ascii", messages=[user("Hi")], max_tokens=6, logprobs=True, stream=True, extra_body=dict(ignore_eos=True))
+    streamed = [entry for chunk in stream for entry in chunk.choices[0].logprobs.content]
+    assert [(entry.token, entry.logprob) for entry in streamed] == [(entry.token, entry.logprob) for entry in content]
+    response = respond(client, "Hi", max_output_tokens=6, include=["message.output_text.logprobs"], top_logprobs=1)
+    assert [entry.logprob for entry in response.output[0].content[0].logprobs] == [entry.logprob for entry in content]
+    deltas = [event for event in respond(client, "Hi", max_output_tokens=6, top_logprobs=1, stream=True) if event.type == "response.output_text.delta"]
+    assert [entry.logprob for event in deltas for entry in event.logprobs] == [entry.logprob for entry in content]
+    banned = {str(token): -100 for token in tokenizer.encode(chat.choices[0].message.content)}
+    biased = client.chat.completions.create(model="ascii", messages=[user("Hi")], max_tokens=6, logit_bias=banned, extra_body=dict(ignore_eos=True))
+    assert not set(biased.choices[0].message.content) & set(chat.choices[0].message.content)
+
+
+# ---- owners
+
+def test_each_key_has_its_own_world(checkpoint):
+    engine = Engine(str(checkpoint), gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0)
+    with serving(engine, api_keys=["ada", "bob"]) as server, connect(server.url, "ada") as ada, connect(server.url, "bob") as bob:
+        conversation = ada.conversations.create(items=[user("secret")]).id
+        response = respond(ada, "tell", conversation=conversation)
+        hinted = dict(extra_body=dict(conversation_id="diary"))
+        text, _, _, diary = ask(ada, [user("Dear diary")], **hinted)
+        for guess in (lambda: bob.conversations.retrieve(conversation), lambda: bob.conversations.items.list(conversation),
+                      lambda: bob.conversations.delete(conversation), lambda: bob.responses.retrieve(response.id),
+                      lambda: bob.responses.delete(response.id), lambda: bob.responses.cancel(response.id),
+                      lambda: respond(bob, "x", conversation=conversation), lambda: respond(bob, "x", previous_response_id=response.id),
+                      lambda: bob.conversations.items.retrieve(response.output[0].id, conversation_id=conversation)):
+            with pytest.raises(openai.NotFoundError):
+                guess()
+        resent = [user("Dear diary"), dict(role="assistant", content=text), user("more")]
+        _, _, usage, theirs = ask(bob, resent, **hinted)
+        assert usage.prompt_tokens_details.cached_tokens == 0 and theirs == diary == "diary"      # one name, two worlds
+        _, _, usage, ours = ask(ada, resent, **hinted)
+        assert usage.prompt_tokens_details.cached_tokens > 0 and ours == "diary"
+        stream, running = begun(ada)
+        for guess in (bob.responses.retrieve, bob.responses.cancel, bob.responses.delete):
+            with pytest.raises(openai.NotFoundError):
+                guess(running)
+        ada.responses.cancel(running)
+        seen = {key: fetch(server, "GET", "/cache", headers={"Authorization": f"Bearer {key}"})[1] for key in ("ada", "bob")}
+        assert {entry["id"] for entry in seen["bob"]["conversations"]} == {"diary"} == {turn["conversation"] for turn in seen["bob"]["turns"]}
+        assert {entry["id"] for entry in seen["ada"]["conversations"]} == {"diary", conversation}
+
+
+# ---- the live picture
+
+def test_the_cache_as_it_changes(checkpoint):
+    """Someone watches while three conversations share tiers that are too small: every kind of move is told, and the last picture is
+    that of GET /cache."""
+    engine, events = Engine(str(checkpoint), gpu_cache_tokens=256, cpu_cache_tokens=128, chunk_size=16, debug=True), []
+    with serving(engine) as server, connect(server.url) as client:
+        def watch():
+            with urllib.request.urlopen(server.url + "/cache/events", timeout=30) as feed:
+                events.extend(json.loads(line[6:]) for line in feed if line.startswith(b"data: "))
+        assert engine.watchers == []
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        eventually(lambda: engine.watchers)
+        names = [client.conversations.create().id for _ in range(3)]
+        for turn in range(5):
+            for name in names:
+                respond(client, f"this is message {turn}", conversation=name, max_output_tokens=8)
+        final = fetch(server, "GET", "/cache")[1]
+        eventually(lambda: events and events[-1]["conversations"])
+        time.sleep(1.2)                                     # the picture is sent without a step, too
+        server.drain()
+        watcher.join(10)
+        assert not watcher.is_alive() and engine.watchers == []
+    moves = [move for event in events for move in event["transfers"]]
+    assert {move["kind"] for move in moves} == {"swap_in", "swap_out", "recompute", "drop"}
+    assert all(0 <= move["start"] < move["end"] and move["conversation"] in names for move in moves)
+    letters = {letter for event in events for entry in event["conversations"] for letter in entry["chunks"]}
+    assert {"G", "C", "."} <= letters <= set("GBCR.")
+    still = [{entry["id"]: (entry["chunks"], entry["tokens"]) for entry in picture["conversations"]} for picture in (events[-1], final)]
+    assert still[0] == still[1] and events[-1]["stats"]["finished"] == final["stats"]["finished"] == 15
+    assert final["chunk_size"] == 16 and len(final["recompute_seconds"]) == 16 and final["recompute_seconds"] == sorted(final["recompute_seconds"])
+    assert all(entry["idle_seconds"] > 0 and entry["gpu"] + entry["cpu"] <= entry["tokens"] for entry in final["conversations"])

@@ -1,0 +1,141 @@
+"""The simulated worker: its arithmetic by hand, its pipeline against a simulation of single layers, its decisions against a real worker's."""
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, strategies as st
+
+from engine import Engine
+from eviction import RecomputeCost
+from kv_cache import Chunk, Ticket
+from model import PRESETS
+from scheduler import Batch, Span
+from simulator import Hardware, Operators, SimulatedWorker, VirtualClock, kv_token_bytes
+
+ROUND = Hardware(flops=1e12, memory=1e9, host_link=1e6, peer_link=1e6)
+IDEAL = Operators(matmul=1.0, attention=1.0, memory=1.0, link=1.0, per_layer=0.0, per_step=0.0)
+SHAPE = SimpleNamespace(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, width=32, vocab_size=100, matmul_parameters=5_000)
+
+
+def worker(hardware=ROUND, operators=IDEAL, **options):
+    return SimulatedWorker(SHAPE, hardware, operators, VirtualClock(), 64, 8, 64, chunk_size=4, **options)
+
+
+def request(total, samples=True):
+    return SimpleNamespace(total=total if samples else total + 1)
+
+
+def batch(*spans, swap_in=(), swap_out=()):
+    made = Batch(0, 64)
+    made.spans, made.swap_in, made.swap_out = [Span(*span) for span in spans], list(swap_in), list(swap_out)
+    return made
+
+
+def ticket(direction, filled=4):
+    return Ticket(None, Chunk(0), direction, 0, filled, list(range(filled)), 0)
+
+
+def test_time_passes_only_when_somebody_lets_it():
+    clock = VirtualClock()
+    assert clock() == clock() == 0
+    clock.sleep(1.5)
+    assert clock() == 1.5
+
+
+def test_a_decode_is_bound_by_memory_and_a_prefill_by_flops():
+    """K and V of a token: 2 layers x 2 heads x 8 x 2 bytes = 128 bytes. Weights and head: (5,000 + 3,200) x 2 bytes."""
+    sim = worker()
+    assert sim.token_bytes == kv_token_bytes(SHAPE) == 128
+    assert sim.linear_seconds(1, 1) == pytest.approx(16_400 / 1e9)
+    assert sim.linear_seconds(10**6, 1) == pytest.approx(2 * (5_000 * 10**6 + 3_200) / 1e12)
+    assert sim.attention_seconds(1, 1000) == pytest.approx(128_000 / 1e9)
+    slow = worker(ROUND._replace(flops=1e6))
+    assert slow.attention_seconds(3, 5) == pytest.approx(4 * 2 * 4 * 8 * (3 + 4 + 5) / 1e6)        # queries at 2, 3, 4 see 3, 4, 5 positions
+
+
+def test_a_batch_pays_for_every_span_and_moves_the_clock():
+    sim = worker(operators=IDEAL._replace(per_layer=0.5, per_step=2.0))
+    result = sim.execute(batch((request(9), 8, 9), (request(6, samples=False), 0, 6)))
+    assert result.tokens == [0] and result.landed == []
+    assert sim.clock() == pytest.approx(3.0 + sim.attention_seconds(1, 9) + sim.attention_seconds(6, 6) + 16_400 / 1e9)
+
+
+def test_gpus_share_the_work_and_pay_for_the_reduction():
+    one, four = worker(), worker(gpus=4)
+    reduced = 2 * 2 * 2 * 3 / 4 * 10 * 32 * 2 / 1e6         # 2 layers, twice each, 3/4 of 10 x 32 x 2 bytes there and back
+    assert four.linear_seconds(10, 1) == pytest.approx(one.linear_seconds(10, 1) / 4 + reduced)
+    assert four.attention_seconds(1, 50) == pytest.approx(one.attention_seconds(1, 50) / 4)
+
+
+@given(st.floats(0, 10), st.floats(0.01, 10), st.integers(1, 6))
+def test_the_pipeline_is_what_single_layers_do(copy, compute, layers):
+    sim = worker()
+    sim.shape = SimpleNamespace(**vars(SHAPE) | dict(num_layers=layers))
+    arrived = done = 0.0
+    for _ in range(layers):
+        arrived += copy / layers
+        done = max(done, arrived) + compute / layers
+    assert sim.overlapped(copy, compute) == pytest.approx(done)
+    sim.pipeline = False
+    assert sim.overlapped(copy, compute) == pytest.approx(copy + compute)
+
+
+def test_copies_end_when_the_link_has_carried_them():
+    """4 tokens take 512 us. What goes out waits for what comes in, and for what went out before."""
+    sim = worker(ROUND._replace(memory=1e12))
+    first, second, back = ticket("out"), ticket("out"), ticket("in")
+    assert sim.execute(batch((request(1), 0, 1), swap_out=[first])).landed == []
+    begin = sim.clock()
+    assert begin < 1e-6
+    assert sim.execute(batch((request(1), 0, 1), swap_in=[back], swap_out=[second])).landed == [first, back]
+    assert sim.clock() == pytest.approx(begin + 512e-6, rel=1e-3)
+    assert sim.execute(batch()).landed == [second]          # with nothing to compute it waits
+    assert sim.clock() == pytest.approx(1024e-6, rel=1e-2)
+    assert sim.execute(batch()).landed == []
+
+
+def test_the_profile_is_of_a_chunk_alone():
+    sim = worker()
+    cost = sim.profile()
+    assert cost.lengths == [4, 8, 16, 32, 64] and cost(64) == pytest.approx(sim.attention_seconds(4, 64) + sim.linear_seconds(4, 0))
+
+
+# ---- in an engine
+
+COST = RecomputeCost({4: 1.0, 64: 4.0}, rest=1.0)
+TURNS = [("a", 9), ("b", 14), ("a", 5), ("c", 20), ("b", 6), ("ab", 7), ("c", 3), ("abc", 8), ("a", 11)]
+
+
+def traces(**options):
+    """The batches of a few conversations that do not fit together, however late their copies land."""
+    engine = Engine(chunk_size=4, max_batch_tokens=16, debug=True, clock=count().__next__, cost=COST, **options)
+    seen = []
+    for names, prompt in TURNS:
+        handles = [engine.submit([1] * prompt, name, max_tokens=4, ignore_eos=True) for name in names]
+        while any(handle.request is None or not handle.request.finish_reason for handle in handles):
+            seen.append(str(engine.step()))
+        seen += [handle.result().usage for handle in handles]
+    engine.close()
+    return seen
+
+
+def test_a_simulated_engine_decides_as_a_real_one():
+    """The same workload and clock: the same spans, victims and transfers. Copies take no time, as those of the CPU worker."""
+    simulated = SimulatedWorker(SHAPE, ROUND._replace(host_link=float("inf")), IDEAL, VirtualClock(), 64, 10, 64, chunk_size=4)
+    real, ours = traces(model="tiny_chat", gpu_cache_tokens=64, cpu_cache_tokens=40), traces(worker=simulated)
+    assert any(" in " in step for step in real if isinstance(step, str)) and any(" out " in step for step in real if isinstance(step, str))
+    assert ours == real
+
+
+def test_a_simulation_repeats_to_the_last_digit():
+    def times():
+        clock = VirtualClock()
+        engine = Engine(worker=SimulatedWorker(PRESETS["opt-125m"], ROUND, IDEAL, clock, 64, 10, 64, chunk_size=4), clock=clock, chunk_size=4)
+        ends = []
+        for names, prompt in TURNS:
+            for handle in [engine.submit([1] * prompt, name, max_tokens=4) for name in names]:
+                handle.result()
+                ends.append(clock())
+        engine.close()
+        return ends
+    assert times() == times()
