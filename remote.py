@@ -3,9 +3,9 @@
     resend      POST /v1/chat/completions with the whole visible history, as every chat client does
     stateful    POST /v1/responses with the new message and previous_response_id, where the server has it
 
-`RemoteEngine` has of Engine what bench.drive needs: submit, step, clock. A turn is a thread that reads a stream; a prompt of n
-tokens is n short words, which is n tokens or a few more for the server's tokenizer. What a server does not tell (where a context
-came from, beyond OpenAI's cached_tokens) is counted as new."""
+`RemoteEngine` has of Engine what bench.drive needs: submit, step, clock. A turn is a thread that reads a stream. A prompt of n tokens
+is made of as many short words as the server's tokenizer makes about n tokens of, which one request tells at the start. What a server
+does not tell (where a context came from, beyond OpenAI's cached_tokens) is counted as new."""
 import json
 import threading
 import time
@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from scheduler import SOURCES
 
 WORDS = "time year people way day man thing woman life child world school state family student group country problem hand part".split()
+PROBE = 50      # words
 
 
 class RemoteTurn:
@@ -41,12 +42,18 @@ class RemoteEngine:
         self.model, self.limit = model or served["id"], served.get("max_model_len") or 4096
         self.histories: dict[str, list[dict]] = {}          # by conversation: its visible messages
         self.latest: dict[str, str] = {}                    # by conversation: its last response's id
+        probe, self.tokens_per_word = RemoteTurn(), 1.0
+        self.resend(probe, self.message([0] * PROBE), "", {}, 1)
+        self.tokens_per_word = probe.usage["prompt_tokens"] / PROBE
+
+    def message(self, prompt: list[int]) -> dict:
+        words = [WORDS[token] for token in prompt[:max(1, round(len(prompt) / self.tokens_per_word))]]
+        return dict(role="user", content=" ".join(words))
 
     def submit(self, prompt: list[int], conversation: str, max_tokens: int, ignore_eos: bool) -> RemoteTurn:
-        turn = RemoteTurn()
-        message = dict(role="user", content=" ".join(WORDS[token] for token in prompt))
-        work = self.respond if self.stateful else self.resend
-        threading.Thread(target=self.run, args=(turn, work, message, conversation, dict(ignore_eos=ignore_eos), max_tokens), daemon=True).start()
+        turn, work = RemoteTurn(), self.respond if self.stateful else self.resend
+        arguments = turn, work, self.message(prompt), conversation, dict(ignore_eos=ignore_eos), max_tokens
+        threading.Thread(target=self.run, args=arguments, daemon=True).start()
         return turn
 
     def step(self):
@@ -104,8 +111,8 @@ class RemoteEngine:
 
     def open(self, path: str, body: dict | None = None):
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
-        request = urllib.request.Request(self.url + path, body and json.dumps(body).encode(), headers)
         try:
+            request = urllib.request.Request(self.url + path, body and json.dumps(body).encode(), headers)
             return urllib.request.urlopen(request, timeout=self.timeout)
         except urllib.error.HTTPError as error:
             raise ValueError(f"{self.url}{path} answers {error.code}: {error.read(500).decode(errors='replace')}") from error
