@@ -36,7 +36,7 @@ from model import PRESETS
 from remote import RemoteEngine
 from scheduler import SOURCES
 from simulator import HARDWARE, OPERATORS, SimulatedWorker, VirtualClock, kv_token_bytes
-from workload import SHAPES, Conversation, Turn, cut, exponential_think, load, synthetic, with_arrivals
+from workload import SHAPES, Conversation, Turn, cut, exponential_think, load, many_turns, synthetic, with_arrivals
 
 # ---- what is compared
 
@@ -89,16 +89,8 @@ class Served(NamedTuple):
     usage: dict
 
 
-def many_turns(limit: int, rate: float, think: float, seed: int) -> list[Conversation]:
-    """24 users who come within a few seconds and stay for about 16 short turns; contexts up to some 800 tokens."""
-    rng = np.random.default_rng(seed)
-    lengths = [rng.integers((8, 12), (40, 36), (rng.integers(8, 25), 2)).tolist() for _ in range(24)]
-    users = [Conversation(str(n), [Turn(*turn) for turn in turns]) for n, turns in enumerate(lengths)]
-    return with_arrivals(cut(users, limit), rate, seed, partial(exponential_think, mean=think))
-
-
 def drive(engine, conversations: list[Conversation], seed: int, sleep=time.sleep, until: float = math.inf,
-          foresee=lambda name, seconds: None, progress=lambda turns: None) -> list[Served]:
+          foresee=lambda name, seconds: None) -> list[Served]:
     """Every turn of every conversation, at its time; stops `until` seconds after the start. The prompts are random tokens.
     Steps the engine in this thread. foresee: is told, with every turn, how long its user will think about the reply."""
     rng, begin = np.random.default_rng([seed, 2]), engine.clock()
@@ -124,7 +116,6 @@ def drive(engine, conversations: list[Conversation], seed: int, sleep=time.sleep
                 when, n, index = running.pop(handle)
                 reply = handle.result()
                 served.append(Served(when, first.pop(handle), now, len(reply.token_ids), reply.usage))
-                progress(1)
                 if index + 1 < len(conversations[n].turns):
                     heapq.heappush(due, (now + conversations[n].turns[index + 1].think_seconds, n, index + 1))
     return served
@@ -184,7 +175,7 @@ def workload(panel: Panel, rate: float | None, options) -> list[Conversation]:
     return with_arrivals(synthetic(panel.dataset, count, options.seed), rate, options.seed, partial(exponential_think, mean=panel.think))
 
 
-def play(name: str, panel: Panel, rate: float | None, options, progress=lambda turns: None) -> dict:
+def play(name: str, panel: Panel, rate: float | None, options) -> dict:
     """One row: a system, a panel, a rate. Of a simulation's `seconds` the first third only fills the caches."""
     conversations = workload(panel, rate, options)
     engine = build(SYSTEMS[name], panel, conversations, options)
@@ -193,7 +184,7 @@ def play(name: str, panel: Panel, rate: float | None, options, progress=lambda t
         raise ValueError(f"no conversation of {panel.dataset} fits {engine.scheduler.limit} tokens: give --gpu-cache-tokens a larger number")
     policy, until = engine.cache.policy, options.seconds if options.simulate and rate else math.inf
     served = drive(engine, conversations, options.seed, engine.clock.sleep if options.simulate else time.sleep, until,
-                   policy.foresee if isinstance(policy, Oracle) else lambda name, seconds: None, progress)
+                   policy.foresee if isinstance(policy, Oracle) else lambda name, seconds: None)
     row, stats = summary(served, until / 3 if until < math.inf else 0.0), engine.stats()
     policy = name if name in EXPERIMENTS else engine.config.policy
     engine.close()
