@@ -1,12 +1,12 @@
-"""What is only for measuring: the baselines of Figure 12, and our parts against what the hardware can do (paper §6.4, §6.6).
+"""What is only for measuring: the baselines of Figure 12, and our parts against what the hardware can do.
 
 A figure is a function (device, seed) -> (rows, ratios): `kernel` (Figure 12 and all else about attention), `swap`, `step`. On CUDA the
-sizes are the paper's; on a CPU they are small, so that the same code runs anywhere in a minute.
+sizes are the paper's; on a CPU they are small, so that the same code runs anywhere in a minute or two.
 
 What is compared is measured in turns, medians are taken, and the machine's own copy bandwidth and matrix rate, measured in the same run,
 stand beside every time: `share` is the time that bytes and flops would need at those rates, whichever is longer, over the time taken.
 Successive calls read different contexts, together larger than the L2. The baselines are the fastest that torch and what else is
-installed offer, given contexts of one length in contiguous memory, which a server does not have."""
+installed offer; contexts of one length in contiguous memory are what a server does not have."""
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -21,7 +21,7 @@ from torch.nn.attention.bias import causal_lower_right
 from attention_kernel import SpanTensors, multi_token_attention
 from engine import Engine
 from kv_cache import Conversation, KVPool, Ticket
-from model import random_model
+from model import PRESETS, random_model
 from sampling import Sampling
 from scheduler import Batch, Request, Span
 from worker import Worker
@@ -29,13 +29,17 @@ from worker import Worker
 
 # ---- measuring
 
-def once(device: str, run, n: int = 0) -> float:
-    """Seconds of run(n). On CUDA between two events; the GPU first spins for a few milliseconds, so that what the host takes to launch
-    hides behind it."""
+def host_seconds(device: str, run, n: int = 0) -> float:
+    """Of a run(n) whose end the host sees."""
+    start = time.perf_counter()
+    run(n)
+    return time.perf_counter() - start
+
+
+def device_seconds(device: str, run, n: int = 0) -> float:
+    """On CUDA between two events; the GPU spins for some milliseconds first, which hides what the host takes to launch."""
     if device == "cpu":
-        start = time.perf_counter()
-        run(n)
-        return time.perf_counter() - start
+        return host_seconds(device, run, n)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(8_000_000)
     begin.record()
@@ -45,21 +49,13 @@ def once(device: str, run, n: int = 0) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def wall(device: str, run, n: int = 0) -> float:
-    """Seconds until run(n) is over for the host and for the device."""
-    start = time.perf_counter()
-    run(n)
-    if device != "cpu":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def in_turns(device: str, runs: dict, repeats: int, clock=once) -> dict[str, float]:
+def in_turns(device: str, runs: dict, repeats: int, seconds=device_seconds, after=lambda: None) -> dict[str, float]:
     """The median seconds of each run(n), n = 0, 1, ..., after one call that is not counted."""
     times = {name: [] for name in runs}
     for n in range(repeats + 1):
         for name, run in runs.items():
-            times[name].append(clock(device, run, n))
+            times[name].append(seconds(device, run, n))
+            after()
     return {name: median(taken[1:]) for name, taken in times.items()}
 
 
@@ -69,7 +65,7 @@ class Bench:
 
     def __init__(self, device: str):
         self.device, self.cuda, self.rows, self.ratios = device, device != "cpu", [], []
-        self.dtype, size, width = (torch.bfloat16, 2**31, 8192) if self.cuda else (torch.float32, 2**28, 1024)
+        self.dtype, size, width = (torch.bfloat16, 2**31, 8192) if self.cuda else (torch.float32, 2**27, 1024)
         source, a = torch.ones(size, dtype=torch.uint8, device=device), torch.ones(width, width, dtype=self.dtype, device=device)
         target = torch.empty_like(source)
         taken = in_turns(device, {"copy": lambda n: target.copy_(source), "product": lambda n: a @ a}, 10)
@@ -88,23 +84,20 @@ class Bench:
 
 # ---- kernel: multi-token attention and its rivals
 
-SHAPES = {"opt-125m": (12, 12, 64), "llama2-13b": (40, 40, 128), "llama2-13b-gqa": (40, 10, 128), "llama2-70b": (64, 8, 128)}   # H, H_kv, D
-
-
 class Scene:
     """Queries, and spans over a cache whose slots are shuffled, or in the order of the positions. `tables`: contexts that share no slot,
     as many as it takes to be larger than any L2."""
 
     def __init__(self, bench: Bench, model: str, q_len: list[int], kv_len: list[int], seed: int, shuffled: bool = True):
         self.model, self.q_len, self.kv_len = model, q_len, kv_len
-        (heads, kv_heads, D), device = SHAPES[model], bench.device
+        shape, device = PRESETS[model], bench.device
+        heads, kv_heads, D = shape.num_heads, shape.num_kv_heads, shape.head_dim
         generator = torch.Generator(device).manual_seed(seed)
         random = lambda *shape: torch.randn(*shape, generator=generator, dtype=bench.dtype, device=device)
         tokens, token_bytes = sum(kv_len), 2 * kv_heads * D * bench.dtype.itemsize
         copies = 1 if device == "cpu" else 1 + 2**28 // (tokens * token_bytes)
-        order = torch.randperm if shuffled else torch.arange
-        slots = order(copies * tokens, device=device, **(dict(generator=generator) if shuffled else {})).int()
-        self.slots = slots.split(tokens)                                                        # [tokens] of each table
+        order = torch.randperm(copies * tokens, generator=generator, device=device) if shuffled else torch.arange(copies * tokens, device=device)
+        self.slots = order.int().split(tokens)                                                  # [tokens] of each table
         self.tables = [torch.nn.utils.rnn.pad_sequence(part.split(kv_len), batch_first=True) for part in self.slots]
         self.q, self.k, self.v = random(sum(q_len), heads, D), random(copies * tokens, kv_heads, D), random(copies * tokens, kv_heads, D)
         self.spans = SpanTensors.build(range(len(q_len)), q_len, kv_len, device)
@@ -186,7 +179,7 @@ def flash_attention_3(scene: Scene, caches):
 def flashinfer(scene: Scene):
     """Its paged kernel with pages of one token: slots like ours."""
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
-    wrappers, (heads, kv_heads, D) = [], SHAPES[scene.model]
+    wrappers, (_, heads, D), kv_heads = [], scene.q.shape, scene.k.shape[1]
     for slots in scene.slots:
         wrappers.append(BatchPrefillWithPagedKVCacheWrapper(torch.empty(2**27, dtype=torch.uint8, device="cuda")))
         kv_start = torch.tensor(np.cumsum([0, *scene.kv_len]), dtype=torch.int32, device="cuda")
@@ -296,11 +289,11 @@ def one_way(bench: Bench, model: str, pool: KVPool, slots: list[int], chunks: in
     run, scattered = tickets(range(chunks), slots), tickets(range(0, 2 * chunks, 2), slots)
     others = tickets(range(chunks, 2 * chunks), slots[CHUNK * chunks:])
     taken = in_turns(bench.device, {
-        "one copy in": lambda n: there.copy_(host, non_blocking=True), "one copy out": lambda n: host.copy_(there, non_blocking=True),
+        "one copy in": lambda n: there.copy_(host), "one copy out": lambda n: host.copy_(there),
         "swap in": lambda n: (pool.swap_in(run), drain(pool)), "swap out": lambda n: (pool.swap_out(run), drain(pool)),
         "swap in, scattered places": lambda n: (pool.swap_in(scattered), drain(pool)),
         "both ways": lambda n: (pool.swap_in(run), pool.swap_out(others), drain(pool)),
-    }, 10, wall)
+    }, 10, host_seconds)
     for name, seconds in taken.items():
         bench.row(name, model, "one way", CHUNK * chunks, seconds, host.nbytes * (1 + (name == "both ways")))
     bench.ratio("swap in, shuffled slots / one copy in", taken["one copy in"] / taken["swap in"], 0.9)
@@ -327,22 +320,16 @@ def overlap(bench: Bench, model: str, worker: Worker, slots: list[int], batch: i
     returning = [*decoding, Span(requests[-1], CHUNK * chunks, CHUNK * chunks + prompt)]
     arriving, leaving = tickets(range(chunks), slots[context * batch:]), tickets(range(chunks, 2 * chunks), slots)
 
-    def execute(spans, swap_in, swap_out, n):
+    def execute(spans, swap_in, swap_out, n):                    # returns when the tokens are on the host; copies out may go on
         step = Batch(n, 0)
         step.spans, step.swap_in, step.swap_out = spans, swap_in, swap_out
         worker.execute(step)
 
-    def until_tokens(device, run, n):
-        start = time.perf_counter()
-        run(n)                                                   # its tokens are on the host; copies out may go on
-        taken = time.perf_counter() - start
-        drain(worker.pool)
-        return taken
-
     taken = in_turns(bench.device, {
         "step": partial(execute, returning, [], []), "copy": lambda n: (worker.pool.swap_in(arriving), drain(worker.pool)),
         "step with copies in": partial(execute, returning, arriving, []),
-        "decode": partial(execute, decoding, [], []), "decode with copies out": partial(execute, decoding, [], leaving)}, 10, until_tokens)
+        "decode": partial(execute, decoding, [], []), "decode with copies out": partial(execute, decoding, [], leaving)},
+        10, host_seconds, after=partial(drain, worker.pool))
     for name, seconds in taken.items():
         bench.row(name, model, "overlap", CHUNK * chunks + prompt, seconds)
     bench.ratio("step with copies in / max(copy, step)", taken["step with copies in"] / max(taken["copy"], taken["step"]), 1.15)
@@ -384,7 +371,7 @@ def generate(model, batch: int, prompt: int, new: int, seed: int) -> tuple[float
     """The same with a model of transformers."""
     tokens = torch.randint(model.config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(seed))
     run = partial(model.generate, tokens, attention_mask=torch.ones_like(tokens), do_sample=False)
-    first, both = (wall("cpu", lambda n: run(max_new_tokens=count, min_new_tokens=count)) for count in (1, new))
+    first, both = (host_seconds("cpu", lambda n: run(max_new_tokens=count, min_new_tokens=count)) for count in (1, new))
     return first, (both - first) / (new - 1)
 
 
@@ -405,13 +392,15 @@ def small_steps(bench: Bench, seed: int, prompt: int = 128, new: int = 16, whole
         systems["transformers"] = partial(generate, OPTForCausalLM(OPTConfig()).eval(), seed=seed)
     except ImportError:
         print("transformers is not installed: there is nothing to compare with")
+    for run in systems.values():
+        run(1, 8, 2)                                             # to get warm
     matrix = torch.ones(8192, 8192)
-    for _ in range(4):
+    for _ in range(3):
         times.setdefault("read", []).append(in_turns("cpu", {"read": lambda n: matrix @ matrix[0]}, 5)["read"])
         for case in cases:
             for name, run in systems.items():
                 times.setdefault((name, *case[:2]), []).append(run(*case))
-    read, took = matrix.nbytes / median(times.pop("read")), {key: np.median(taken[1:], axis=0).tolist() for key, taken in times.items()}
+    read, took = matrix.nbytes / median(times.pop("read")), {key: np.median(taken, axis=0).tolist() for key, taken in times.items()}
     for (name, batch, length), (first, decode) in took.items():
         bench.row(name, "opt-125m", f"prompt, batch {batch}", length, first)
         moved = read_bytes(engine.worker, batch, length + new // 2)

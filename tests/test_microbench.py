@@ -1,0 +1,88 @@
+"""The measuring code: rivals compute the same attention as we do, and figures follow from the times."""
+import pytest
+import torch
+
+import microbench
+from engine import Engine
+from model import ModelConfig, empty_model
+from worker import Worker
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return microbench.Bench("cpu")
+
+
+def attention(output):
+    """[S, H, q_len, D] as [T, H, D]."""
+    return output.transpose(1, 2).flatten(0, 1) if output.dim() == 4 else output
+
+
+@pytest.mark.parametrize("model", ["opt-125m", "llama2-70b"])
+@pytest.mark.parametrize("q_len, kv_len", [([3] * 4, [20] * 4), ([6] * 2, [6] * 2), ([1] * 3, [9] * 3)])
+def test_rivals_compute_the_same(bench, model, q_len, kv_len):
+    scene = microbench.Scene(bench, model, q_len, kv_len, seed=0)
+    ours, *others = (run(0) for run in (microbench.rivals(scene) | dict(rounds=microbench.rounds(scene), packed=microbench.packed(scene))).values())
+    assert len(others) == 4
+    for other in others:
+        torch.testing.assert_close(attention(other), ours)
+
+
+def test_packed_spans_of_any_length(bench):
+    scene = microbench.Scene(bench, "opt-125m", [1, 5, 3], [7, 9, 3], seed=0)
+    torch.testing.assert_close(microbench.packed(scene)(0), microbench.ours(scene)(0))
+
+
+def test_a_scene_counts_what_must_be_read_and_computed(bench):
+    scene = microbench.Scene(bench, "llama2-70b", [1, 5], [7, 9], seed=0)
+    assert scene.flops == 4 * 64 * 128 * (7 + 5 + 6 + 7 + 8 + 9)          # a product and a sum, of K and of V, for each position that is seen
+    assert scene.moved == 4 * 128 * (2 * 8 * (7 + 9) + 2 * 64 * (1 + 5))
+
+
+def check(found):
+    rows, ratios = found
+    assert rows and all(row["seconds"] > 0 and row["copy_gbytes_per_second"] > 0 for row in rows)
+    assert ratios and all(ratio["ours"] > 0 and ratio["how"] == "measured" and {"name", "paper", "must"} < ratio.keys() for ratio in ratios)
+    assert len({ratio["name"] for ratio in ratios}) == len(ratios)
+
+
+def test_attention_figures():
+    bench = microbench.Bench("cpu")
+    microbench.figure_12(bench, 0, "opt-125m", 2, [16, 32])
+    microbench.decodes(bench, 0, "opt-125m", 2, 32)
+    microbench.prompts(bench, 0, "opt-125m", 16, 4, 32)
+    microbench.mixed(bench, 0, "opt-125m", [1, 4], [16, 8])
+    check((bench.rows, bench.ratios))
+    by_name = {row["system"]: row["seconds"] for row in bench.rows if (row["dataset"], row["context"]) == ("fig12", 32)}
+    found, = (ratio["ours"] for ratio in bench.ratios if ratio["name"] == "fig12, 32 tokens: time, copy-out / ours")
+    assert found == by_name["copy-out"] / by_name["ours"]
+
+
+def test_swap_figures():
+    bench, config = microbench.Bench("cpu"), ModelConfig(50, 2, 2, 2, 16, 16, 512, "relu")
+    model = empty_model(config, "cpu", torch.float32)
+    for parameter in model.parameters():
+        parameter.zero_()
+    worker = Worker(model, 512, 8, microbench.CHUNK, 3, 256)
+    slots = torch.randperm(512).tolist()
+    microbench.one_way(bench, "tiny", worker.pool, slots, 4)
+    microbench.overlap(bench, "tiny", worker, slots, batch=2, context=64, chunks=4, prompt=9, seed=0)
+    check((bench.rows, bench.ratios))
+
+
+def test_serve_times_prompts_and_decodes():
+    engine = Engine("tiny_chat", device="cpu", gpu_cache_tokens=512, cpu_cache_tokens=0)
+    shapes = []
+    engine.watchers.append(lambda batch: shapes.append([span.end - span.start for span in batch.spans]))
+    first, decode = microbench.serve(engine, 3, 20, 5, seed=0)
+    assert shapes == [[20] * 3] + 4 * [[1] * 3] and first > 0 and decode > 0
+    model = engine.worker.model
+    positions, tied = sum(p.nbytes for p in model.positions.parameters()), model.config.tied_embeddings
+    assert tied and microbench.read_bytes(engine.worker, 1, 0) == sum(p.nbytes for p in model.parameters()) - positions
+    assert microbench.read_bytes(engine.worker, 2, 10) - microbench.read_bytes(engine.worker, 1, 0) == 20 * engine.worker.pool.gpu.nbytes // 512
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("figure", [microbench.kernel, microbench.swap, microbench.step])
+def test_figures_on_a_cpu(figure):
+    check(figure("cpu", 0))
