@@ -325,40 +325,6 @@ def everyday(options) -> Found:
           for name in ("mean_normalized_latency_ms", "mean_ttft_ms", "computed_tokens"))])      # the last: were all tokens equally dear
 
 
-def scheduling(options) -> Found:
-    """Milliseconds that scheduling and accounting take on this machine, in a step of 256 decodes of 500 tokens of context, and what
-    OPT-13B would take for the step on an H200. Beside them, idle conversations that are cached."""
-    rows, running, steps = [], 256, 100
-    for idle in (100, 10_000, 100_000):
-        clock, shape = VirtualClock(), PRESETS["opt-13b"]
-        slots, places = 2 * running * (500 + 2 * steps) + 8 * idle, idle + 1000            # half of the idle ones are on the CPU
-        worker = SimulatedWorker(shape, HARDWARE["h200"], OPERATORS["eager"], clock, slots, places, 2048)
-        engine = Engine("opt-13b", worker=worker, clock=clock, max_running=running, max_batch_tokens=8192)
-        users = [Conversation(f"idle {n}", [Turn(15, 1)], 1e-3 * n) for n in range(idle)]
-        drive(engine, users, options.seed, clock.sleep)
-        for n in range(running):
-            engine.submit([0] * 500, f"running {n}", max_tokens=2 * steps, ignore_eos=True)
-        while any(not request.generated for request in engine.scheduler.running) or engine.scheduler.queue or not engine.scheduler.running:
-            engine.step()
-        spent, computed = zip(*(timed_step(engine) for _ in range(steps)))
-        rows.append(dict(idle_conversations=idle, running=running, milliseconds=1e3 * float(np.median(spent)), step_milliseconds=1e3 * float(np.median(computed))))
-        engine.close()
-    return Found(rows, [ratio("100,000 idle conversations / 100", rows[-1]["milliseconds"] / rows[0]["milliseconds"], None, options),
-                        ratio("share of a step", rows[0]["milliseconds"] / rows[0]["step_milliseconds"], None, options)])
-
-
-def timed_step(engine: Engine) -> tuple[float, float]:
-    """engine.step() in slow motion: seconds of this machine's scheduling and accounting, seconds of the simulated worker."""
-    begin, now = time.perf_counter(), engine.clock()
-    batch = engine.scheduler.schedule(now)
-    scheduled = time.perf_counter()
-    result = engine.worker.execute(batch)
-    executed = time.perf_counter()
-    for request, token in engine.scheduler.account(batch, result, engine.clock()):
-        request.outbox.put(token)
-    return time.perf_counter() - executed + scheduled - begin, engine.clock() - now
-
-
 def on_device(measure: Callable, options) -> Found:
     """A microbenchmark, on CUDA if there is one."""
     if options.simulate:
@@ -401,6 +367,9 @@ LATENCY = ("system", "request_rate", "throughput", "normalized_latency_ms", "p90
            "recomputed_tokens", "gpu_hit_rate", "cpu_hit_rate")
 
 
+RATES = "share", "gbytes_per_second", "tflops"         # share: of what the device's measured bandwidth or flops would allow
+
+
 class Figure(NamedTuple):
     run: Callable[[argparse.Namespace], Found]
     x: str                          # of its plot
@@ -421,10 +390,10 @@ FIGURES = {
                             [HERE[0]._replace(think=think) for think in (0.1, 0.4, 1.6)]), "throughput", "normalized_latency_ms", LATENCY),
     "draft": Figure(partial(sweep, ("stateless", "pensieve"), DRAFT, HERE), "throughput", "normalized_latency_ms", LATENCY),
     "serve": Figure(serve, "request_rate", "mean_ttft_ms"),
-    "scheduling": Figure(scheduling, "idle_conversations", "milliseconds", ("idle_conversations", "running", "milliseconds", "step_milliseconds")),
     "profile": Figure(fig4, "context", "seconds", ("system", "context", "seconds")),
-    **{name: Figure(partial(on_device, measure), "context", "seconds", ("system", "context", "seconds"))
-       for name, measure in dict(fig12=microbench.kernel, kernel=microbench.kernel, swap=microbench.swap, step=microbench.step).items()},
+    **{name: Figure(partial(on_device, measure), "context", "seconds", ("system", "model", "dataset", "context", "seconds", *more))
+       for name, measure, *more in (("fig12", microbench.kernel, *RATES), ("kernel", microbench.kernel, *RATES), ("swap", microbench.swap, *RATES),
+                                    ("step", microbench.step, *RATES), ("scheduling", microbench.scheduling))},
 }
 
 
@@ -432,7 +401,8 @@ FIGURES = {
 
 def table(rows: list[dict], columns: tuple):
     """A line for each row; without columns, a column for each row."""
-    cell = lambda value: f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    cell = lambda value: "" if value is None else str(value) if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else \
+        f"{value:,.3f}" if abs(value) >= 0.1 else f"{value:.3g}"
     lines = [columns, *([row.get(name) for name in columns] for row in rows)] if columns else \
         [[name, *(row.get(name) for row in rows)] for name in dict.fromkeys(chain(*rows))]
     lines = [[cell(value) for value in line] for line in lines]
@@ -512,7 +482,7 @@ def main():
         found = figure.run(options)
         table(found.rows, figure.columns)
         print()
-        table(found.ratios, ("name", "paper", "ours", "how"))
+        table(found.ratios, ("name", "paper", "ours", "how", *(["must"] if any("must" in ratio for ratio in found.ratios) else [])))
         if options.json:
             machine = f"{platform.machine()}, {os.cpu_count()} cores, python {platform.python_version()}, torch {torch.__version__}"
             Path(options.json).write_text(json.dumps(dict(figure=options.figure, command="python " + " ".join(sys.argv), commit=commit(), machine=machine,

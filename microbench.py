@@ -1,7 +1,7 @@
 """What is only for measuring: the baselines of Figure 12, and our parts against what the hardware can do.
 
-A figure is a function (device, seed) -> (rows, ratios): `kernel` (Figure 12 and all else about attention), `swap`, `step`. On CUDA the
-sizes are the paper's; on a CPU they are small, so that the same code runs anywhere in a minute or two.
+A figure is a function (device, seed) -> (rows, ratios): `kernel` (Figure 12 and all else about attention), `swap`, `step`,
+`scheduling`. On CUDA the sizes are the paper's; on a CPU they are small, so that the same code runs anywhere in a minute or two.
 
 What is compared is measured in turns, medians are taken, and the machine's own copy bandwidth and matrix rate, measured in the same run,
 stand beside every time: `share` is the time that bytes and flops would need at those rates, whichever is longer, over the time taken.
@@ -24,6 +24,7 @@ from kv_cache import Conversation, KVPool, Ticket
 from model import PRESETS, random_model
 from sampling import Sampling
 from scheduler import Batch, Request, Span
+from simulator import HARDWARE, OPERATORS, SimulatedWorker, VirtualClock
 from worker import Worker
 
 
@@ -433,3 +434,39 @@ def step(device: str, seed: int) -> tuple[list[dict], list[dict]]:
     bench = Bench(device)
     (large_steps if bench.cuda else small_steps)(bench, seed)
     return bench.rows, bench.ratios
+
+
+# ---- scheduling: what a step costs before any tensor moves
+
+def scheduling(device: str, seed: int) -> tuple[list[dict], list[dict]]:
+    """Seconds that scheduling and accounting take in a step of 256 decodes of some 500 tokens of context, beside idle conversations
+    that are cached in both tiers; and what OPT-13B would take for that step on an H200."""
+    rows, running, steps = [], 256, 100
+    for idle in (100, 10_000, 100_000):
+        clock, shape = VirtualClock(), PRESETS["opt-13b"]
+        worker = SimulatedWorker(shape, HARDWARE["h200"], OPERATORS["eager"], clock, 2 * running * (500 + 2 * steps) + 8 * idle, idle + 1000, 2048)
+        engine = Engine("opt-13b", worker=worker, clock=clock, max_running=running, max_batch_tokens=8192)
+        for n in range(idle):
+            engine.generate([0] * 15, f"idle {n}", max_tokens=1, ignore_eos=True)
+        handles = [engine.submit([0] * 500, f"running {n}", max_tokens=2 * steps, ignore_eos=True) for n in range(running)]
+        while not all(handle.request and handle.request.generated for handle in handles):
+            engine.step()
+        ours, step = map(median, zip(*(timed_step(engine) for _ in range(steps))))
+        rows += [dict(system=system, model="opt-13b", dataset=f"{running} decodes", context=idle, seconds=seconds)
+                 for system, seconds in (("scheduling and accounting, here", ours), ("the step, simulated on an H200", step))]
+        engine.close()
+    found = {"scheduling: 100,000 idle conversations / 100": (rows[-2]["seconds"] / rows[0]["seconds"], 1.5),
+             "scheduling: share of an OPT-13B step": (rows[0]["seconds"] / rows[1]["seconds"], 0.05)}
+    return rows, [dict(name=name, paper=None, ours=ours, how="measured", must=must) for name, (ours, must) in found.items()]
+
+
+def timed_step(engine: Engine) -> tuple[float, float]:
+    """engine.step() in slow motion: seconds of this machine's scheduling and accounting, seconds of the worker by its clock."""
+    begin, now = time.perf_counter(), engine.clock()
+    batch = engine.scheduler.schedule(now)
+    scheduled = time.perf_counter()
+    result = engine.worker.execute(batch)
+    executed = time.perf_counter()
+    for request, token in engine.scheduler.account(batch, result, engine.clock()):
+        request.outbox.put(token)
+    return time.perf_counter() - executed + scheduled - begin, engine.clock() - now
