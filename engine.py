@@ -378,14 +378,15 @@ class Engine:
             with self.lock:
                 earlier = [] if conversation is None else self._unsettled(conversation)
                 if not earlier:
-                    if conversation is None and owner is not None:
-                        conversation = self._place(after, None, owner)
-                    elif record := self.history.record(conversation):
+                    record = self.history.record(conversation)
+                    if record:
                         after, new = self.history.head(conversation), record.waiting + new
+                    elif conversation is None and owner is not None:
+                        conversation = self._place(after, None, owner)
                     room = (options.get("max_tokens") or self.scheduler.limit // 4) if truncate else None
                     prompt, messages, carried = self._context(after, new, instructions, room)
-                    return self.submit(prompt, conversation, messages=messages, base=after, carried=carried,
-                                       note=dict(note, instructions=instructions), **options)
+                    return self.submit(prompt, conversation, messages=messages, base=None if record else after,
+                                       carried=carried, note=dict(note, instructions=instructions), **options)
             self._wait_quietly(earlier)                      # what the template still owes depends on how their replies end
 
     def _place(self, turn: Turn | None, hint: str | None, owner: str) -> str:
@@ -400,22 +401,25 @@ class Engine:
     def _context(self, turn: Turn | None, new: list[dict], instructions: str | None, room: int | None):
         """(token ids to append, the messages they stand for, carried): `new` after a turn, under `instructions`, a first system
         message for this reply only. Where they are what the turn had, only `new` is tokenised and its KV goes on. Else every token would
-        see another beginning: the visible messages so far start a context of their own, which is computed from nothing. So it is if
-        the context leaves no `room` for the reply: then messages are dropped, up to the latest beginning with a user's. None: never."""
-        before = self.history.messages(turn.id) if turn else []
+        see another beginning: the visible messages so far start a context of their own, which is computed from nothing. So it is when
+        less than `room` would be left for the reply (None: never): then as few messages as possible are dropped from the beginning, so
+        that it is a user's."""
+        limit, before = self.scheduler.limit, self.history.messages(turn.id) if turn else []
         had = json.loads(turn.note).get("instructions") if turn else None
-        fits = lambda prompt, length: room is None or length + len(prompt) + room <= self.scheduler.limit
         if turn and had == instructions:
             prompt = self._tokenize(before, new, turn.last_token)
-            if fits(prompt, turn.length):
+            if room is None or turn.length + len(prompt) + room <= limit:
                 return prompt, new, None
         first = [] if instructions is None else [dict(role="system", content=instructions)]
         older = before[had is not None:]
         messages = older + new
-        fresh = lambda cut: self._tokenize([], first + messages[cut:], None)
+        def anew(cut):
+            return self._tokenize([], first + messages[cut:], None)
+        def fits(cut):
+            return room is None or len(anew(cut)) + room <= limit
         cuts = [0] + [i for i, message in enumerate(messages) if i and message["role"] == "user"]
-        cut = (cuts + cuts[-1:])[bisect_left(cuts, True, key=lambda cut: fits(fresh(cut), 0))]
-        return fresh(cut), first + messages[cut:], len(first) + max(len(older) - cut, 0)
+        cut = cuts[min(bisect_left(cuts, True, key=fits), len(cuts) - 1)]       # where none fits, submit will say so
+        return anew(cut), first + messages[cut:], len(first) + max(len(older) - cut, 0)
 
     def _tokenize(self, before, new, last_token) -> list[int]:
         if self.tokenizer is None:

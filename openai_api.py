@@ -76,7 +76,7 @@ METADATA = dict(type="object", properties={}, maxProperties=16, propertyNames=di
 
 def message(roles: tuple, parts: tuple, **more) -> dict:
     part = record(f"a part with a type ({' or '.join(parts)}) and a text; nothing else is supported", ("type", "text"), type=one_of(*parts),
-                  text=TEXT, annotations=listed({}, 0, 0), logprobs=listed(record("a log probability"), 0, 2**20))
+                  text=TEXT, annotations=listed({}, 0, 0), logprobs=listed({}, 0, 2**20))
     content = either("a string or a list of parts", TEXT, listed(part, 0, 1000))
     return record("a message with a role and a content", ("role", "content"), role=one_of(*roles), content=content, **more)
 
@@ -137,6 +137,8 @@ BOUNDS = dict(string=("minLength", "maxLength"), array=("minItems", "maxItems"),
 def checked(schema: dict, value, path: str = ""):
     """The value, with members that are null left out, if it is what the schema describes; else APIError, which names the place.
     The schema uses the few words of JSON Schema that the table does."""
+    if not schema:                                      # anything
+        return value
     def is_of(kind):                                    # a bool is no number here
         return isinstance(value, TYPES[kind["type"]]) and isinstance(value, bool) == (kind["type"] == "boolean")
     kind = next(filter(is_of, schema.get("anyOf", [schema])), None)
@@ -218,7 +220,8 @@ class API:
         handle = self.engine.respond(
             items, name and self._conversation(owner, name).name, after=previous and self._turn(owner, previous),
             owner=owner if given.get("store", True) else None, instructions=given.get("instructions"), max_tokens=given.get("max_output_tokens"),
-            truncate=given.get("truncation") == "auto", note={name: given[name] for name in ECHOED if name in given}, **options)
+            truncate=given.get("truncation") == "auto", note=dict({name: given[name] for name in ECHOED if name in given}, created_at=int(time.time())),
+            **options)
         return ResponseWriter(handle, owner, self.names[0], given.get("stream", False))
 
     def retrieve_response(self, owner: str, id: str) -> dict:

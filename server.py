@@ -86,7 +86,10 @@ class Server(ThreadingHTTPServer):
 
     def process_request(self, request, client_address):
         if self.connections.acquire(blocking=False):
-            return super().process_request(request, client_address)
+            try:
+                return super().process_request(request, client_address)
+            except RuntimeError:                            # no thread is to be had
+                self.connections.release()
         with suppress(OSError):
             request.setblocking(False)                      # whoever accepts must not wait
             request.send(FULL)

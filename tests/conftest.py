@@ -4,6 +4,24 @@ import torch
 torch.set_num_threads(1)      # the tests' tensors are small: threads would only wait for one another
 
 
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """The directory of a small random model, see serving.make_checkpoint."""
+    from serving import make_checkpoint                   # here, since its imports take seconds
+    directory = tmp_path_factory.mktemp("models") / "ascii"
+    make_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def zygote():
+    """Starts servers in processes of their own, quickly."""
+    from serving import Zygote
+    zygote = Zygote()
+    yield zygote
+    zygote.close()
+
+
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:

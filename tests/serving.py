@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import openai
-import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -26,10 +25,8 @@ TEMPLATE = ("{% for message in messages %}<|{{ message['role'] }}|>{{ message['c
 CONTEXT = 2048
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def make_checkpoint(directory: Path):
     """A random model over printable ASCII, a token for each character, so that any reply is valid text."""
-    directory = tmp_path_factory.mktemp("models") / "ascii"
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False)
     vocabulary = {("Ġ" if c == 32 else chr(c)): c - 32 for c in range(32, 127)}
     library = Tokenizer(models.BPE(vocabulary, []))
@@ -43,7 +40,6 @@ def checkpoint(tmp_path_factory):
     model.save_pretrained(directory)
     library.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(dict(eos_token="<|end|>", chat_template=TEMPLATE)))
-    return directory
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The server seen from outside: the unmodified openai client, and raw sockets for clients that misbehave."""
 import http.client
 import json
+import os
 import re
 import signal
 import socket
@@ -15,7 +16,7 @@ import pytest
 from engine import Engine
 from history import History
 from server import MAX_BODY_BYTES, Handler, parse_flags
-from serving import CONTEXT, ROOT, ask, checkpoint, connect, eventually, fetch, hang_up_after, program, raw, serving, user
+from serving import CONTEXT, ROOT, ask, connect, eventually, fetch, hang_up_after, program, raw, serving, user
 
 
 @pytest.fixture(scope="module")
@@ -364,7 +365,7 @@ def test_banner_and_ctrl_c(checkpoint, tmp_path):
         assert process.returncode in (0, 130) and "Traceback" not in errors
 
 
-def test_kill_9(checkpoint, tmp_path):
+def test_kill_9(checkpoint, zygote, tmp_path):
     """What was told to be done is there after a crash, and the next answer is that of a server that was never killed."""
     history, texts = tmp_path / "history", ["one", "two", "three", "four"]
     options = dict(max_tokens=24, extra_body=dict(ignore_eos=True))
@@ -376,20 +377,22 @@ def test_kill_9(checkpoint, tmp_path):
         return messages
 
     with serving(Engine(str(checkpoint), gpu_cache_tokens=CONTEXT, cpu_cache_tokens=CONTEXT)) as server, connect(server.url) as client:
-        uninterrupted = converse(client, [], texts)
-    with program(checkpoint, history, "--gpu-cache-tokens", "2048") as (process, url, _), connect(url) as client:
+        uninterrupted, fingerprint = converse(client, [], texts), server.engine.tokenizer.fingerprint
+    pid, url = zygote.start(checkpoint, history, "--gpu-cache-tokens", "2048")
+    with connect(url) as client:
         told = converse(client, [], texts[:3])
         stream = client.chat.completions.create(model="ascii", messages=told + [user("four")], stream=True,
                                                 extra_body=dict(ignore_eos=True))
         for chunk, _ in zip(stream, range(10)):
             pass
-        process.kill()
+        os.kill(pid, signal.SIGKILL)
         with pytest.raises(Exception):                     # it ends, but not as if it were done
             list(stream)
-    with program(checkpoint, history, "--gpu-cache-tokens", "2048") as (process, url, _), connect(url) as client:
+    assert zygote.exit_code() == -signal.SIGKILL
+    pid, url = zygote.start(checkpoint, history, "--gpu-cache-tokens", "2048")
+    with connect(url) as client:
         conversation = ask(client, told + [user("four")], **options)[3]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) in (0, 130)
-    fingerprint = Engine(str(checkpoint), gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0).tokenizer.fingerprint
+    os.kill(pid, signal.SIGTERM)
+    assert zygote.exit_code() == 0
     kept = History(str(history), fingerprint)
     assert kept.messages(kept.head(conversation).id) == uninterrupted and kept.conversations() == [conversation]
