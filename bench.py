@@ -264,12 +264,12 @@ def throughput_at(rows: list[dict], latency_ms: float) -> float:
     return before["throughput"]
 
 
-PAPER = [Panel("opt-13b", "sharegpt", (1.0, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0), 120, 1.36),
-         Panel("llama2-13b-gqa", "sharegpt", (1.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0), 180, 1.70),
-         Panel("opt-13b", "ultrachat", (1.0, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5), 120, 1.17),
-         Panel("llama2-13b-gqa", "ultrachat", (1.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0), 100, 1.58)]
-FOUR_GPUS = [Panel("opt-66b", "sharegpt", (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5), 200, 2.04, gpus=4),
-             Panel("llama2-70b", "sharegpt", (0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0), 400, 3.0, gpus=4)]
+PAPER = [Panel("opt-13b", "sharegpt", (2.0, 3.0, 3.5, 4.0, 4.5, 5.0), 120, 1.36),
+         Panel("llama2-13b-gqa", "sharegpt", (3.0, 6.0, 8.0, 9.0, 10.0, 12.0, 14.0, 16.0), 180, 1.70),
+         Panel("opt-13b", "ultrachat", (2.0, 3.0, 3.5, 4.0, 4.5), 120, 1.17),
+         Panel("llama2-13b-gqa", "ultrachat", (3.0, 6.0, 7.0, 8.0, 9.0, 10.0, 12.0, 14.0), 100, 1.58)]
+FOUR_GPUS = [Panel("opt-66b", "sharegpt", (1.0, 2.0, 3.0, 4.0, 5.0, 6.0), 200, 2.04, gpus=4),
+             Panel("llama2-70b", "sharegpt", (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0), 400, 3.0, gpus=4)]
 DRAFT = [Panel(model, dataset, (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0), 120)
          for dataset in ("sharegpt-draft", "lmsys-draft") for model in ("gpt3-6.7b", "gpt3-13b")]
 HERE = [Panel("tiny_chat", "many turns", (20.0, 40.0, 60.0, 80.0), think=0.1)]

@@ -248,10 +248,7 @@ class Engine:
             self.scheduler.cancel(request, self.clock(), RuntimeError(f"the worker has failed: {error!r}"))
         for request in list(self.scheduler.running):
             self.scheduler.suspend(request, self.clock())
-        for conversation in list(self.cache.conversations.values()):
-            self.cache.drop_all(conversation)
-        for ticket in list(self.cache.in_flight):
-            self.cache.complete(ticket)
+        self.cache.drop_everything()
 
     def take_inbox(self, wait: bool = False):
         """Runs what others have posted: the only door for other threads."""
@@ -457,13 +454,16 @@ class Engine:
         self.scheduler.submit(handle.request)
 
     def _open(self, handle):
-        """A conversation that is cold lives in the history alone; one whose context starts anew, nowhere."""
+        """A conversation that is cold lives in the history alone; one whose context starts anew, nowhere. A new branch shares what the
+        conversation that it branches off has cached."""
         name = handle.conversation
         if handle.carried is not None:
             self._forget_kv(name)
             return self.cache.open(name)
         head = None if name in self.cache.conversations else self._head(name, handle.base)
-        return self.cache.open(name, self.history.tokens(head.id) if head else ())
+        tokens = self.history.tokens(head.id) if head else ()
+        parent = head and self.cache.conversations.get(head.conversation)
+        return self.cache.fork(parent, name, tokens) if parent else self.cache.open(name, tokens)
 
     def _let_go_of_the_cold(self):
         for conversation in self.cache.take_cold():

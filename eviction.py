@@ -143,34 +143,36 @@ EXPERIMENTS = {"literal idleness": LiteralIdleness, "oracle": Oracle}      # for
 
 
 class VictimIndex:
-    """The conversations that have a chunk to give up, cheapest first at any time.
+    """The conversations that have a chunk to give up, and the stems that several conversations share, cheapest first at any time.
+    What is shared is worth as many times what the policy says as it has owners.
 
-    A member is filed under (key, last_active). Moving it leaves its old heap entry behind as stale;
-    stale entries are discarded when they surface, and all at once when they are too many."""
+    A member is filed under (key, last_active), the policy's key together with its owners. Moving it leaves its old heap entry behind
+    as stale; stale entries are discarded when they surface, and all at once when they are too many."""
 
     def __init__(self, policy: Policy):
         self.policy = policy
-        self.heaps = {}       # key -> heap of (last_active, conversation.order)
-        self.members = {}     # conversation.order -> (key, last_active, conversation)
+        self.heaps = {}       # key -> heap of (last_active, member.order)
+        self.members = {}     # member.order -> (key, last_active, member)
         self.entries = 0      # in all heaps, stale ones included
         self.now = None       # when the values in `heads` hold
         self.surfaced = {}    # key -> its entry in `heads`
-        self.heads = []       # heap of (value, conversation.order, key, last_active): the longest idle member of every key, and stale ones
+        self.heads = []       # heap of (value, member.order, key, last_active): the longest idle member of every key, and stale ones
 
-    def file(self, conversation, key: int, last_active: float):
-        """Adds the conversation, or moves it to this key and last activity."""
-        if self.members.get(conversation.order, (None, None))[:2] != (key, last_active):
-            self.members[conversation.order] = (key, last_active, conversation)
-            self._push(key, last_active, conversation.order)
+    def file(self, member, key: int, last_active: float):
+        """Adds the member, or moves it to this key and last activity."""
+        key = key, member.owners
+        if self.members.get(member.order, (None, None))[:2] != (key, last_active):
+            self.members[member.order] = (key, last_active, member)
+            self._push(key, last_active, member.order)
             self._surface(key)
             if self.entries + len(self.heads) > 3 * len(self.members) + 64:
                 self._rebuild()
 
-    def discard(self, conversation):
-        self.members.pop(conversation.order, None)
+    def discard(self, member):
+        self.members.pop(member.order, None)
 
     def cheapest(self, now: float):
-        """The conversation of the lowest value at `now`; ties by order (under one key the longest idle is first); None if there is none.
+        """The member of the lowest value at `now`; ties by order (under one key the longest idle is first); None if there is none.
         The first call at a new `now` looks at every key, more of them cost O(log)."""
         if now != self.now:
             self.now, self.heads, self.surfaced = now, [], {}
@@ -199,7 +201,8 @@ class VictimIndex:
             self.heaps.pop(key, None)
         elif self.now is not None and self.surfaced.get(key) != heap[0]:
             self.surfaced[key] = last_active, order = heap[0]
-            heapq.heappush(self.heads, (self.policy.value(key, self.policy.idle(self.now, last_active)), order, key, last_active))
+            value = key[1] * self.policy.value(key[0], self.policy.idle(self.now, last_active))
+            heapq.heappush(self.heads, (value, order, key, last_active))
 
     def _push(self, key, last_active, order):
         heapq.heappush(self.heaps.setdefault(key, []), (last_active, order))

@@ -12,7 +12,7 @@ from engine import Engine
 from kv_cache import Conversation
 from scheduler import Batch
 
-STATES = {"GPU": "G", "GPU_AND_CPU": "B", "CPU": "C"}
+STATES = {"GPU": "G", "GPU_AND_CPU": "B", "CPU": "C", None: "."}
 EVENT_SECONDS, STILL_SECONDS = 0.1, 1.0         # between two pictures: while steps run, and without
 
 
@@ -20,19 +20,19 @@ def portrait(conversation: Conversation, idle: float) -> dict:
     """idle: in seconds; gpu, cpu: tokens on the GPU, and on the CPU alone."""
     def letter(index, chunk):
         begin = index * conversation.chunk_size
-        if chunk and chunk.slots and begin + chunk.filled < min(conversation.known, begin + conversation.chunk_size):
+        if chunk.slots and begin + chunk.filled < min(conversation.known, begin + conversation.chunk_size):
             return "R"
-        return STATES[chunk.state] if chunk else "."
+        return STATES[chunk.state]
     gpu, cpu = conversation.sources()
     return dict(id=conversation.name, tokens=len(conversation.tokens), gpu=gpu, cpu=cpu, running=conversation.row is not None,
-                waiting=conversation.waiting, idle_seconds=round(idle, 3), chunks="".join(letter(*numbered) for numbered in enumerate(conversation.chunks)))
+                waiting=bool(conversation.waiting), idle_seconds=round(idle, 3), chunks="".join(letter(*numbered) for numbered in enumerate(conversation.chunks)))
 
 
 def picture(engine: Engine, owner: str = "") -> dict:
     """The engine's stats, and every conversation that has KV and is the owner's."""
     def read():
         policy, now = engine.cache.policy, engine.clock()
-        return [portrait(c, policy.idle(now, policy.activity(c))) for c in engine.cache.conversations.values() if c.cached]
+        return [portrait(c, policy.idle(now, policy.activity(c))) for c in engine.cache.conversations.values() if any(c.sources())]
     return dict(stats=engine.stats(), conversations=outside(owner, engine.call(read), "id"))
 
 

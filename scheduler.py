@@ -283,7 +283,8 @@ class Scheduler:
         conversation = request.conversation
         request.before = len(conversation.tokens), conversation.known
         gpu, cpu = conversation.sources()
-        request.usage = dict(zip(SOURCES, (gpu, cpu, conversation.known - gpu - cpu, request.total - conversation.known)))
+        known = max(conversation.known, gpu + cpu)             # others may have computed the beginning of its first prompt
+        request.usage = dict(zip(SOURCES, (gpu, cpu, known - gpu - cpu, request.total - known)))
         self.stats.update({"prompt_tokens_" + source: n for source, n in request.usage.items()})
         conversation.tokens.extend(request.prompt)
         if request.max_tokens is None:
@@ -297,6 +298,8 @@ class Scheduler:
         self.cache.release(request.conversation, now)
 
     def _enqueue(self, request):
+        if not request.conversation.tokens:
+            self.cache.share_prefix(request.conversation, request.prompt)
         self.cache.set_waiting(request.conversation, True)
         heapq.heappush(self.queue, (request.arrival, request))
 

@@ -58,7 +58,7 @@ class FakeWorker:
 
     def wait(self, conversation):
         for ticket in self.flying:
-            if ticket.conversation is conversation and ticket.direction == "in":
+            if ticket.chunk in conversation.chunks and ticket.direction == "in":
                 self.write(ticket)
 
     def read(self, ticket):
@@ -84,9 +84,11 @@ class FakeWorker:
 class World:
     """A scheduler and a fake worker with a clock of our own."""
 
-    def __init__(self, slots=32, places=8, chunk=4, rows=4, limit=None, policy="retention", land=None, seed=0, **switches):
-        self.cache = KVCache(slots, places, chunk, rows, limit or slots, POLICIES[policy](COST, chunk))
-        self.scheduler = Scheduler(self.cache, limit or slots, **{"max_batch_tokens": 16, **switches})
+    def __init__(self, slots=32, places=8, chunk=4, rows=4, limit=None, policy="retention", land=None, seed=0, prefix=(), **switches):
+        """prefix: tokens that are designated."""
+        self.cache, self.prefix = KVCache(slots, places, chunk, rows, limit or slots, POLICIES[policy](COST, chunk)), list(prefix)
+        self.cache.designate(prefix)
+        self.scheduler = Scheduler(self.cache, limit or slots - len(prefix), **{"max_batch_tokens": 16, **switches})
         self.worker = FakeWorker(self.cache, land or (lambda tickets: list(tickets)), seed)
         self.now = 0.0
         self.salt = 0                          # tells one prompt from the next
@@ -98,6 +100,11 @@ class World:
         request = Request(self.cache.open(name), prompt, max_tokens)
         self.scheduler.submit(request)
         return request
+
+    def fork(self, name, child, length, more=()):
+        """A new conversation of the first tokens of another, and more, which it takes for known."""
+        parent = self.cache.conversations[name]
+        return self.cache.fork(parent, child, parent.tokens[:length].tolist() + list(more))
 
     def step(self, dt=1.0):
         self.now += dt

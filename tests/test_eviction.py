@@ -100,7 +100,7 @@ def test_the_oracle_prefers_to_evict_who_returns_last():
     assert policy.idle(10.0, policy.activity(soon)) == 3.0 and policy.idle(10.0, policy.activity(late)) == 48.0
     index = VictimIndex(policy)
     for order, conversation in enumerate((soon, late, last)):
-        conversation.order = order
+        conversation.order, conversation.owners = order, 1
         index.file(conversation, 0, policy.activity(conversation))
     assert index.cheapest(10.0) is last and policy.value(0, math.inf) == 0
     index.discard(last)
@@ -116,6 +116,7 @@ class Member:
     first: int = 0
     count: int = 0
     last_active: float = 0.0
+    owners: int = 1
 
     def key(self, policy):
         return policy.key(self, self.first if policy.toward > 0 else self.first + self.count - 1, self.count)
@@ -134,11 +135,15 @@ def file(index, member):
         index.discard(member)
 
 
+def worth(policy, member, now):
+    return member.owners * policy.value(member.key(policy), policy.idle(now, member.last_active))
+
+
 def drain(index, now, most=math.inf):
     """Evicts from whom cheapest() names; the (value, order) of each eviction."""
     evictions = []
     while len(evictions) < most and (member := index.cheapest(now)):
-        evictions.append((index.policy.value(member.key(index.policy), index.policy.idle(now, member.last_active)), member.order))
+        evictions.append((worth(index.policy, member, now), member.order))
         member.evict(index.policy)
         file(index, member)
     return evictions
@@ -148,7 +153,7 @@ def brute_force(policy, members, now, most):
     """The same by a search of all conversations for every eviction."""
     evictions = []
     while len(evictions) < most and (living := [member for member in members if member.count]):
-        cheapest = min((policy.value(m.key(policy), policy.idle(now, m.last_active)), m.order, m) for m in living)
+        cheapest = min((worth(policy, m, now), m.order, m) for m in living)
         evictions.append(cheapest[:2])
         cheapest[2].evict(policy)
     return evictions
@@ -157,7 +162,7 @@ def brute_force(policy, members, now, most):
 ORDERS = range(12)
 whole_seconds = st.one_of(st.integers(0, 20).map(float), st.just(math.inf))      # inf: its turn waits in the queue; ties are common
 changes = st.lists(max_size=60, elements=st.one_of(
-    st.tuples(st.just("file"), st.sampled_from(ORDERS), st.integers(0, 3), st.integers(1, 6), whole_seconds),
+    st.tuples(st.just("file"), st.sampled_from(ORDERS), st.integers(0, 3), st.integers(1, 6), whole_seconds, st.integers(1, 3)),
     st.tuples(st.just("discard"), st.sampled_from(ORDERS)),
     st.tuples(st.just("evict"), st.integers(0, 8))))
 
@@ -173,9 +178,9 @@ def test_victim_index_cheapest_is_a_sort_of_all(name, todo):
         if kind == "evict":
             assert drain(index, now, *arguments) == brute_force(policy, twins, now, *arguments)
         else:
-            order, state = arguments[0], arguments[1:] or (0, 0, 0.0)
+            order, state = arguments[0], arguments[1:] or (0, 0, 0.0, 1)
             for each in members[order], twins[order]:
-                each.first, each.count, each.last_active = state
+                each.first, each.count, each.last_active, each.owners = state
             file(index, members[order])
     assert not index.members
 

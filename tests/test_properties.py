@@ -4,25 +4,32 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from eviction import POLICIES
 from fakes import World, answer
 
-NAMES = "abcde"
+NAMES, BRANCHES = "abc", "xyz"
+names = st.sampled_from(NAMES + BRANCHES)
 actions = st.lists(min_size=20, max_size=150, elements=st.one_of(
-    st.tuples(st.just("submit"), st.sampled_from(NAMES), st.integers(1, 20), st.integers(1, 8)),
-    st.tuples(st.just("one-off"), st.integers(1, 12), st.integers(1, 6)),
+    st.tuples(st.just("submit"), names, st.integers(1, 20), st.integers(1, 8), st.booleans()),
+    st.tuples(st.just("one-off"), st.integers(1, 12), st.integers(1, 6), st.booleans()),
+    st.tuples(st.just("fork"), names, st.sampled_from(BRANCHES), st.integers(0, 30), st.integers(0, 9), st.integers(1, 9)),
     st.tuples(st.just("step"), st.integers(1, 6), st.sampled_from([0.0, 0.001, 1.0, 1000.0])),
     st.tuples(st.just("cancel"), st.integers(0, 30)),
-    st.tuples(st.just("forget"), st.sampled_from(NAMES)),
+    st.tuples(st.just("forget"), names),
 ))
 worlds = st.fixed_dictionaries(dict(
     slots=st.integers(20, 70), places=st.sampled_from([0, 1, 2, 5, 12, 40]), chunk=st.sampled_from([1, 3, 4, 8]), rows=st.integers(1, 4),
     policy=st.sampled_from(sorted(POLICIES)), seed=st.integers(0, 9), swap_threshold=st.sampled_from([0.0, 0.25, 0.6]),
-    reserve=st.sampled_from([0.0, 0.1]), stateless=st.booleans(), separate_phases=st.booleans(), max_batch_tokens=st.sampled_from([4, 16])))
+    prefix=st.sampled_from([0, 0, 6, 10]).map(range), reserve=st.sampled_from([0.0, 0.1]), stateless=st.booleans(), separate_phases=st.booleans(), max_batch_tokens=st.sampled_from([4, 16])))
 
 
 def act(world, requests, action):
     kind, *arguments = action
     if kind in ("submit", "one-off"):
-        name, prompt, max_tokens = arguments if kind == "submit" else (None, *arguments)
-        requests.append(world.submit(name, prompt, max_tokens))
+        name, prompt, max_tokens, prefixed = arguments if kind == "submit" else (None, *arguments)
+        requests.append(world.submit(name, world.prefix + [3] * prompt if prefixed else prompt, max_tokens))
+    elif kind == "fork" and arguments[0] in world.cache.conversations and arguments[1] not in world.cache.conversations:
+        parent, name, length, more, prompt = arguments
+        child = world.fork(parent, name, length, [9] * more)
+        child.base = child.tokens[:]
+        requests.append(world.submit(name, prompt, 3))
     elif kind == "step":
         for _ in range(arguments[0]):
             world.step(arguments[1])
@@ -52,16 +59,17 @@ def test_anything_in_any_order(parameters, todo, random):
         assert (request.finish_reason == "length") == (len(request.generated) == request.max_tokens)
         assert (request.finish_reason == "failed") == (request.error is not None)
         if request.usage and request.finish_reason == "length":
-            assert sum(request.usage.values()) == request.before[0] + len(request.prompt)
+            assert sum(request.usage.values()) == request.before[0] + len(request.prompt) and min(request.usage.values()) >= 0
     for conversation in world.cache.conversations.values():
         tokens = conversation.tokens
         finished = [r for r in requests if r.conversation is conversation and r.finish_reason == "length"]
-        expected = []
+        expected = list(getattr(conversation, "base", ()))
         for request in finished:                       # what a run of these turns alone would have given
             expected += request.prompt
             for _ in range(request.max_tokens):
                 expected.append(answer(tokens[:len(expected)]))
         assert tokens.tolist() == expected
         assert [r.arrival for r in finished] == sorted(r.arrival for r in finished)
-    assert world.cache.available == world.cache.num_slots - sum(
-        len(c.slots) for conv in world.cache.conversations.values() for c in conv.chunks if c and c.move == "swap_out")
+    chunks = set(world.cache.designated.chunks).union(*(conversation.chunks for conversation in world.cache.conversations.values()))
+    kept = sum(len(chunk.slots) for chunk in chunks if chunk.move == "swap_out" or chunk.holder.pins)
+    assert world.cache.available == world.cache.num_slots - kept

@@ -574,7 +574,7 @@ def test_suspend_in_the_middle_of_a_hole():
     free = len(world.cache.free_slots)
     world.scheduler.suspend(b, world.now)
     world.cache.check_integrity()
-    assert states(world, "b") == ["GPU", "GPU", None] and [c and c.filled for c in b.conversation.chunks] == [4, 3, None]
+    assert states(world, "b") == ["GPU", "GPU", None] and [c.filled for c in b.conversation.chunks] == [4, 3, 0]
     assert len(world.cache.free_slots) == free + 4 and world.scheduler.running == [a] and b.conversation.waiting
     assert world.scheduler.stats["suspensions"] == 1
     world.run()
