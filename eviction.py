@@ -49,7 +49,8 @@ class Policy:
     next chunk to go; count: its chunks that could go.
     unit(count): how many of them go at once.
     value(key, idle): what is lost by evicting, the lowest goes first; idle in seconds, above 0; must not rise with idle.
-    activity(conversation), idle(now, activity): what idleness is counted from, and how; the less activity, the longer idle."""
+    activity(conversation), idle(now, activity): what idleness is counted from, and how; the less activity, the longer idle.
+    ended(conversation), returned(conversation, now): are told of the end of a turn and of the admission of the next."""
     toward = 1
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
@@ -61,6 +62,12 @@ class Policy:
 
     def idle(self, now: float, activity: float) -> float:
         return max(now - activity, SHORTEST_IDLE)
+
+    def ended(self, conversation):
+        pass
+
+    def returned(self, conversation, now: float):
+        pass
 
     def key(self, conversation, index: int, count: int) -> int:
         return 0
@@ -117,6 +124,51 @@ class LiteralIdleness(RetentionValue):
         return conversation.last_active
 
 
+class ReturnHazard(Policy):
+    """Ours: what is worth least is what is least likely to be asked for soon. It learns at what rate idle conversations return, by
+    the number of turns that they have had and by how long they have been idle, in intervals that double:
+
+        hazard = returns in the interval / (conversations that were still idle when it began x its seconds)
+
+    made monotone from the longest interval down. What a chunk costs to recompute is left out: this saves tokens."""
+    EDGES = [0.0] + [2.0 ** n for n in range(14)]     # seconds, the beginnings of the intervals
+    TURNS = 6                                       # so many, and more, are one class
+    EVERY = 64                                      # returns between two estimates
+
+    def __init__(self, cost, chunk_size):
+        super().__init__(cost, chunk_size)
+        self.left = [0] * (self.TURNS + 1)          # by turns: how often a conversation became idle
+        self.returns = [[0] * len(self.EDGES) for _ in self.left]
+        self.hazards = None                         # [turns][interval], per second
+
+    def ended(self, conversation):
+        conversation.turns = min(conversation.turns + 1, self.TURNS)
+        self.left[conversation.turns] += 1
+
+    def returned(self, conversation, now):
+        if conversation.turns:
+            self.returns[conversation.turns][self._interval(now - conversation.last_active)] += 1
+            if sum(map(sum, self.returns)) % self.EVERY == 0:
+                self.hazards = [self.estimate(*counts) for counts in zip(self.left, self.returns)]
+
+    def estimate(self, left: int, returns: list[int]) -> list[float]:
+        """The hazard in each interval; half a return is added to each, so that the unseen is not impossible."""
+        seconds = [end - begin for begin, end in zip(self.EDGES, [*self.EDGES[1:], 2 * self.EDGES[-1]])]
+        still = [max(left - sum(returns[:n]), 0) + 1 for n in range(len(returns))]
+        hazards = [(count + 0.5) / (idle * width) for count, idle, width in zip(returns, still, seconds)]
+        return list(accumulate(reversed(hazards), max))[::-1]
+
+    def _interval(self, idle):
+        return bisect_right(self.EDGES, idle) - 1
+
+    def key(self, conversation, index, count):
+        return conversation.turns
+
+    def value(self, key, idle):
+        """Of all chunks of a conversation alike; before anything is learnt, least recently used."""
+        return self.hazards[key][self._interval(idle)] if self.hazards else 1 / idle
+
+
 class Oracle(RetentionValue):
     """Not to be had: recomputation cost per second until the conversation *returns*. `foresee` tells it what nobody knows."""
 
@@ -139,7 +191,7 @@ class Oracle(RetentionValue):
 
 
 POLICIES = {"retention": RetentionValue, "lru": Policy, "trailing-half": TrailingHalf, "conversation": WholeConversation, "trailing": Trailing}
-EXPERIMENTS = {"literal idleness": LiteralIdleness, "oracle": Oracle}      # for bench.py, not for servers
+EXPERIMENTS = {"literal idleness": LiteralIdleness, "return hazard": ReturnHazard, "oracle": Oracle}      # for bench.py, not for servers
 
 
 class VictimIndex:

@@ -66,6 +66,7 @@ class Stem:
         self.owners = 1                               # conversations that grow from it, itself included
         self.pins, self.waiting = 0, 0                # of these, how many run, and how many have a turn that waits in the queue
         self.last_active = 0.0                        # the latest of any of them
+        self.turns = 0                                # that have ended, as far as a policy counts them
         self.held = 0                                 # slots in the chunks that it holds
         self.reclaimable = 0                          # of these, in chunks whose next move is "reclaim"
         self.cached = 0                               # chunks that it holds and that are not absent

@@ -240,6 +240,7 @@ class Scheduler:
         heapq.heappop(self.queue)
         if not request.usage:
             self._begin(request)
+            self.cache.policy.returned(request.conversation, now)
         request.prefilling, request.front = True, 0
         self.running.append(request)
         return self.cache.admit(request.conversation, request.total, now)
@@ -273,6 +274,7 @@ class Scheduler:
     def finish(self, request: Request, reason: str, now: float):
         """The end of a turn: its conversation is idle, its KV stays."""
         self._leave(request, now)
+        self.cache.policy.ended(request.conversation)
         if self.stateless:
             self.cache.drop_all(request.conversation)
         self._end(request, reason)
