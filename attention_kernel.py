@@ -91,6 +91,20 @@ class Plan(NamedTuple):
     merges: torch.Tensor  # [m, 4]: query row, its first partial row, partial rows from a piece to the next, pieces
     partial_rows: int
 
+    def tensors(self):
+        return [*(items for _, items in self.launches), self.merges]
+
+    def moved(self, tensors):
+        """The same plan with these for its tensors()."""
+        *items, merges = tensors
+        return self._replace(launches=[(tile, moved) for (tile, _), moved in zip(self.launches, items)], merges=merges)
+
+    def padded(self, num_items: int, num_merges: int):
+        """The same plan in as much room as any of that size needs: what a captured graph launches never changes."""
+        sizes = [num_items] * len(self.launches) + [num_merges]
+        tensors = [F.pad(tensor, (0, 0, 0, size - len(tensor))) for tensor, size in zip(self.tensors(), sizes)]
+        return self.moved(tensors)._replace(partial_rows=max(num_items * tile.rows for tile, _ in self.launches))
+
 
 @dataclass(eq=False)
 class SpanTensors:
@@ -119,12 +133,15 @@ class SpanTensors:
         """The Plan for `kv_heads` KV heads of `group` query heads each: made and uploaded at the first call, for all layers."""
         key = group, kv_heads, dtype
         if key not in self.plans:
-            device = self.row.device
-            gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-            tiles = FLOAT32 if dtype == torch.float32 else HOPPER if gpu and gpu.major == 9 else AMPERE
-            wanted = max(1, (gpu.multi_processor_count if gpu else 100) * ITEMS_PER_PROCESSOR // kv_heads)
-            self.plans[key] = make_plan(self.host, group, tiles, wanted, device)
+            self.plans[key] = make_plan(self.host, group, *tiling(kv_heads, dtype, self.row.device), self.row.device)
         return self.plans[key]
+
+
+def tiling(kv_heads, dtype, device):
+    """The tiles for that device, and how many work items fill it."""
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    tiles = FLOAT32 if dtype == torch.float32 else HOPPER if gpu and gpu.major == 9 else AMPERE
+    return tiles, max(1, (gpu.multi_processor_count if gpu else 100) * ITEMS_PER_PROCESSOR // kv_heads)
 
 
 def make_plan(host, group, tiles, wanted, device, min_piece=MIN_PIECE):
@@ -198,11 +215,20 @@ def upload(arrays, device):
     """Integer arrays -> int32 tensors on the device, in one copy for which the host does not wait."""
     flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]).astype(np.int32))
     flat = flat.pin_memory() if device.type == "cuda" else flat
-    parts = flat.to(device, non_blocking=True).split([array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays)]
+    return cut(flat.to(device, non_blocking=True), arrays)
+
+
+def cut(flat, arrays):
+    """A flat tensor, cut into tensors of the arrays' shapes."""
+    return [part.view(array.shape) for part, array in zip(flat.split([array.size for array in arrays]), arrays)]
 
 
 # ---- the kernels --------------------------------------------------------------------------------------------------------------
+
+def runs_triton(device, dtype):
+    """Whether it is Triton that attends there, and not the reference."""
+    return triton is not None and (device.type == "cuda" or INTERPRETED) and dtype != torch.float64
+
 
 def multi_token_attention(q, k_cache, v_cache, slot_table, spans, scale=None, out=None):
     """q [T, H, D]: the queries of all spans, packed.
@@ -212,7 +238,7 @@ def multi_token_attention(q, k_cache, v_cache, slot_table, spans, scale=None, ou
     H is a multiple of H_kv (grouped-query attention); scale is 1 / sqrt(D) unless given, and positive.
     Returns [T, H, D], in `out` if given. ValueError if shapes do not fit together.
     Triton on CUDA, and in its interpreter under TRITON_INTERPRET=1; the reference elsewhere and for float64."""
-    if triton is None or not (q.is_cuda or INTERPRETED) or q.dtype == torch.float64:
+    if not runs_triton(q.device, q.dtype):
         return multi_token_attention_reference(q, k_cache, v_cache, slot_table, spans, scale, out)
     check_arguments(q, k_cache, v_cache, slot_table, spans, scale, out)
     out = torch.empty_like(q) if out is None else out

@@ -30,7 +30,8 @@ import torch
 from tqdm import tqdm
 
 import microbench
-from engine import Config, Engine
+from config import Config
+from engine import Engine
 from eviction import EXPERIMENTS, POLICIES, Oracle, RecomputeCost
 from model import PRESETS
 from remote import RemoteEngine

@@ -1,4 +1,4 @@
-"""The in-process API, the configuration, and the one step loop (paper §4.1).
+"""The in-process API and the one step loop (paper §4.1).
 
     submit -> inbox -> | step: schedule, execute, account | -> outbox -> handle -> history
                          the owner's thread                    the caller's thread
@@ -10,19 +10,18 @@ committed to the history by its caller, and only then told to be done.
 Invariant: the answer never depends on the cache. Any sizes, policy and interleaving give the tokens of a full recompute.
 
 `python engine.py` plays two conversations under starved tiers and prints each step's batch."""
-import argparse
-import json
 import threading
 import time
 import traceback
-from bisect import bisect_left
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from chat import Chat
+from config import Config, require
 from eviction import POLICIES, RecomputeCost
 from history import History, StaleTurn, Turn, new_id
 from kv_cache import KVCache
@@ -33,62 +32,6 @@ from tokenizer import TextStream, load_tokenizer
 from worker import load_worker
 
 MAX_FAILURES = 3            # steps in a row that the worker may fail
-
-
-def require(ok: bool, name: str, what: str, value):
-    if not ok:
-        raise ValueError(f"{name} must be {what}, got {value!r}")
-
-
-def flag(default, help: str, choices=None):
-    return field(default=default, metadata=dict(help=help, choices=choices))
-
-
-@dataclass(frozen=True)
-class Config:
-    """Every flag of server.py and bench.py, and every keyword of Engine, in one place."""
-    model: str = flag("tiny_chat", "a checkpoint's directory, a hub name, or with --random-weights a preset")
-    random_weights: bool = flag(False, "do not load the model's weights, make some up (for measuring)")
-    device: str = flag("auto", "where model and first tier are", ("auto", "cpu", "cuda"))
-    dtype: str = flag("auto", "of weights and cache; auto: bfloat16 on CUDA, float32 elsewhere", ("auto", "float32", "float16", "bfloat16"))
-    gpu_cache_tokens: int = flag(None, "slots of the first tier; by default what memory allows")
-    cpu_cache_tokens: int = flag(None, "size of the second tier, in whole chunks; 0: none (the paper's GPU cache variant)")
-    chunk_size: int = flag(32, "tokens moved and evicted together")
-    max_batch_tokens: int = flag(512, "tokens computed in one step")
-    max_running: int = flag(64, "requests served at once")
-    swap_threshold: float = flag(0.25, "share of the slots to keep available by copying ahead of time; 0: only on demand")
-    reserve: float = flag(0.10, "share of the slots that admission leaves for the growth of running requests")
-    policy: str = flag("retention", "what leaves first", tuple(POLICIES))
-    stateless: bool = flag(False, "forget all KV at the end of each request, as other servers do")
-    separate_phases: bool = flag(False, "never mix prefill and decode in a batch")
-    no_pipeline: bool = flag(False, "wait for all of a swap-in before the model starts")
-    history: str = flag(None, "file that keeps every conversation's turns; in-process default: memory only")
-
-    @classmethod
-    def add_flags(cls, parser: argparse.ArgumentParser):
-        for entry in fields(cls):
-            name, text = "--" + entry.name.replace("_", "-"), entry.metadata["help"]
-            if entry.type is bool:
-                parser.add_argument(name, action="store_true", help=text)
-            else:
-                shown = "" if entry.default is None else f" (default: {entry.default})"
-                parser.add_argument(name, type=entry.type, default=entry.default, choices=entry.metadata["choices"], help=text + shown)
-
-    @classmethod
-    def given(cls, arguments: argparse.Namespace) -> dict:
-        """The keywords of Engine among parsed arguments."""
-        return {entry.name: getattr(arguments, entry.name) for entry in fields(cls)}
-
-    def __post_init__(self):
-        for name, least in dict(gpu_cache_tokens=1, cpu_cache_tokens=0, chunk_size=1, max_batch_tokens=1, max_running=1).items():
-            if (value := getattr(self, name)) is not None:
-                require(type(value) is int and value >= least, name, f"an int of at least {least}", value)
-        for name in ("swap_threshold", "reserve"):
-            require(0 <= getattr(self, name) < 1, name, "a share of the slots, at least 0 and below 1", getattr(self, name))
-        for entry in fields(self):
-            if choices := entry.metadata["choices"]:
-                value = getattr(self, entry.name)
-                require(isinstance(value, type) or value in choices, entry.name, f"one of {', '.join(choices)}", value)
 
 
 @dataclass(frozen=True)
@@ -181,7 +124,7 @@ class Handle:
             self.engine.settled(self)
 
 
-class Engine:
+class Engine(Chat):
     """A model, its two tiers, and every conversation that it was told. Close it when done."""
 
     def __init__(self, model: str | Path = "tiny_chat", *, worker=None, cost: RecomputeCost | None = None, clock=time.monotonic,
@@ -196,7 +139,9 @@ class Engine:
         self.worker = worker = worker or load_worker(config, directory)
         policy = POLICIES.get(config.policy, config.policy)(cost or worker.profile(), config.chunk_size)
         self.cache = KVCache(worker.num_slots, worker.num_places, config.chunk_size, config.max_running, worker.max_context, policy)
-        self.scheduler = Scheduler(self.cache, worker.max_context, config.max_batch_tokens, config.swap_threshold, config.reserve,
+        self.system = self._designate(config.system_prompt) if config.system_prompt else []
+        limit = min(worker.max_context, worker.num_slots - len(self.cache.prefix))
+        self.scheduler = Scheduler(self.cache, limit, config.max_batch_tokens, config.swap_threshold, config.reserve,
                                    config.stateless, config.separate_phases)
         fingerprint = self.tokenizer.fingerprint if self.tokenizer else f"raw token ids below {worker.vocab_size}"
         self.history = history if isinstance(history, History) else History(file or ":memory:", fingerprint)
@@ -352,77 +297,6 @@ class Engine:
         """submit and wait."""
         return self.submit(prompt, conversation, **options).result()
 
-    def chat(self, text: str, conversation: str | None = None, **options) -> Reply:
-        """Text in, text out, through the chat template. Only the new message is tokenised."""
-        return self.respond([dict(role="user", content=text)], conversation, **options).result()
-
-    def submit_chat(self, messages: list[dict], hint: str | None = None, owner: str = "", **options) -> Handle:
-        """A client resends the visible history and new messages. The longest part that is remembered is continued: in its
-        conversation if that ends there and is idle, else in a new branch. hint: the name that the client gives to its
-        conversation: it decides between equals and names a new conversation, it opens nothing. owner: the prefix of its names."""
-        with self.lock:
-            turn, matched = self.history.match(messages, hint, owner) or (None, 0)
-            new = messages[matched:]
-            prompt = self._tokenize(messages[:matched], new, turn and turn.last_token)
-            return self.submit(prompt, self._place(turn, hint, owner), messages=new, base=turn, **options)
-
-    def respond(self, new: list[dict], conversation: str | None = None, *, after: Turn | None = None, owner: str | None = None,
-                instructions: str | None = None, truncate: bool = False, note: dict = {}, **options) -> Handle:
-        """A client sends only what is new: to a conversation, which may be busy or not exist yet, or after any turn: two answers to the
-        same turn are two branches. owner: the prefix of the name of a conversation made for it; None: none is made, nothing is kept.
-        instructions, truncate: see _context."""
-        while True:
-            with self.lock:
-                earlier = [] if conversation is None else self._unsettled(conversation)
-                if not earlier:
-                    record = self.history.record(conversation)
-                    if record:
-                        after, new = self.history.head(conversation), record.waiting + new
-                    elif conversation is None and owner is not None:
-                        conversation = self._place(after, None, owner)
-                    room = (options.get("max_tokens") or self.scheduler.limit // 4) if truncate else None
-                    prompt, messages, carried = self._context(after, new, instructions, room)
-                    return self.submit(prompt, conversation, messages=messages, base=None if record else after,
-                                       carried=carried, note=dict(note, instructions=instructions), **options)
-            self._wait_quietly(earlier)                      # what the template still owes depends on how their replies end
-
-    def _place(self, turn: Turn | None, hint: str | None, owner: str) -> str:
-        """The conversation that goes on after a turn: its own if it ends there, is idle, and nobody has asked for it by name; else a
-        new one."""
-        record = turn and turn.conversation not in self.pending and self.history.record(turn.conversation)
-        if record and record.head == turn.id and record.metadata is None:
-            return record.name
-        taken = hint is None or hint in self.pending or self.history.record(hint)
-        return f"{owner}conv_{new_id()}" if taken else hint
-
-    def _context(self, turn: Turn | None, new: list[dict], instructions: str | None, room: int | None):
-        """(token ids to append, the messages they stand for, carried): `new` after a turn, under `instructions`, a first system
-        message for this reply only. Where they are what the turn had, only `new` is tokenised and its KV goes on. Else every token would
-        see another beginning: the visible messages so far start a context of their own, which is computed from nothing. So it is when
-        less than `room` would be left for the reply (None: never): then as few messages as possible are dropped from the beginning, so
-        that it is a user's."""
-        limit, before = self.scheduler.limit, self.history.messages(turn.id) if turn else []
-        had = json.loads(turn.note).get("instructions") if turn else None
-        if turn and had == instructions:
-            prompt = self._tokenize(before, new, turn.last_token)
-            if room is None or turn.length + len(prompt) + room <= limit:
-                return prompt, new, None
-        first = [] if instructions is None else [dict(role="system", content=instructions)]
-        older = before[had is not None:]
-        messages = older + new
-        def anew(cut):
-            return self._tokenize([], first + messages[cut:], None)
-        def fits(cut):
-            return room is None or len(anew(cut)) + room <= limit
-        cuts = [0] + [i for i, message in enumerate(messages) if i and message["role"] == "user"]
-        cut = cuts[min(bisect_left(cuts, True, key=fits), len(cuts) - 1)]       # where none fits, submit will say so
-        return anew(cut), first + messages[cut:], len(first) + max(len(older) - cut, 0)
-
-    def _tokenize(self, before, new, last_token) -> list[int]:
-        if self.tokenizer is None:
-            raise ValueError(f"{self.config.model} has no tokenizer: it serves token ids only, use generate()")
-        return self.tokenizer.turn(before, new, last_token)
-
     def _head(self, conversation, base=None) -> Turn | None:
         """The last committed turn of a conversation; of one that does not exist yet, the turn where it branches off."""
         return (None if conversation is None else self.history.head(conversation)) or base
@@ -564,7 +438,7 @@ class Engine:
     def stats(self) -> dict:
         def read():
             cache, scheduler = self.cache, self.scheduler
-            return dict(**scheduler.stats, **cache.stats, steps=scheduler.steps, slots_total=cache.num_slots, slots_free=len(cache.free_slots),
+            return dict(**scheduler.stats, **cache.stats, **getattr(self.worker, "stats", dict)(), steps=scheduler.steps, slots_total=cache.num_slots, slots_free=len(cache.free_slots),
                         cpu_chunks_total=cache.num_places, cpu_chunks_free=len(cache.free_places), running=len(scheduler.running),
                         waiting=sum(map(len, scheduler.turns.values())) - len(scheduler.running), conversations=len(cache.conversations))
         return self.call(read)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import live
 from engine import Engine, Handle, Reply
-from history import ConversationRecord, StaleTurn, Turn, new_id
+from history import ConversationRecord, Turn, new_id
 from sampling import BIAS, LIMITS
 
 

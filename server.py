@@ -30,7 +30,8 @@ from pathlib import Path
 from urllib.parse import parse_qsl, unquote
 
 import live
-from engine import Config, Engine, Handle, Reply
+from config import Config
+from engine import Engine, Handle, Reply
 from history import StaleTurn
 from metrics import Metrics
 from openai_api import API, OPERATIONS, APIError, Operation, Writer, openapi, parse

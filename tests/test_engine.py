@@ -8,6 +8,7 @@ import pytest
 from engine import Engine
 from eviction import RecomputeCost
 from history import History
+from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 COST = RecomputeCost({32: 1e-3, 1024: 4e-3}, rest=1e-3)
@@ -148,6 +149,84 @@ def test_a_resent_history_is_recognised_and_an_edited_one_branches(engine):
     assert branch.result().usage["gpu"] == known // 8 * 8 and branch.result().usage["recomputed"] == known % 8        # full chunks are shared
     fresh = engine.submit_chat([dict(role="user", content="Howdy"), said, again], "mine", max_tokens=6)
     assert fresh.conversation not in ("mine", branch.conversation) and fresh.result().usage["new"] == fresh.result().usage["prompt_tokens"]
+
+
+# ---- the system prompt
+
+SYSTEM = "You are a pilot. " * 3
+
+
+def prompted(**flags):
+    return Engine("tiny_chat", **dict(TINY, system_prompt=SYSTEM) | flags)
+
+
+def test_the_system_prompt_is_what_a_first_system_message_would_be_and_is_computed_once():
+    plain, engine = Engine("tiny_chat", **TINY), prompted()
+    system, hi = dict(role="system", content=SYSTEM), dict(role="user", content="Hi!")
+    expected = plain.submit_chat([system, hi], max_tokens=6).result()
+    prefix = len(engine.cache.prefix)
+    assert prefix > 16 and engine.scheduler.limit == 160 - prefix
+    first = engine.chat("Hi!", "a", max_tokens=6)
+    assert first.token_ids == expected.token_ids and first.usage["new"] == expected.usage["new"]
+    for again in (engine.chat("Hi!", "b", max_tokens=6), engine.submit_chat([hi], "c", max_tokens=6).result(),
+                  engine.submit_chat([system, hi], "d", max_tokens=6).result(), engine.chat("Hi!", max_tokens=6)):
+        assert again.token_ids == expected.token_ids
+        assert again.usage == dict(expected.usage, gpu=prefix, new=expected.usage["new"] - prefix)
+    for name in "abcd":
+        engine.forget(name)
+    assert engine.stats()["slots_free"] == 160 - prefix          # it stays
+    assert engine.chat("Bye!", "a", max_tokens=2).usage["gpu"] == prefix
+
+
+def test_conversations_go_on_under_the_system_prompt_and_do_not_show_it():
+    engine, hi = prompted(), dict(role="user", content="Hi!")
+    first = engine.submit_chat([hi], "mine", max_tokens=6)
+    said, again = dict(role="assistant", content=first.result().text), dict(role="user", content="And?")
+    second = engine.submit_chat([hi, said, again], max_tokens=6)
+    assert second.conversation == "mine" and second.result().usage["recomputed"] == 0
+    third = engine.respond([again], "mine", max_tokens=6).result()
+    assert third.usage["new"] < second.result().usage["prompt_tokens"] and third.usage["recomputed"] == 0
+    assert [item["role"] for item in engine.history.items("mine")] == ["user", "assistant"] * 3
+    other = engine.respond([again], "mine", instructions="Be brief.", max_tokens=6)       # another beginning
+    assert other.result().usage["gpu"] == 0
+    assert [message["role"] for message in engine.history.messages(other.id)] == ["system"] + ["user", "assistant"] * 4
+    own = engine.submit_chat([dict(role="system", content="Be brief."), hi], "own", max_tokens=6)
+    assert own.result().usage["gpu"] == 0 and [item["role"] for item in engine.history.items("own")] == ["system", "user", "assistant"]
+
+
+def test_a_system_prompt_in_a_file(tmp_path):
+    (tmp_path / "prompt.txt").write_text("Be kind.")
+    assert prompted(system_prompt=str(tmp_path / "prompt.txt")).system == [dict(role="system", content="Be kind.")]
+
+
+def test_a_system_prompt_that_cannot_be_used(monkeypatch):
+    with pytest.raises(ValueError, match="more than half of 160 slots"):
+        prompted(system_prompt="word " * 100)
+    render = Tokenizer._render
+    def strict(self, messages):
+        if messages[0]["role"] == "system":
+            raise ValueError("the chat template failed: no system role")
+        return render(self, messages)
+    monkeypatch.setattr(Tokenizer, "_render", strict)
+    with pytest.raises(ValueError, match="system_prompt cannot be used with tiny_chat: .* no system role"):
+        prompted()
+    monkeypatch.setattr(Tokenizer, "_render", lambda self, messages: render(self, [m for m in messages if m["role"] != "system"]))
+    with pytest.raises(ValueError, match="shows no system message"):
+        prompted()
+
+
+def test_a_failed_worker_takes_the_shared_prefix_with_it():
+    engine = prompted()
+    reply, execute = engine.chat("Hi!", "a", max_tokens=6), engine.worker.execute
+    def fail_once(batch):
+        engine.worker.execute = execute
+        raise RuntimeError("lost")
+    engine.worker.execute = fail_once
+    with pytest.raises(RuntimeError, match="lost"):
+        engine.chat("Hi!", "b", max_tokens=6)
+    engine.worker.pool.gpu.zero_()
+    again = engine.chat("Hi!", "b", max_tokens=6)
+    assert again.token_ids == reply.token_ids and again.usage["gpu"] == 0
 
 
 def test_a_stop_string_ends_the_reply(engine):

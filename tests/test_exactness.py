@@ -84,6 +84,30 @@ def test_interleaved_conversations_are_exact(checkpoint, switches, device="cpu")
     engine.close()
 
 
+@pytest.mark.parametrize("policy", ["retention", "trailing-half"])
+def test_branches_are_exact(checkpoint, policy, device="cpu"):
+    """Every turn is the base of one more branch, now and then of two that are answered together; the tiers hold a fraction of them."""
+    directory, model = checkpoint
+    engine = Engine(directory, cost=COST, debug=True, device=device, dtype="float32", gpu_cache_tokens=192, cpu_cache_tokens=96, chunk_size=8,
+                    max_batch_tokens=48, max_running=4, policy=policy)
+    rng, contexts = random.Random(3), {None: []}                 # by turn
+    for i in range(16):
+        handles = []
+        for j in range(rng.randint(1, 2)):
+            base = rng.choice(list(contexts))
+            context = contexts[base] + [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 30))]
+            if len(context) < 150:
+                prompt = context[len(contexts[base]):]
+                handles.append((context, engine.submit(prompt, f"{i}.{j}", base=base and engine.history.turn(base), max_tokens=12, ignore_eos=True)))
+        for context, handle in handles:
+            reply = handle.result().token_ids
+            assert_exact(model, context, reply)
+            contexts[handle.id] = context + reply
+    stats = engine.stats()
+    assert min(stats[name] for name in ("prompt_tokens_gpu", "prompt_tokens_cpu", "prompt_tokens_recomputed")) > 0
+    engine.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("switches", SWITCHES, ids=str)
 def test_interleaved_conversations_are_exact_on_the_gpu(checkpoint, switches):

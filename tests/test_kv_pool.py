@@ -4,7 +4,7 @@ import random
 import pytest
 import torch
 
-from kv_cache import KVPool, Ticket
+from kv_cache import KVPool, Ticket, _Flight
 
 LAYERS, HEADS, DIM, CHUNK, SLOTS, PLACES = 3, 2, 5, 4, 64, 12
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -122,7 +122,7 @@ def test_store_writes_one_layer_only(device):
 # ---- few large copies
 
 @pytest.mark.parametrize("places, runs", [
-    ([4], [[4, 5]]), ([0, 1, 2, 3], [[0, 4]]), ([3, 1, 0, 2, 9, 8], [[0, 4], [8, 10]]), ([0, 2, 4], [[0, 1], [2, 3], [4, 5]])])
+    ([4], [[0, 4, 5]]), ([0, 1, 2, 3], [[0, 0, 4]]), ([3, 1, 0, 2, 9, 8], [[0, 0, 4], [4, 8, 10]]), ([0, 2, 4], [[0, 0, 1], [1, 2, 3], [2, 4, 5]])])
 def test_neighbouring_places_are_one_copy(places, runs):
     """Whatever the order of the tickets: swap_in and swap_out sort them."""
     pool, itineraries = make(), []
@@ -131,9 +131,9 @@ def test_neighbouring_places_are_one_copy(places, runs):
     tickets = [ticket("out", range(CHUNK * n, CHUNK * n + 3), place) for n, place in enumerate(places)]
     pool.swap_out(tickets)
     pool.swap_in(tickets)
-    for found, slots, rows in itineraries:
-        assert found == runs and len(slots) == len(rows) == 3 * len(places)
-        assert rows.tolist() == [CHUNK * n + i for n in range(len(places)) for i in range(3)]
+    for found, slots, k, v in itineraries:
+        assert found == runs and len(slots) == 3 * len(places)
+        assert k.tolist() == [2 * CHUNK * n + i for n in range(len(places)) for i in range(3)] == (v - CHUNK).tolist()
     assert len(itineraries) == 2
 
 
@@ -155,9 +155,15 @@ class Recorder:
 def test_wait_is_for_its_own_layer_or_without_a_pipeline_for_the_last(pipeline, awaited):
     pool, stream = make(pipeline=pipeline), Recorder()
     pool.stream = lambda: stream
+    pool.wait(0)
+    assert stream.waited == []                                   # nothing arrives
+    pool.swap_in([ticket("in", [1, 2], 0)])
+    arrived = pool.flights[0].arrived
     for layer in range(LAYERS):
         pool.wait(layer)
-    assert stream.waited == [pool.arrived[layer] for layer in awaited]
+    assert stream.waited == [arrived[layer] for layer in awaited]
+    pool.wait(0)
+    assert len(stream.waited) == LAYERS, "a step after the one that waited waits again"
 
 
 def test_swap_out_starts_behind_earlier_steps_and_what_is_being_swapped_in():
@@ -172,13 +178,47 @@ def test_landed_gives_each_ticket_once_when_its_copy_has_ended():
     first, second = ticket("out", [1], 0), ticket("out", [2], 1)
     pool.swap_out([first])
     pool.swap_out([second])
-    early, late = pool.flights[0][0], pool.flights[1][0]
+    early, late = pool.flights[0].end, pool.flights[1].end
     early.query = late.query = lambda: False
     early.synchronize = lambda: setattr(early, "query", lambda: True)
     assert pool.landed(wait=False) == []
     assert pool.landed(wait=True) == [first]                    # the oldest flight
     late.query = lambda: True
     assert pool.landed(wait=False) == [second] and pool.landed(wait=True) == []
+
+
+# ---- KVPool.stats
+
+@devices
+def test_stats_count_what_was_copied(device):
+    pool = make(device)
+    assert not any(pool.stats().values())
+    out, back = [ticket("out", [1, 2, 3], 0), ticket("out", [7], 4)], [ticket("in", [9, 8], 0)]
+    pool.swap_out(out)
+    land(pool, out)
+    pool.swap_in(back)
+    land(pool, back)
+    stats, token = pool.stats(), LAYERS * 2 * HEADS * DIM * 4
+    assert (stats["swap_out_bytes"], stats["swap_in_bytes"]) == (4 * token, 2 * token)
+    assert stats["swap_out_seconds"] > 0 < stats["swap_in_seconds"] and stats["swap_hidden_share"] == 0      # the host did nothing else
+
+
+class At:
+    """An event at that time, in ms; None: not yet."""
+    def __init__(self, ms): self.ms = ms
+    def query(self): return self.ms is not None
+    def elapsed_time(self, end): return end.ms - self.ms
+
+
+@pytest.mark.parametrize("ready, arrived, stalled", [
+    ([0, 4, 9], [3, 8, 9], 3 + 4), ([5, 6, 7], [1, 2, 3], 0), ([2, 2.5, None], [2.5, 3, 3.5], 0.5 + 0.5)])
+def test_a_copy_is_hidden_where_nobody_waits_for_it(ready, arrived, stalled):
+    """The running stream comes to each layer at `ready`; the layer has arrived at `arrived`."""
+    pool = make()
+    flight = _Flight("in", [], 100, At(0), At(10), waits=[(At(r), At(a)) for r, a in zip(ready, arrived)])
+    pool.flights = [flight]
+    assert pool.landed(wait=False) == []
+    assert pool.stats()["swap_hidden_share"] == pytest.approx(1 - stalled / 10) and pool.stats()["swap_in_seconds"] == pytest.approx(0.01)
 
 
 # ---- on real streams
@@ -239,7 +279,11 @@ def test_neither_swap_makes_the_host_wait():
 
 @pytest.mark.gpu
 def test_the_cpu_tier_is_pinned():
-    assert make("cuda").cpu.is_pinned()
+    pool = make("cuda")
+    assert pool.cpu.is_pinned() and pool.cpu[-1, -1].is_pinned()
+    tier = pool.cpu
+    del pool
+    assert not tier.is_pinned()
 
 
 @pytest.mark.gpu

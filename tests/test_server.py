@@ -4,10 +4,7 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import openai

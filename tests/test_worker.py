@@ -1,0 +1,268 @@
+"""A step on the device: told in one upload; decodes padded and replayed give what they give otherwise, and touch nothing else."""
+import os
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import worker as module
+from engine import Engine
+from eviction import RecomputeCost
+from kv_cache import Conversation, Ticket
+from model import ModelConfig, empty_model
+from sampling import Sampling
+from scheduler import Batch, Request, Span
+from worker import Worker, record_graph, table_changes, try_capture
+
+SLOTS, ROWS, CONTEXT, CHUNK, VOCAB = 96, 4, 32, 4, 61
+COST = RecomputeCost({4: 1e-3, 32: 2e-3}, rest=1e-3)
+
+
+def eagerly(run):
+    """In place of a graph: whatever a graph would launch again, on the same tensors."""
+    return run
+
+
+def make_worker(kv_heads=2, rows=ROWS, device="cpu", **options):
+    """Two layers of random weights, a cache full of random KV, and ROWS contexts in shuffled slots."""
+    torch.manual_seed(0)
+    model = empty_model(ModelConfig(VOCAB, 2, 4, kv_heads, 64, 64, CONTEXT, "relu"), device, torch.float32)
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn(parameter.shape) * 0.3)
+    worker = Worker(model, SLOTS, 8, CHUNK, rows, CONTEXT, **options)
+    worker.pool.gpu.copy_(torch.randn(worker.pool.gpu.shape))
+    return worker
+
+
+def requests(worker, lengths, **sampling):
+    """One in each row, with as many tokens. The batch that brings the slot table up to date, and slots for each."""
+    rng, slots, found = np.random.default_rng(1), iter(np.random.default_rng(2).permutation(SLOTS).tolist()), []
+    batch = Batch(0, 0)
+    for row, length in enumerate(lengths):
+        conversation = Conversation(str(row), row, rng.integers(VOCAB, size=length), CHUNK, toward=1)
+        conversation.row = row
+        found.append(Request(conversation, [], sampling=Sampling(seed=row, **sampling)))
+        batch.table_updates.append((row, 0, np.array([next(slots) for _ in range(length)])))
+    worker.execute(batch)
+    return found
+
+
+def decode(found, step=1):
+    """The batch in which each of them computes its last token."""
+    batch = Batch(step, 0)
+    batch.spans = [Span(request, request.total - 1, request.total) for request in found]
+    return batch
+
+
+def replays(worker):
+    """Counts the decodes that are replayed, by their size."""
+    counts = []
+    for size, (inputs, run) in worker.graphs.items():
+        worker.graphs[size] = inputs, lambda size=size, run=run: counts.append(size) or run()
+    return counts
+
+
+# ---- the upload
+
+def test_table_changes_names_each_entry():
+    updates = [(3, 10, np.array([7, 5, 6])), (0, 0, np.array([], int)), (1, 4, np.array([9]))]
+    assert [part.tolist() for part in table_changes(updates)] == [[3, 3, 3, 1], [10, 11, 12, 4], [7, 5, 6, 9]]
+    assert [part.tolist() for part in table_changes([])] == [[], [], []]
+
+
+def test_inputs_are_the_batch():
+    worker = make_worker()
+    found = requests(worker, [9, 5, 20])
+    spans = [Span(found[0], 2, 6), Span(found[2], 19, 20), Span(found[1], 0, 5)]
+    inputs = worker._inputs(spans, [(1, 3, np.array([40, 41]))], 0)
+    tokens = [token for request, start, end in spans for token in request.conversation.tokens[start:end]]
+    assert inputs.tokens.tolist() == tokens and inputs.last.tolist() == [4, 9]           # the first span's context goes on
+    assert inputs.positions.tolist() == [2, 3, 4, 5, 19, 0, 1, 2, 3, 4] and inputs.rows.tolist() == [0] * 4 + [2] + [1] * 5
+    assert (inputs.spans.q_start.tolist(), inputs.spans.kv_len.tolist(), inputs.spans.row.tolist()) == ([0, 4, 5, 10], [6, 20, 5], [0, 2, 1])
+    assert worker.slot_table[1, 3:5].tolist() == [40, 41]
+
+
+def test_a_step_is_uploaded_at_once_and_before_its_copies(monkeypatch):
+    worker, order = make_worker(), []
+    batch = decode(requests(worker, [9, 5]))
+    batch.table_updates = [(0, 8, np.array([90]))]
+    batch.swap_out = [Ticket(None, None, "", 0, 2, [80, 81], 3)]
+    for owner, name in (module, "upload"), (worker.pool, "swap_in"), (worker.pool, "swap_out"), (worker, "_forward"):
+        inner = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, name=name, inner=inner: order.append(name) or inner(*args))
+    worker.execute(batch)
+    assert order == ["upload", "swap_in", "swap_out", "_forward"]
+
+
+# ---- graphs: what one replays, run as it is
+
+@pytest.mark.parametrize("max_running, sizes", [(1, [1]), (3, [4, 2, 1]), (8, [8, 4, 2, 1]), (9, [16, 8, 4, 2, 1]), (40, [48, 32, 16, 8, 4, 2, 1])])
+def test_sizes_are_captured_largest_first(max_running, sizes):
+    worker = make_worker(rows=max_running)
+    worker.capture(eagerly)
+    assert list(worker.graphs) == sizes
+
+
+@pytest.mark.parametrize("lengths", [[9], [9, 5], [32, 5, 1], [7, 8, 9, 30]])
+def test_a_padded_decode_computes_the_same_and_touches_its_own_slots_only(lengths):
+    plain, padded = make_worker(), make_worker()
+    padded.capture(eagerly)
+    before, used = padded.pool.gpu.clone(), replays(padded)
+    results = [worker.execute(decode(requests(worker, lengths, logprobs=3))) for worker in (plain, padded)]
+    assert used == [1 << (len(lengths) - 1).bit_length()]
+    assert results[0].tokens == results[1].tokens
+    for ours, theirs in zip(*(result.logprobs for result in results)):
+        assert ours[0] == pytest.approx(theirs[0], abs=1e-5)
+    torch.testing.assert_close(plain.pool.gpu[:, :, :SLOTS], padded.pool.gpu[:, :, :SLOTS])
+    written = [padded.slot_table[row, length - 1].item() for row, length in enumerate(lengths)]
+    others = [slot for slot in range(SLOTS) if slot not in written]
+    assert torch.equal(padded.pool.gpu[:, :, others], before[:, :, others])
+
+
+def test_the_slot_of_padding_is_nobodys():
+    worker = make_worker()
+    worker.capture(eagerly)
+    worker.pool.gpu[:, :, SLOTS:] = torch.nan                    # what it holds does not matter
+    assert worker.num_slots == SLOTS and worker.pool.gpu.shape[2] == SLOTS + 1
+    assert (worker.slot_table[:ROWS] < SLOTS).all() and (worker.slot_table[ROWS] == SLOTS).all()
+    result = worker.execute(decode(requests(worker, [6, 3, 2], logprobs=0)))
+    assert all(np.isfinite(report[0]) for report in result.logprobs)
+
+
+def test_what_is_no_decode_is_not_replayed():
+    worker = make_worker()
+    worker.capture(eagerly)
+    found, used = requests(worker, [9, 5, 20, 8]), replays(worker)
+    prompt, arriving, beyond, hole = (decode(found) for _ in range(4))
+    prompt.spans[1] = Span(found[1], 3, 5)
+    arriving.swap_in = [Ticket(None, None, "", 0, 2, [80, 81], 3)]
+    beyond.spans.append(Span(found[0], 2, 3))                    # more than the largest
+    for batch in prompt, arriving, beyond:
+        worker.execute(batch)
+    assert used == []
+    hole.spans = [Span(found[0], 2, 3), hole.spans[1]]           # one token, behind which none is sampled
+    assert len(worker.execute(hole).tokens) == 1 and used == [2]
+
+
+def test_a_decode_waits_for_what_was_swapped_in_before():
+    """By a step that had nothing to compute, and so did not wait itself."""
+    worker = make_worker()
+    worker.capture(eagerly)
+    found, used = requests(worker, [9]), replays(worker)
+    moving = Batch(1, 0)
+    moving.swap_in = [Ticket(None, None, "", 0, 2, [80, 81], 3)]
+    for batch in moving, decode(found), decode(found):
+        worker.execute(batch)
+    assert used == [1]                                           # the second decode
+
+
+@pytest.mark.parametrize("options", [dict(), dict(temperature=1.0)], ids=str)
+def test_conversations_are_the_same_with_graphs(options):
+    """Interleaved, under pressure, the engine checking its books after every step."""
+    def replies(graphs):
+        engine = Engine("tiny_chat", cost=COST, debug=True, device="cpu", gpu_cache_tokens=128, cpu_cache_tokens=96, chunk_size=8, max_running=3)
+        if graphs:
+            engine.worker.capture(eagerly)
+        used, rng, found = replays(engine.worker), random.Random(0), []
+        for _ in range(3):
+            prompts = [[rng.randrange(250) for _ in range(rng.randint(1, 12))] for _ in "abcd"]
+            handles = [engine.submit(prompt, name, max_tokens=7, ignore_eos=True, seed=3, **options) for name, prompt in zip("abcd", prompts)]
+            found += [handle.result().token_ids for handle in handles]
+        stats = engine.stats()
+        assert stats["chunks_swapped_in"] and stats["swap_in_bytes"] and bool(used) == graphs
+        engine.close()
+        return found
+    assert replies(graphs=True) == replies(graphs=False)
+
+
+def test_without_graphs_the_server_still_serves(capsys):
+    worker = make_worker()
+
+    def record(run):
+        if len(worker.graphs) == 1:
+            raise RuntimeError("no such luck")
+        return run
+    try_capture(worker, record)
+    assert not worker.graphs and "no such luck" in capsys.readouterr().err
+    assert len(worker.execute(decode(requests(worker, [9, 5]))).tokens) == 2
+
+
+# ---- with the kernel: its work items are planned on the host, uploaded with the rest, and padded
+
+def check_kernel():
+    """Runs where the kernels do: in the interpreter, or on a GPU."""
+    import attention_kernel
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for kv_heads in (4, 1):
+        plain, padded = (make_worker(kv_heads, device=device) for _ in range(2))
+        padded.capture(eagerly)
+        used = replays(padded)
+        for lengths in ([30, 9, 1], [2, 17, 8]):                 # the second fills in what the first has left
+            batches = [decode(requests(worker, lengths, logprobs=0)) for worker in (plain, padded)]
+            planned = attention_kernel.make_plan
+            attention_kernel.make_plan = None                    # no layer plans anew
+            results = [worker.execute(batch) for worker, batch in zip((plain, padded), batches)]
+            attention_kernel.make_plan = planned
+            assert results[0].tokens == results[1].tokens
+            np.testing.assert_allclose(*([report[0] for report in result.logprobs] for result in results), atol=1e-4)
+            torch.testing.assert_close(plain.pool.gpu[:, :, :SLOTS], padded.pool.gpu[:, :, :SLOTS])
+        assert used == [4, 4]
+
+
+def test_padded_plans_in_the_interpreter():
+    pytest.importorskip("triton")
+    root = os.path.dirname(module.__file__)
+    path = os.pathsep.join([os.path.dirname(__file__), root])
+    done = subprocess.run([sys.executable, "-W", "ignore", __file__], cwd=root, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+def test_padded_plans_on_the_gpu():
+    check_kernel()
+
+
+@pytest.mark.gpu
+def test_graphs_on_the_gpu():
+    """Captured and replayed, many times, with other lengths and tokens each time."""
+    plain, captured = (make_worker(device="cuda") for _ in range(2))
+    captured.capture(lambda run, pool=torch.cuda.graph_pool_handle(): record_graph(run, pool))
+    used, chance = replays(captured), random.Random(0)
+    for _ in range(20):
+        lengths = [chance.randint(1, CONTEXT - 8) for _ in range(chance.randint(1, ROWS))]
+        batches = [decode(requests(worker, lengths, logprobs=0)) for worker in (plain, captured)]
+        results = [worker.execute(batch) for worker, batch in zip((plain, captured), batches)]
+        assert results[0].tokens == results[1].tokens
+        torch.testing.assert_close(plain.pool.gpu[:, :, :SLOTS], captured.pool.gpu[:, :, :SLOTS])
+    assert len(used) == 20 and set(used) == {1, 2, 4}
+
+
+@pytest.mark.gpu
+def test_an_engine_on_the_gpu_replays_its_decodes():
+    replies = []
+    for no_graphs in (False, True):
+        engine = Engine("tiny_chat", cost=COST, device="cuda", dtype="float32", gpu_cache_tokens=512, cpu_cache_tokens=128, no_graphs=no_graphs)
+        assert bool(engine.worker.graphs) != no_graphs
+        used = replays(engine.worker)
+        replies.append(engine.generate([72, 101, 108, 108, 111], max_tokens=20, ignore_eos=True).token_ids)
+        assert len(used) == (0 if no_graphs else 19)
+        engine.close()
+    assert replies[0] == replies[1]
+
+
+@pytest.mark.gpu
+def test_the_cache_leaves_room_for_the_largest_step():
+    """Sized from free memory: then a prompt of max_batch_tokens is served."""
+    engine = Engine("opt-125m", random_weights=True, cost=COST, device="cuda", cpu_cache_tokens=0, max_batch_tokens=2000)
+    free, _ = torch.cuda.mem_get_info()
+    assert engine.worker.pool.gpu.nbytes > free
+    assert len(engine.generate([5] * 2000, max_tokens=3, ignore_eos=True).token_ids) == 3
+    engine.close()
+
+
+if __name__ == "__main__":
+    check_kernel()
