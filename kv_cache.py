@@ -818,7 +818,8 @@ def pinned(shape, dtype, owner):
     memory = torch.empty(size + 2 * mmap.PAGESIZE, dtype=torch.uint8)
     start = -memory.data_ptr() % mmap.PAGESIZE                    # whole pages, in which there is nothing else
     cudart, address = torch.cuda.cudart(), memory.data_ptr() + start
-    torch.cuda.check_error(cudart.cudaHostRegister(address, size, 0))
+    if error := int(cudart.cudaHostRegister(address, size, 0)):
+        raise RuntimeError(f"{size:,} bytes of host memory could not be pinned (CUDA error {error})")
     weakref.finalize(owner, cudart.cudaHostUnregister, address)
     return memory[start:start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from engine import Handle, Reply
 
-GAUGES = ("running", "waiting", "conversations", "slots_total", "slots_free", "cpu_chunks_total", "cpu_chunks_free")
+GAUGES = ("running", "waiting", "conversations", "slots_total", "slots_free", "cpu_chunks_total", "cpu_chunks_free", "swap_hidden_share")
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)      # the buckets' upper ends
 
 

@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
 
     def refill(self, other):
         """Takes over what another one says of a batch of the same size."""
-        self.flat.copy_(other.flat[:len(self.flat)])
+        self.flat.copy_(other.flat)
         self.spans.host[:] = other.spans.host
 
 

@@ -3,12 +3,15 @@ import os
 import random
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+import attention_kernel
 import worker as module
+from attention_kernel import make_plan, tiling
 from engine import Engine
 from eviction import RecomputeCost
 from kv_cache import Conversation, Ticket
@@ -17,7 +20,7 @@ from sampling import Sampling
 from scheduler import Batch, Request, Span
 from worker import Worker, record_graph, table_changes, try_capture
 
-SLOTS, ROWS, CONTEXT, CHUNK, VOCAB = 96, 4, 32, 4, 61
+SLOTS, ROWS, CONTEXT, CHUNK, VOCAB = 128, 4, 80, 4, 61
 COST = RecomputeCost({4: 1e-3, 32: 2e-3}, rest=1e-3)
 
 
@@ -106,7 +109,7 @@ def test_sizes_are_captured_largest_first(max_running, sizes):
     assert list(worker.graphs) == sizes
 
 
-@pytest.mark.parametrize("lengths", [[9], [9, 5], [32, 5, 1], [7, 8, 9, 30]])
+@pytest.mark.parametrize("lengths", [[9], [9, 5], [80, 5, 1], [7, 8, 9, 30]])
 def test_a_padded_decode_computes_the_same_and_touches_its_own_slots_only(lengths):
     plain, padded = make_worker(), make_worker()
     padded.capture(eagerly)
@@ -193,23 +196,24 @@ def test_without_graphs_the_server_still_serves(capsys):
 # ---- with the kernel: its work items are planned on the host, uploaded with the rest, and padded
 
 def check_kernel():
-    """Runs where the kernels do: in the interpreter, or on a GPU."""
-    import attention_kernel
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    for kv_heads in (4, 1):
-        plain, padded = (make_worker(kv_heads, device=device) for _ in range(2))
+    """Runs where the kernels do: in the interpreter, or on a GPU. Contexts are cut finely, or none would need a merge."""
+    device, (tiles, _), finely = "cuda" if torch.cuda.is_available() else "cpu", tiling(1, torch.float32, torch.device("cpu")), partial(make_plan, min_piece=32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "tiling", lambda *_: (tiles, 6))
+        patch.setattr(module, "make_plan", finely)
+        patch.setattr(attention_kernel, "make_plan", None)       # no layer plans anew
+        plain, padded = (make_worker(kv_heads=1, device=device) for _ in range(2))
         padded.capture(eagerly)
-        used = replays(padded)
-        for lengths in ([30, 9, 1], [2, 17, 8]):                 # the second fills in what the first has left
+        used, merges = replays(padded), []
+        for lengths in ([CONTEXT, 9, 1], [2, 70, 8]):            # the second fills in what the first has left
             batches = [decode(requests(worker, lengths, logprobs=0)) for worker in (plain, padded)]
-            planned = attention_kernel.make_plan
-            attention_kernel.make_plan = None                    # no layer plans anew
             results = [worker.execute(batch) for worker, batch in zip((plain, padded), batches)]
-            attention_kernel.make_plan = planned
             assert results[0].tokens == results[1].tokens
             np.testing.assert_allclose(*([report[0] for report in result.logprobs] for result in results), atol=1e-4)
             torch.testing.assert_close(plain.pool.gpu[:, :, :SLOTS], padded.pool.gpu[:, :, :SLOTS])
-        assert used == [4, 4]
+            plan, = padded.graphs[4][0].spans.plans.values()
+            merges.append(int((plan.merges[:, 3] > 0).sum()))
+        assert used == [4, 4] and merges == [4, 4]               # heads of the one long context
 
 
 def test_padded_plans_in_the_interpreter():
@@ -233,7 +237,7 @@ def test_graphs_on_the_gpu():
     captured.capture(lambda run, pool=torch.cuda.graph_pool_handle(): record_graph(run, pool))
     used, chance = replays(captured), random.Random(0)
     for _ in range(20):
-        lengths = [chance.randint(1, CONTEXT - 8) for _ in range(chance.randint(1, ROWS))]
+        lengths = [chance.randint(1, 30) for _ in range(chance.randint(1, ROWS))]
         batches = [decode(requests(worker, lengths, logprobs=0)) for worker in (plain, captured)]
         results = [worker.execute(batch) for worker, batch in zip((plain, captured), batches)]
         assert results[0].tokens == results[1].tokens
