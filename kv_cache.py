@@ -1,4 +1,4 @@
-"""The two-tier KV cache: who is where (`KVCache`, integers only) and the bytes (`KVPool`, tensors only). Paper §4.3.
+"""The two-tier KV cache: who is where (paper §4.3). Integers only; the bytes are in kv_pool.py.
 
     position   0        32        64        96        128   140
     chunk      | absent |  CPU    | GPU_AND | GPU      | GPU  |  a tail, filled = 12
@@ -16,18 +16,12 @@ with the chunks (`check_integrity`). Admission and release cost O(context), a de
 the number of conversations."""
 import heapq
 import math
-import mmap
-import time
-import weakref
 from array import array
 from collections import Counter
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count, islice
 
 import numpy as np
-import torch
 
 from eviction import Policy, VictimIndex
 
@@ -658,178 +652,3 @@ class _Change:
             nearer = min if holder.toward > 0 else max
             holder.frontier[move] = nearer(holder.frontier[move], chunk.index)
         cache.changed[holder.order] = holder
-
-
-@dataclass(eq=False)
-class _Flight:
-    """Copies one way that were started together."""
-    way: str
-    tickets: list
-    nbytes: int
-    begin: object                                                 # events
-    end: object
-    arrived: list = field(default_factory=list)                   # one for each layer, on the way in
-    waits: list = field(default_factory=list)                     # (the running stream was ready for a layer, the layer had arrived)
-
-    def seconds(self) -> float:
-        return self.begin.elapsed_time(self.end) / 1e3
-
-    def stalled(self) -> float:
-        """Seconds for which the running stream stood still for it. It has ended: who is not ready yet will not wait."""
-        return sum(max(0.0, ready.elapsed_time(arrived)) for ready, arrived in self.waits if ready.query()) / 1e3
-
-
-class KVPool:
-    """The bytes of both tiers, and the copies between them on two side streams. Without CUDA the same code runs in order.
-
-    A copy in is issued layer by layer with an event per layer, so that layer l computes while layer l+1 arrives (paper §4.3).
-    Copies out start when the copies in of their step have ended: the paper measured a loss of 18-20% when both ways compete.
-    Both go through a staging tensor on the GPU, so that neighbouring places of one layer are one large copy."""
-
-    def __init__(self, layers, heads, head_dim, num_slots, num_places, chunk_size, device, dtype, pipeline=True):
-        """heads: K/V heads. pipeline=False: the model starts when everything has arrived."""
-        cuda = torch.device(device).type == "cuda"
-        self.gpu = torch.empty(layers, 2, num_slots, heads, head_dim, device=device, dtype=dtype)     # [layers, K and V, slots, H_kv, D]
-        shape = layers, num_places, 2, chunk_size, heads, head_dim
-        self.cpu = pinned(shape, dtype, owner=self) if cuda else torch.empty(shape, dtype=dtype)
-        self.chunk_size, self.pipeline = chunk_size, pipeline
-        self.stream = torch.cuda.current_stream if cuda else _InOrder
-        self.on = torch.cuda.stream if cuda else nullcontext
-        self.event = partial(torch.cuda.Event, enable_timing=True) if cuda else _InOrder
-        self.stream_in, self.stream_out = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if cuda else (_InOrder(), _InOrder())
-        self.flights = []                                         # by time of issue
-        self.arriving = None                                      # the latest flight in, until a step has waited for all its layers
-        self.totals = Counter(swap_in_bytes=0, swap_out_bytes=0, swap_in_seconds=0.0, swap_out_seconds=0.0)
-        self.stalled = 0.0                                        # seconds in which the host or the running stream did nothing but swap
-
-    def store(self, layer, slots, k, v):
-        """k, v [T, H_kv, D] of new tokens into slots [T]."""
-        self.gpu[layer, 0].index_copy_(0, slots, k)
-        self.gpu[layer, 1].index_copy_(0, slots, v)
-
-    def wait(self, layer):
-        """The running stream, not the host, waits until this layer of what was last swapped in has arrived; pipeline=False: all layers.
-        A step waits for its layers in order."""
-        if self.arriving:
-            ready, arrived = self.event(), self.arriving.arrived[layer if self.pipeline else -1]
-            ready.record(self.stream())
-            self.stream().wait_event(arrived)
-            self.arriving.waits.append((ready, arrived))
-            if layer == len(self.gpu) - 1:
-                self.arriving = None
-
-    def swap_in(self, tickets):
-        """Starts the copies CPU -> GPU, layer by layer, of the first `filled` tokens of each ticket's place into its slots; layer l
-        may be read after wait(l). The host does not wait; the tickets are in landed() later."""
-        if not tickets:
-            return
-        self.stream_in.wait_stream(self.stream())                 # earlier steps may still read the slots' former content
-        with self._stalling(), self.on(self.stream_in):
-            tickets = sorted(tickets, key=lambda ticket: ticket.place)
-            flight = self._board("in", tickets, self.stream_in)
-            runs, slots, k, v = self._itinerary(tickets)
-            staging = self._staging(tickets)
-            for layer in range(len(self.gpu)):
-                for n, first, last in runs:
-                    staging[n:n + last - first].copy_(self.cpu[layer, first:last], non_blocking=True)
-                self.store(layer, slots, staging.flatten(0, 2)[k], staging.flatten(0, 2)[v])
-                flight.arrived.append(self.event())
-                flight.arrived[-1].record(self.stream_in)
-            self._depart(flight, self.stream_in)
-        self.arriving = flight
-
-    def swap_out(self, tickets):
-        """Starts the copies GPU -> CPU, the other way round, behind what is being swapped in at the moment."""
-        if not tickets:
-            return
-        self.stream_out.wait_stream(self.stream())                # earlier steps wrote these slots
-        self.stream_out.wait_stream(self.stream_in)
-        with self._stalling(), self.on(self.stream_out):
-            tickets = sorted(tickets, key=lambda ticket: ticket.place)
-            flight = self._board("out", tickets, self.stream_out)
-            runs, slots, k, v = self._itinerary(tickets)
-            staging = self._staging(tickets)
-            for layer in range(len(self.gpu)):
-                staging.flatten(0, 2).index_copy_(0, k, self.gpu[layer, 0][slots]).index_copy_(0, v, self.gpu[layer, 1][slots])
-                for n, first, last in runs:
-                    self.cpu[layer, first:last].copy_(staging[n:n + last - first], non_blocking=True)
-            self._depart(flight, self.stream_out)
-
-    def landed(self, wait: bool) -> list[Ticket]:
-        """The tickets whose copies have ended since the last call; wait: waits for the oldest flight if there is any."""
-        if wait and self.flights:
-            with self._stalling():
-                self.flights[0].end.synchronize()
-        landed = [flight for flight in self.flights if flight.end.query()]
-        self.flights = [flight for flight in self.flights if flight not in landed]
-        for flight in landed:
-            self.totals.update({f"swap_{flight.way}_bytes": flight.nbytes, f"swap_{flight.way}_seconds": flight.seconds()})
-            self.stalled += flight.stalled()
-        return [ticket for flight in landed for ticket in flight.tickets]
-
-    def stats(self) -> dict:
-        """Bytes and seconds of the copies that have ended, and the share of these seconds that was hidden behind computation: in which
-        neither the running stream waited for them nor the host was busy starting them. Without CUDA nothing is hidden."""
-        seconds = self.totals["swap_in_seconds"] + self.totals["swap_out_seconds"]
-        return dict(self.totals, swap_hidden_share=max(0.0, 1 - self.stalled / seconds) if seconds else 0.0)
-
-    def _board(self, way, tickets, stream):
-        """A flight that begins now."""
-        nbytes = sum(ticket.filled for ticket in tickets) * self.gpu[:, :, 0].nbytes
-        flight = _Flight(way, tickets, nbytes, self.event(), self.event())
-        flight.begin.record(stream)
-        return flight
-
-    def _depart(self, flight, stream):
-        """All its copies have been issued."""
-        flight.end.record(stream)
-        self.flights.append(flight)
-
-    def _staging(self, tickets):
-        """Room for one layer of all tickets' places: the streams keep the layers apart."""
-        return self.gpu.new_empty(len(tickets), *self.cpu.shape[2:])                             # [n, 2, chunk, H_kv, D]
-
-    def _itinerary(self, tickets):
-        """For tickets in the order of their places: runs (n, first, last) of neighbouring places [first, last), from the n-th ticket on; and
-        for each token on the way its slot, and where the staging tensor, seen as [n * 2 * chunk, H_kv, D], holds its K and its V."""
-        runs = []
-        for n, ticket in enumerate(tickets):
-            if runs and runs[-1][2] == ticket.place:
-                runs[-1][2] += 1
-            else:
-                runs.append([n, ticket.place, ticket.place + 1])
-        slots = [slot for ticket in tickets for slot in ticket.slots]
-        k = [2 * n * self.chunk_size + i for n, ticket in enumerate(tickets) for i in range(ticket.filled)]
-        indices = torch.tensor([slots, k], pin_memory=self.gpu.is_cuda)                         # else the upload would wait for the stream
-        slots, k = indices.to(self.gpu.device, non_blocking=True)
-        return runs, slots, k, k + self.chunk_size
-
-    @contextmanager
-    def _stalling(self):
-        start = time.perf_counter()
-        yield
-        self.stalled += time.perf_counter() - start
-
-
-def pinned(shape, dtype, owner):
-    """An uninitialised tensor in host memory which the GPU copies from and to by itself, for as long as `owner` exists.
-    torch's own pinned memory comes in powers of two: 128 GB for a tier of 70 GB."""
-    size = max(1, math.prod(shape) * dtype.itemsize)
-    memory = torch.empty(size + 2 * mmap.PAGESIZE, dtype=torch.uint8)
-    start = -memory.data_ptr() % mmap.PAGESIZE                    # whole pages, in which there is nothing else
-    cudart, address = torch.cuda.cudart(), memory.data_ptr() + start
-    if error := int(cudart.cudaHostRegister(address, size, 0)):
-        raise RuntimeError(f"{size:,} bytes of host memory could not be pinned (CUDA error {error})")
-    weakref.finalize(owner, cudart.cudaHostUnregister, address)
-    return memory[start:start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-
-
-class _InOrder:
-    """A stream and an event where everything runs in order."""
-    def __init__(self): self.time = 0.0
-    def wait_stream(self, stream): pass
-    def wait_event(self, event): pass
-    def record(self, stream): self.time = time.perf_counter()
-    def elapsed_time(self, end): return 1e3 * (end.time - self.time)
-    def query(self): return True
-    def synchronize(self): pass

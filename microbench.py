@@ -20,7 +20,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from attention_kernel import SpanTensors, multi_token_attention
 from engine import Engine
-from kv_cache import Conversation, KVPool, Ticket
+from kv_cache import Conversation, Ticket
+from kv_pool import KVPool
 from model import PRESETS, random_model
 from sampling import Sampling
 from scheduler import Batch, Request, Span

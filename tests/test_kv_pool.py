@@ -4,7 +4,8 @@ import random
 import pytest
 import torch
 
-from kv_cache import KVPool, Ticket, _Flight
+from kv_cache import Ticket
+from kv_pool import KVPool, _Flight
 
 LAYERS, HEADS, DIM, CHUNK, SLOTS, PLACES = 3, 2, 5, 4, 64, 12
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
