@@ -224,6 +224,8 @@ def in_parallel(function: Callable, tasks: list, options) -> list:
 def sweep(systems: tuple, simulated: list[Panel], measured: list[Panel], options) -> Found:
     """Every system in every panel. Ratios compare the last system with each other one, at a panel's latency."""
     panels = adapted(simulated if options.simulate else measured, options)
+    if not panels:
+        raise ValueError("this figure is measured on this machine only: leave --simulate out, or name one of the paper's, such as fig10")
     tasks = [(name, panel, options) for panel in panels for name in systems]
     curves = in_parallel(curve, tasks, options)
     ratios = []

@@ -113,7 +113,7 @@ def test_a_plot_is_drawn(tmp_path):
 @pytest.mark.parametrize("flags, message", [
     (["fig99"], "fig99"), (["--gpu-cache-tokens", "16"], "no conversation"), (["--model", "no/model at all"], "no/model"),
     (["fig10", "--simulate", "--model", "tiny_chat2"], "tiny_chat2"), (["fig14", "--simulate", "--trace", "nowhere.jsonl"], "nowhere.jsonl"),
-    (["fig14", "--simulate", "--trace", __file__], "test_bench.py"), (["fig10", "--rates", "1,x"], "1,x"), (["kernel", "--simulate"], "kernel"),
+    (["fig14", "--simulate", "--trace", __file__], "test_bench.py"), (["fig10", "--rates", "1,x"], "1,x"), (["--simulate"], "leave --simulate out"), (["kernel", "--simulate"], "kernel"),
     (["fig10", "--profile", __file__], "no profile")])
 def test_bad_input_gets_one_line_and_exit_2(monkeypatch, capsys, flags, message):
     monkeypatch.setattr(sys, "argv", ["bench.py", *flags])
