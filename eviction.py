@@ -165,8 +165,14 @@ class ReturnHazard(Policy):
         return conversation.turns
 
     def value(self, key, idle):
-        """Of all chunks of a conversation alike; before anything is learnt, least recently used."""
-        return self.hazards[key][self._interval(idle)] if self.hazards else 1 / idle
+        """Of all chunks of a conversation alike: the hazard, linear from one interval's beginning to the next's. Before anything is
+        learnt, least recently used."""
+        if not self.hazards:
+            return 1 / idle
+        n, hazards = self._interval(idle), [*self.hazards[key], 0.0]
+        begin, end = self.EDGES[n], [*self.EDGES, 2 * self.EDGES[-1]][n + 1]
+        share = min((idle - begin) / (end - begin), 1.0)
+        return (1 - share) * hazards[n] + share * hazards[n + 1]
 
 
 class Oracle(RetentionValue):
