@@ -169,7 +169,7 @@ class ReturnHazard(Policy):
         learnt, least recently used."""
         if not self.hazards:
             return 1 / idle
-        n, hazards = self._interval(idle), [*self.hazards[key], 0.0]
+        n, hazards = self._interval(idle), [*self.hazards[key], self.hazards[key][-1]]
         begin, end = self.EDGES[n], [*self.EDGES, 2 * self.EDGES[-1]][n + 1]
         share = min((idle - begin) / (end - begin), 1.0)
         return (1 - share) * hazards[n] + share * hazards[n + 1]

@@ -121,7 +121,7 @@ def test_the_hazard_of_return_is_learnt():
             if returns:
                 policy.returned(conversation, 10.0 + seconds)
     policy.returned(idle(0, 0.0), 50.0)                             # a first turn is no return
-    assert policy.value(1, 5.0) == pytest.approx(32.5 / 65 / 4, rel=0.2)              # 32 of 64 in [4, 8) s
+    assert policy.value(1, 4.0) == pytest.approx(32.5 / 65 / 4, rel=0.2)              # 32 of 64 in [4, 8) s
     assert policy.value(1, 5.0) > policy.value(2, 5.0) > 5 * policy.value(1, 20.0)    # who has had two turns returns later, but returns
     values = [policy.value(2, 2.0 ** n) for n in range(-3, 20)]
     assert values == sorted(values, reverse=True) and values[-1] > 0
