@@ -82,8 +82,9 @@ class Handle:
     @property
     def logprobs(self) -> list | None:
         """Those of `token_ids`, as in Reply."""
-        asked = self.request and self.options["sampling"].logprobs is not None
-        return self.request.logprobs[:len(self.token_ids)] if asked else None
+        if self.options["sampling"].logprobs is None:
+            return None
+        return self.request.logprobs[:len(self.token_ids)] if self.request else []
 
     def cancel(self):
         """Ends the turn early; it leaves no trace. Its reply's finish_reason is "cancelled", unless it was complete already."""

@@ -34,12 +34,13 @@ class Metrics:
 
     def __init__(self):
         self.lock, self.answers = threading.Lock(), Counter(stop=0, length=0)
-        self.first_token, self.inter_token, self.end_to_end = Histogram(), Histogram(), Histogram()
+        self.queued, self.first_token, self.inter_token, self.end_to_end = (Histogram() for _ in range(4))
 
     def count(self, handle: Handle, reply: Reply):
         """A turn that is done; its handle was read as its tokens came."""
         with self.lock:
             self.answers[reply.finish_reason] += 1
+            self.queued.observe(handle.request.admitted - handle.submitted)
             self.first_token.observe(handle.times[0] - handle.submitted)
             self.end_to_end.observe(handle.times[-1] - handle.submitted)
             for earlier, later in zip(handle.times, handle.times[1:]):
@@ -68,8 +69,8 @@ class Metrics:
         add("vllm:prompt_tokens_by_source_total", "counter", *(("", dict(source=source), value) for source, value in by_source.items()))
         with self.lock:
             add("vllm:request_success_total", "counter", *(("", dict(finished_reason=reason), value) for reason, value in self.answers.items()))
-            for name, histogram in (("time_to_first_token", self.first_token), ("inter_token_latency", self.inter_token),
-                                    ("e2e_request_latency", self.end_to_end)):
+            for name, histogram in (("request_queue_time", self.queued), ("time_to_first_token", self.first_token),
+                                    ("inter_token_latency", self.inter_token), ("e2e_request_latency", self.end_to_end)):
                 add(f"vllm:{name}_seconds", "histogram", *histogram.samples())
         stats = dict(stats, **{f"bytes_swapped_{way}": stats[f"chunks_swapped_{way}"] * chunk_bytes for way in ("in", "out")})
         for name, value in stats.items():

@@ -94,7 +94,7 @@ SETTINGS = {                            # of both APIs, and the engine's keyword
 CHAT = dict(
     SETTINGS, model=text(1000), messages=MESSAGES, max_tokens=whole(1), max_completion_tokens=whole(1), stream=BOOLEAN,
     stream_options=record("an object with include_usage, true or false, and nothing else", include_usage=BOOLEAN),
-    conversation_id=NAME, n=whole(1, 1), logprobs=BOOLEAN, top_logprobs=whole(*LIMITS["logprobs"]),
+    conversation_id=NAME, n=whole(1, 16), logprobs=BOOLEAN, top_logprobs=whole(*LIMITS["logprobs"]),
     response_format=record("of type text", ("type",), type=one_of("text")), user=TEXT, metadata=METADATA, store=BOOLEAN)
 RESPONSE = dict(
     SETTINGS, model=text(1000), input=either("a string or a list of messages", TEXT, listed(ITEM, 1, 10_000)), instructions=TEXT,
@@ -206,8 +206,10 @@ class API:
         elif "top_logprobs" in given:
             raise APIError(400, "top_logprobs needs logprobs: true", "top_logprobs")
         hint = given.get("conversation_id")
-        handle = self.engine.submit_chat([plain(message) for message in given["messages"]], hint and owner + hint, owner, **options)
-        return ChatWriter(handle, owner, self.names[0], given)
+        messages, hint = [plain(message) for message in given["messages"]], hint and owner + hint
+        with self.engine.lock:                               # so that all choices go on from the same turn
+            handles = [self.engine.submit_chat(messages, hint, owner, **each) for each in seeded(options, given.get("n", 1))]
+        return ChatWriter(handles, owner, self.names[0], given)
 
     def create_response(self, owner: str, given: dict) -> "ResponseWriter":
         options, previous, conversation = self._options(given), given.get("previous_response_id"), given.get("conversation")
@@ -329,6 +331,15 @@ def missing(what: str, id: str) -> APIError:
     return APIError(404, f"there is no {what} {id!r:.100} here", "id")
 
 
+def seeded(options: dict, n: int) -> list[dict]:
+    """The engine's keywords for each of n choices: with a seed, choice i draws with seed + i; without, each with one of its own."""
+    if "seed" not in options:
+        return [options] * n
+    if options["seed"] + n - 1 > LIMITS["seed"][1]:
+        raise APIError(400, f"seed + n - 1 must be at most {LIMITS['seed'][1]}, got seed {options['seed']} and n {n}", "seed")
+    return [dict(options, seed=options["seed"] + index) for index in range(n)]
+
+
 def plain(message: dict) -> dict:
     """A message whose content is one string: parts are joined."""
     content = message["content"]
@@ -386,68 +397,70 @@ def logprobs_of(handle: Handle, first: int) -> list[dict]:
 
 
 class Writer:
-    """An answer that is being generated: `whole(reply)` in one piece, or `events` of a stream, of which `failure` is the last if one occurs."""
-    handle: Handle
+    """An answer that is being generated, by one turn or several: `whole(*replies)` in one piece, or `events(finish)` of a stream, of which
+    `failure` is the last if one occurs. finish: waits until a turn is in the history, and returns its reply."""
+    handles: list[Handle]
     stream: bool
-
-    def events(self, finish):
-        """finish: waits until the turn is in the history, and returns its reply."""
-        yield from self.opening()
-        for text in self.handle.pieces():
-            yield self.piece(text)
-        yield from self.closing(finish(self.handle))
 
 
 class ChatWriter(Writer):
+    """Each choice is a turn of its own: the first goes on in the conversation, the others are branches of the same turn, and whichever
+    the client resends is recognised. They share what was cached when they came; the rest of the prompt is computed for each."""
 
-    def __init__(self, handle: Handle, owner: str, model: str, given: dict):
-        self.handle, self.stream, self.told = handle, given.get("stream", False), 0      # told: log probabilities of so many tokens
-        self.conversation = handle.conversation.removeprefix(owner)
+    def __init__(self, handles: list[Handle], owner: str, model: str, given: dict):
+        self.handles, self.stream = handles, given.get("stream", False)
+        self.told = [0] * len(handles)                       # of each the log probabilities of so many tokens
+        self.conversation = handles[0].conversation.removeprefix(owner)
         self.include_usage = given.get("stream_options", {}).get("include_usage", False)
-        self.envelope = dict(id=f"chatcmpl-{handle.id}", created=int(time.time()), model=model)
+        self.envelope = dict(id=f"chatcmpl-{handles[0].id}", created=int(time.time()), model=model, conversation_id=self.conversation)
 
-    def event(self, delta: dict, finish_reason: str | None = None) -> dict:
-        logprobs, self.told = self.logprobs(self.told), len(self.handle.token_ids)
+    def events(self, finish):
+        """All choices are generated at once, and told one after another."""
+        replies = []
+        for index, handle in enumerate(self.handles):
+            yield self.event(index, dict(role="assistant", content=""))
+            for text in handle.pieces():
+                yield self.event(index, dict(content=text))
+            replies.append(finish(handle))
+            yield (last := self.event(index, {}, self.reason(replies[-1])))
+        if self.include_usage:
+            yield dict(last, choices=[], usage=self.usage(*replies))
+        yield "[DONE]"
+
+    def event(self, index: int, delta: dict, finish_reason: str | None = None) -> dict:
+        handle = self.handles[index]
+        logprobs, self.told[index] = self.logprobs(handle, self.told[index]), len(handle.token_ids)
         usage = dict(usage=None) if self.include_usage else {}
-        choice = dict(index=0, delta=delta, finish_reason=finish_reason, logprobs=logprobs)
+        choice = dict(index=index, delta=delta, finish_reason=finish_reason, logprobs=logprobs)
         return dict(self.envelope, object="chat.completion.chunk", choices=[choice], **usage)
-
-    def opening(self) -> list:
-        return [dict(self.event(dict(role="assistant", content="")), conversation_id=self.conversation)]
-
-    def piece(self, text: str) -> dict:
-        return self.event(dict(content=text))
-
-    def closing(self, reply: Reply) -> list:
-        last = self.event({}, self.reason(reply))
-        return [last, *([dict(last, choices=[], usage=self.usage(reply))] if self.include_usage else []), "[DONE]"]
 
     def failure(self, error: APIError) -> dict:
         return error.body
 
-    def whole(self, reply: Reply) -> dict:
-        choice = dict(index=0, message=dict(role="assistant", content=reply.text, refusal=None), finish_reason=self.reason(reply),
-                      logprobs=self.logprobs(0))
-        return dict(self.envelope, object="chat.completion", usage=self.usage(reply), conversation_id=self.conversation, choices=[choice])
+    def whole(self, *replies: Reply) -> dict:
+        choices = [dict(index=index, message=dict(role="assistant", content=reply.text, refusal=None), finish_reason=self.reason(reply),
+                        logprobs=self.logprobs(handle, 0)) for index, (handle, reply) in enumerate(zip(self.handles, replies))]
+        return dict(self.envelope, object="chat.completion", usage=self.usage(*replies), choices=choices)
 
     def reason(self, reply: Reply) -> str:
         if reply.finish_reason == "cancelled":              # the format has no word for it
             raise APIError(409, "the turn was cancelled, or its conversation deleted", code="cancelled")
         return reply.finish_reason
 
-    def logprobs(self, first: int) -> dict | None:
-        return dict(content=logprobs_of(self.handle, first), refusal=None) if self.handle.logprobs is not None else None
+    def logprobs(self, handle: Handle, first: int) -> dict | None:
+        return dict(content=logprobs_of(handle, first), refusal=None) if handle.logprobs is not None else None
 
-    def usage(self, reply: Reply) -> dict:
-        prompt, generated = reply.usage["prompt_tokens"], reply.usage["completion_tokens"]
-        return dict(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated, prompt_tokens_details=sources(reply.usage))
+    def usage(self, first: Reply, *others: Reply) -> dict:
+        """The prompt counts once, as the first choice found it."""
+        prompt, generated = first.usage["prompt_tokens"], sum(reply.usage["completion_tokens"] for reply in (first, *others))
+        return dict(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated, prompt_tokens_details=sources(first.usage))
 
 
 class ResponseWriter(Writer):
     """Its events are numbered."""
 
     def __init__(self, handle: Handle, owner: str, model: str, stream: bool = False):
-        self.handle, self.model, self.stream, self.told = handle, model, stream, 0
+        self.handle, self.handles, self.model, self.stream, self.told = handle, [handle], model, stream, 0
         self.conversation = handle.conversation and handle.conversation.removeprefix(owner)
         self.created, self.numbers, self.item_id = time.time(), count(), f"msg_{handle.id}"
 
@@ -462,6 +475,12 @@ class ResponseWriter(Writer):
 
     def response(self, status: str, output: list = [], usage: dict | None = None, error: dict | None = None) -> dict:
         return response(self.handle.id, self.model, self.created, self.conversation, self.handle.note, status, output, usage, error)
+
+    def events(self, finish):
+        yield from self.opening()
+        for text in self.handle.pieces():
+            yield self.piece(text)
+        yield from self.closing(finish(self.handle))
 
     def opening(self) -> list:
         begun = self.item("", "in_progress")

@@ -35,6 +35,7 @@ class Request:
     generated: list[int] = field(default_factory=list)
     logprobs: list = field(default_factory=list)   # of each generated token what the worker reports
     usage: dict | None = None                      # fixed at first admission
+    admitted: float | None = None                  # when that was
     before: tuple[int, int] = (0, 0)               # the conversation's tokens, and of these known ones, before this turn
     prefilling: bool = False                       # admitted, and no token sampled since
     front: int = 0                                 # chunks before this one are full
@@ -240,6 +241,7 @@ class Scheduler:
         heapq.heappop(self.queue)
         if not request.usage:
             self._begin(request)
+            request.admitted = now
             self.cache.policy.returned(request.conversation, now)
         request.prefilling, request.front = True, 0
         self.running.append(request)

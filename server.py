@@ -104,16 +104,17 @@ class Server(ThreadingHTTPServer):
             self.connections.release()
 
     @contextmanager
-    def at_work_on_a_turn(self):
+    def at_work_on(self, turns: int):
         with self.lock:
-            if self.at_work >= self.most_turns:
-                raise APIError(429, f"{self.at_work} turns run or wait already: try again in a moment", code="rate_limit_exceeded")
-            self.at_work += 1
+            if self.at_work + turns > self.most_turns:
+                raise APIError(429, f"{self.at_work} turns run or wait already, of {self.most_turns} that may, and this would be {turns} more: "
+                                    "try again in a moment", code="rate_limit_exceeded")
+            self.at_work += turns
         try:
             yield
         finally:
             with self.lock:
-                self.at_work -= 1
+                self.at_work -= turns
 
     def drain(self):
         self.stop_at = self.stop_at or time.monotonic() + DRAIN_SECONDS
@@ -195,7 +196,7 @@ class Handler(BaseHTTPRequestHandler):
             return getattr(self, operation.name)(owner)
         given = parse(operation, given)
         arguments = [owner, *names, given] if operation.fields else [owner, *names]
-        with self.server.at_work_on_a_turn() if "stream" in operation.fields else nullcontext():
+        with self.server.at_work_on(given.get("n", 1)) if "stream" in operation.fields else nullcontext():
             answer = getattr(self.server.api, operation.name)(*arguments)
             if isinstance(answer, Writer):
                 self.write(answer)
@@ -278,9 +279,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def write(self, writer: Writer):
         """In one piece, or as events, the last ones after the turn is in the history. What goes wrong on the way is the last event."""
-        with cancelled_if_gone(self.connection, writer.handle):
+        with cancelled_if_gone(self.connection, writer.handles):
             if not writer.stream:
-                return self.send(200, writer.whole(self.server.finish_turn(writer.handle)))
+                return self.send(200, writer.whole(*map(self.server.finish_turn, writer.handles)))
             self.begin_stream()
             try:
                 for event in writer.events(self.server.finish_turn):
@@ -339,25 +340,27 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def cancelled_if_gone(connection: socket.socket, handle: Handle):
-    """Cancels the turn when the client hangs up, even while nothing is written to it, or when writing fails."""
+def cancelled_if_gone(connection: socket.socket, handles: list[Handle]):
+    """Cancels the turns when the client hangs up, even while nothing is written to it; in the end those that are not done, since writing
+    or another of them has failed."""
     over = threading.Event()
+
+    def cancel():
+        for handle in handles:
+            if not (handle.reply or handle.error):
+                handle.cancel()
 
     def watch():
         while not over.wait(POLL_SECONDS):
             if has_hung_up(connection):
-                return handle.cancel()
+                return cancel()
 
     threading.Thread(target=watch, daemon=True).start()
     try:
         yield
-    except OSError:
-        handle.cancel()
-        with suppress(Exception):
-            handle.result()
-        raise
     finally:
         over.set()
+        cancel()
 
 
 def has_hung_up(connection: socket.socket) -> bool:

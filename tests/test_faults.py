@@ -21,7 +21,7 @@ import server as server_module
 from engine import Engine
 from openai_api import OPERATIONS
 from server import Handler
-from serving import CONTEXT, ask, connect, eventually, fetch, posting, raw, serving, user
+from serving import CONTEXT, ask, connect, eventually, fetch, posting, serving, user
 
 LONG = dict(messages=[user("long")], stream=True, ignore_eos=True)              # a chat that goes on for as long as the context allows
 
@@ -166,7 +166,8 @@ def test_draining(zygote, checkpoint, tmp_path):
     pid, url = zygote.start(checkpoint, tmp_path / "history")
     with connect(url) as client:
         stream = client.responses.create(model="ascii", input="Hi", max_output_tokens=400, stream=True, extra_body=dict(ignore_eos=True))
-        events = [event.type for event, _ in zip(stream, range(10))]
+        for event, _ in zip(stream, range(10)):
+            pass
         os.kill(pid, signal.SIGTERM)
         time.sleep(0.1)
         with pytest.raises(openai.InternalServerError) as error:

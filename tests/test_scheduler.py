@@ -222,7 +222,8 @@ def test_compose_a_decode_never_stalls_behind_a_long_prompt():
 
 def test_compose_a_decode_never_stalls_behind_an_earlier_arrival_that_recovers():
     world = World(slots=64, max_batch_tokens=4)
-    a, b = world.submit("a", 2, 9), world.submit("b", 2, 9)
+    a = world.submit("a", 2, 9)
+    world.submit("b", 2, 9)
     assert traces(world, 3) == ["a[0:2] b[0:2]", "a[2:3] b[2:3]", "a[3:4] b[3:4]"]
     world.scheduler.suspend(a, world.now)
     world.cache.drop_all(a.conversation)
@@ -393,7 +394,8 @@ def test_a_cpu_tier_of_one_chunk():
 
 def test_without_a_cpu_tier_a_suspended_request_is_recomputed():
     world = World(slots=16, places=0, swap_threshold=0, reserve=0)
-    a, b = world.submit("a", 6, 8), world.submit("b", 6, 8)
+    world.submit("a", 6, 8)
+    b = world.submit("b", 6, 8)
     assert traces(world) == [
         "a[0:6] b[0:6]", "a[6:7] b[6:7]", "a[7:8] b[7:8]",
         "a[8:9]", "a[9:10]", "a[10:11]", "a[11:12]", "a[12:13]",
@@ -435,7 +437,8 @@ def test_nobody_overtakes_the_head():
 
 def test_turns_of_a_conversation_run_in_order_and_hold_up_nobody_else():
     world = World(slots=64)
-    first, second, other = world.submit("a", 5, 3), world.submit("a", 2, 2), world.submit("b", 4, 2)
+    first, second = world.submit("a", 5, 3), world.submit("a", 2, 2)
+    world.submit("b", 4, 2)
     assert traces(world) == ["a[0:5] b[0:4]", "a[5:6] b[4:5]", "a[6:7]", "a[7:10]", "a[10:11]"]
     assert [first.generated, second.generated] == undisturbed((first.prompt, 3), (second.prompt, 2))
 
@@ -583,7 +586,8 @@ def test_suspend_in_the_middle_of_a_hole():
 
 def test_suspend_returns_the_request_to_its_place_in_the_queue():
     world = World(slots=64, rows=2)
-    a, b = world.submit("a", 3, 9), world.submit("b", 3, 9)
+    world.submit("a", 3, 9)
+    b = world.submit("b", 3, 9)
     steps(world, 2)
     c = world.submit("c", 3, 9)
     world.scheduler.suspend(b, world.now)

@@ -128,6 +128,55 @@ def test_stop_strings(client):
     assert ask(client, [user("Speak")], max_tokens=3, **options)[1] == "length"
 
 
+def several(client, n, stream, **options):
+    """([(text, finish_reason, tokens), ...] of the choices, usage)."""
+    options = dict(model="ascii", n=n, stream=stream, max_tokens=12, logprobs=True) | options
+    if not stream:
+        answer = client.chat.completions.create(**options)
+        assert [choice.index for choice in answer.choices] == list(range(n))
+        return [(c.message.content, c.finish_reason, [t.token for t in c.logprobs.content]) for c in answer.choices], answer.usage
+    *chunks, last = client.chat.completions.create(**options, stream_options=dict(include_usage=True))
+    assert last.choices == [] and len({chunk.id for chunk in (*chunks, last)}) == 1
+    told = [[chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index] for index in range(n)]
+    assert sum(map(len, told)) == len(chunks) and all(events[0].delta.role == "assistant" for events in told)
+    return [("".join(e.delta.content or "" for e in events), events[-1].finish_reason, [t.token for e in events for t in e.logprobs.content])
+            for events in told], last.usage
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+def test_several_choices(server, client, stream):
+    """Choice i is the answer to seed + i. Whichever is resent is recognised, and branches share what their turn had cached."""
+    options, messages, length = dict(temperature=1.5, seed=7), [user(f"Say something, {stream}: " + "x" * 40)], 0
+    for turn in range(3):
+        choices, usage = several(client, 3, stream, messages=messages, **options)
+        turns = list(server.turns)[-3:]
+        assert usage.prompt_tokens_details.cached_tokens == max(length - 1, 0)
+        assert all((entry["gpu"] >= 32) == (turn > 0) for entry in turns)
+        assert usage.completion_tokens == sum(entry["completion_tokens"] for entry in turns)
+        assert len({text for text, *_ in choices}) == len({entry["conversation"] for entry in turns}) == 3
+        assert all("".join(tokens) == text for text, _, tokens in choices)
+        for index, choice in enumerate(choices):
+            single, alone = several(client, 1, stream, messages=messages, temperature=1.5, seed=7 + index)
+            assert single == [choice] and alone.prompt_tokens == usage.prompt_tokens
+        messages = messages + [dict(role="assistant", content=choices[2 - turn][0]), user("Go on")]
+        length = usage.prompt_tokens + turns[2 - turn]["completion_tokens"]
+
+
+def test_choices_without_a_seed_differ_and_their_seeds_have_a_limit(client):
+    choices, _ = several(client, 16, False, messages=[user("Hi")], temperature=2)
+    assert len({text for text, *_ in choices}) > 8
+    with pytest.raises(openai.BadRequestError, match="seed"):
+        several(client, 2, False, messages=[user("Hi")], seed=2**63 - 1)
+    assert several(client, 1, False, messages=[user("Hi")], seed=2**63 - 1)
+
+
+def test_every_choice_counts_as_a_turn(server, client, monkeypatch):
+    monkeypatch.setattr(server, "most_turns", 3)
+    assert len(several(client, 3, False, messages=[user("Hi")])[0]) == 3
+    with pytest.raises(openai.RateLimitError):
+        several(client, 4, False, messages=[user("Hi")])
+
+
 def test_parts_of_text_are_one_content(client):
     parts = [dict(type="text", text="one "), dict(type="text", text="text")]
     assert ask(client, [dict(role="user", content=parts)])[:3] == ask(client, [user("one text")])[:3]
@@ -141,7 +190,7 @@ def test_models_and_names(server, client, checkpoint):
 
 
 def test_cache_and_metrics_tell_where_the_context_came_from(server, client, capsys):
-    _, _, usage, conversation = ask(client, messages := [user("Where from?")])
+    _, _, usage, conversation = ask(client, [user("Where from?")])
     cache = fetch(server, "GET", "/cache")[1]
     turn = cache["turns"][-1]
     assert turn["conversation"] == conversation and turn["finish_reason"] in ("stop", "length")
@@ -159,9 +208,10 @@ def test_cache_and_metrics_tell_where_the_context_came_from(server, client, caps
     by_source = [int(values[f'vllm:prompt_tokens_by_source_total,source="{source}"'])
                  for source in ("local_cache_hit", "external_kv_transfer", "local_compute")]
     assert by_source == [prompt[0], prompt[1], prompt[2] + prompt[3]]
-    for name in ("time_to_first_token", "e2e_request_latency"):
+    for name in ("request_queue_time", "time_to_first_token", "e2e_request_latency"):
         assert int(values[f"vllm:{name}_seconds_count"]) == int(values[f'vllm:{name}_seconds_bucket,le="+Inf"']) == stats["finished"]
-    assert 0 < float(values["vllm:time_to_first_token_seconds_sum"]) <= float(values["vllm:e2e_request_latency_seconds_sum"])
+    waits = [float(values[f"vllm:{name}_seconds_sum"]) for name in ("request_queue_time", "time_to_first_token", "e2e_request_latency")]
+    assert 0 < waits[0] < waits[1] <= waits[2]
     assert int(values["vllm:inter_token_latency_seconds_count"]) == stats["generated_tokens"] - stats["finished"]
     assert int(values["vllm:generation_tokens_total"]) == stats["generated_tokens"]
     assert values["vllm:num_requests_running"] == values["vllm:num_requests_waiting"] == "0"
@@ -171,7 +221,7 @@ def test_cache_and_metrics_tell_where_the_context_came_from(server, client, caps
 # ---- what is refused
 
 WRONG = dict(
-    max_tokens=[-1, 0, 10**9, 10**30, "5", True, 1.5], temperature=[-1, "hot", float("nan"), 1e999], top_p=[0, 2], seed=[1.5], n=[2], model=[7],
+    max_tokens=[-1, 0, 10**9, 10**30, "5", True, 1.5], temperature=[-1, "hot", float("nan"), 1e999], top_p=[0, 2], seed=[1.5], n=[0, 17], model=[7],
     stop=["", ["a", ""], 3, ["a"] * 5], stream=[1], stream_options=[dict(nothing=1)], conversation_id=[5, "", "\ud800"], tools=[[]],
     functions=[[{}]], logprobs=[1], top_logprobs=[3, 99], response_format=[dict(type="json_object")], frequency_penalty=[2.5], min_p=[-1],
     logit_bias=[[1], {"x": 1}, {"5": 101}, {"99999": 1}], metadata=[dict(a=1), {"a" * 65: ""}, []], what_is_this=[1],
@@ -279,14 +329,16 @@ def test_api_key(checkpoint):
 
 # ---- clients that leave, an engine that fails
 
+@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
-def test_who_hangs_up_cancels_the_turn(server, stream):
+def test_who_hangs_up_cancels_the_turn(server, stream, n):
     before, conversations = server.engine.stats(), server.engine.history.conversations()
-    body = dict(messages=[user("long")], stream=stream, ignore_eos=True)           # as long as the context allows
+    body = dict(messages=[user("long")], stream=stream, n=n, ignore_eos=True)      # as long as the context allows
     hang_up_after(server, body, lambda: server.engine.stats()["generated_tokens"] > before["generated_tokens"] + 5)
-    eventually(lambda: server.engine.stats()["running"] == 0)
+    eventually(lambda: not server.at_work and not server.engine.pending)
     after = server.engine.stats()
-    assert after["cancelled"] == before["cancelled"] + 1 and after["finished"] == before["finished"]
+    assert after["running"] == after["waiting"] == 0
+    assert after["cancelled"] == before["cancelled"] + n and after["finished"] == before["finished"]
     assert after["slots_free"] >= before["slots_free"] and server.engine.history.conversations() == conversations
 
 
@@ -314,6 +366,9 @@ def test_nothing_is_done_before_it_is_committed(server, client, monkeypatch):
         for chunk in client.chat.completions.create(model="ascii", messages=[user("Hi")], max_tokens=4, stream=True):
             chunks.append(chunk)
     assert chunks and all(chunk.choices[0].finish_reason is None for chunk in chunks)
+    with pytest.raises(openai.InternalServerError, match="disk is full"):          # what fails one choice ends all
+        ask(client, [user("Hi")], n=4)
+    assert not server.engine.pending
     monkeypatch.undo()
     assert ask(client, [user("Hi")])
 
