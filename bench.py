@@ -167,13 +167,13 @@ def longest_context(conversations: list[Conversation]) -> int:
 
 def workload(panel: Panel, rate: float | None, options) -> list[Conversation]:
     """The panel's conversations with their arrivals."""
-    if options.trace:
-        conversations = load(options.trace, options.tokenizer)
-        return with_arrivals(conversations, rate, options.seed, partial(exponential_think, mean=panel.think)) if rate else conversations
-    if panel.dataset == "many turns":
+    if options.trace and not rate:
+        return options.conversations
+    if not options.trace and panel.dataset == "many turns":
         return many_turns(800, rate, panel.think, options.seed)
-    count = math.ceil(rate * options.seconds / SHAPES[panel.dataset].turns) + 1
-    return with_arrivals(synthetic(panel.dataset, count, options.seed), rate, options.seed, partial(exponential_think, mean=panel.think))
+    conversations = options.conversations if options.trace else \
+        synthetic(panel.dataset, math.ceil(rate * options.seconds / SHAPES[panel.dataset].turns) + 1, options.seed)
+    return with_arrivals(conversations, rate, options.seed, partial(exponential_think, mean=panel.think))
 
 
 def play(name: str, panel: Panel, rate: float | None, options) -> dict:
@@ -248,7 +248,7 @@ def compared(panel: Panel, other: list[dict], last: list[dict], paper: float | N
 def adapted(panels: list[Panel], options) -> list[Panel]:
     """The panels as the command line has changed them: another model, other rates or think times, a file's conversations."""
     if options.trace:
-        timed = any(conversation.arrival for conversation in load(options.trace, options.tokenizer))
+        timed = any(conversation.arrival for conversation in options.conversations)
         panels = [Panel("llama2-13b-gqa", Path(options.trace).stem, (None,) if timed else panels[0].rates, gpus=4, hardware="h100")]
     changes = {field: value for field in Panel._fields if (value := getattr(options, field, None)) is not None}
     return list(dict.fromkeys(panel._replace(paper=None, **changes) if changes else panel for panel in panels))
@@ -482,6 +482,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
 def main():
     try:
         options = parse_flags()
+        options.conversations = load(options.trace, options.tokenizer) if options.trace else None      # once, for all runs
         figure = FIGURES[options.figure]
         found = figure.run(options)
         table(found.rows, figure.columns)

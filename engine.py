@@ -305,8 +305,8 @@ class Engine(Chat):
     def _check(self, prompt, conversation, max_tokens, sampling, stop):
         vocabulary = self.worker.vocab_size
         require(hasattr(prompt, "__len__") and len(prompt) > 0, "prompt", "a list of at least one token id", prompt)
-        for token in [*prompt, *sampling.logit_bias]:
-            require(type(token) is int and 0 <= token < vocabulary, "a token id", f"an int from 0 to {vocabulary - 1}", token)
+        wrong = [token for token in [*prompt, *sampling.logit_bias] if type(token) is not int or not 0 <= token < vocabulary]
+        require(not wrong, "a token id", f"an int from 0 to {vocabulary - 1}", wrong and wrong[0])
         require(conversation is None or isinstance(conversation, str), "conversation", "a string or None", conversation)
         require(max_tokens is None or type(max_tokens) is int and max_tokens >= 1, "max_tokens", "an int of at least 1", max_tokens)
         require(isinstance(stop, (list, tuple)) and all(isinstance(text, str) for text in stop), "stop", "a string or a list of strings", stop)

@@ -13,6 +13,14 @@ def checkpoint(tmp_path_factory):
     return directory
 
 
+@pytest.fixture
+def client(server):
+    """An openai client of the module's own `server`."""
+    from serving import connect
+    with connect(server.url) as client:
+        yield client
+
+
 @pytest.fixture(scope="session")
 def zygote():
     """Starts servers in processes of their own, quickly."""

@@ -21,12 +21,6 @@ def server(checkpoint):
 
 
 @pytest.fixture
-def client(server):
-    with connect(server.url) as client:
-        yield client
-
-
-@pytest.fixture
 def empty(checkpoint):
     """Another server, with nothing in it, and a check that there is nothing in it again."""
     with serving(Engine(str(checkpoint), gpu_cache_tokens=CONTEXT, cpu_cache_tokens=CONTEXT, debug=True)) as server:

@@ -23,12 +23,6 @@ def server(checkpoint):
         yield server
 
 
-@pytest.fixture
-def client(server):
-    with connect(server.url) as client:
-        yield client
-
-
 # ---- a chat
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
