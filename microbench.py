@@ -10,6 +10,7 @@ installed offer; contexts of one length in contiguous memory are what a server d
 import time
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from statistics import median
 
 import numpy as np
@@ -370,11 +371,17 @@ def serve(engine: Engine, batch: int, prompt: int, new: int, seed: int, during=n
 
 
 def generate(model, batch: int, prompt: int, new: int, seed: int) -> tuple[float, float]:
-    """The same with a model of transformers."""
-    tokens = torch.randint(model.config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(seed))
-    run = partial(model.generate, tokens, attention_mask=torch.ones_like(tokens), do_sample=False)
-    first, both = (host_seconds("cpu", lambda n: run(max_new_tokens=count, min_new_tokens=count)) for count in (1, new))
-    return first, (both - first) / (new - 1)
+    """The same with a model of transformers, which asks after every token whether it should stop."""
+    tokens, times = torch.randint(model.config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(seed)), []
+
+    def note(ids, scores, **others):
+        times.append(time.perf_counter())
+        return torch.zeros(batch, dtype=torch.bool)
+
+    start = time.perf_counter()
+    model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=new, min_new_tokens=new,
+                   stopping_criteria=[note])
+    return times[0] - start, median(np.diff(times))
 
 
 def read_bytes(worker: Worker, batch: int, context: int) -> int:
@@ -394,8 +401,8 @@ def small_steps(bench: Bench, seed: int, prompt: int = 128, new: int = 16, whole
         systems["transformers"] = partial(generate, OPTForCausalLM(OPTConfig()).eval(), seed=seed)
     except ImportError:
         print("transformers is not installed: there is nothing to compare with")
-    for run in systems.values():
-        run(1, 8, 2)                                             # to get warm
+    for case, run in product(cases, systems.values()):
+        run(*case)                                               # warms up: memory is mapped when it is first written
     matrix = torch.ones(8192, 8192)
     for _ in range(3):
         times.setdefault("read", []).append(in_turns("cpu", {"read": lambda n: matrix @ matrix[0]}, 5)["read"])
