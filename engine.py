@@ -60,7 +60,7 @@ class Handle:
         self.stream = TextStream(engine.tokenizer, options["stop"]) if engine.tokenizer else None
         self.token_ids, self.text = [], ""
         self.reply, self.error = None, None
-        self.submitted, self.times = time.monotonic(), []    # when each token came
+        self.submitted = engine.clock()
 
     def __iter__(self):
         seen = 0
@@ -100,7 +100,6 @@ class Handle:
                 if token is None:
                     self._settle()
                 else:
-                    self.times.append(time.monotonic())
                     self.token_ids.append(token)
                     self.text += self.stream.push(token) if self.stream else ""
             if self.error:
@@ -270,18 +269,19 @@ class Engine(Chat):
 
     def submit(self, prompt: list[int], conversation: str | None = None, *, max_tokens: int | None = None,
                stop: str | list[str] = (), ignore_eos: bool = False, messages: list[dict] = (), base: Turn | None = None,
-               carried: int | None = None, note: dict = {}, **sampling) -> Handle:
+               carried: int | None = None, note: dict = {}, like: Handle | None = None, **sampling) -> Handle:
         """Appends token ids to the conversation (None: a one-off, nothing is kept) and generates a reply; returns at once.
         A turn is kept when its handle is read to the end; until then later turns of its conversation are not kept either.
         max_tokens: by default as many as fit. stop: a string or several. sampling: the fields of Sampling, None for the default.
         messages: the visible ones that the ids stand for. base: where a conversation that does not exist yet branches off.
         carried: the ids are a context of their own, nothing goes on; so many of the messages are older. note: kept with the turn.
+        like: a turn with the same prompt after the same tokens, which is computed once for both.
         ValueError for what cannot be served."""
         sampling = Sampling(**{name: value for name, value in sampling.items() if value is not None})
         stop = [stop] if isinstance(stop, str) else stop or []
         self._check(prompt, conversation, max_tokens, sampling, stop)
         handle = Handle(self, conversation, base, list(prompt), list(messages), carried, note,
-                        dict(max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_eos=ignore_eos))
+                        dict(max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_eos=ignore_eos, like=like))
         with self.lock:
             if self.failure:
                 raise self.failure
@@ -325,7 +325,8 @@ class Engine(Chat):
         except Exception as error:                           # its base is gone, or the history's file
             return self._refuse(handle, error)
         handle.request = Request(conversation, handle.prompt, options["max_tokens"],
-                                 frozenset() if options["ignore_eos"] else self.worker.stop_ids, reached, options["sampling"], handle.outbox)
+                                 frozenset() if options["ignore_eos"] else self.worker.stop_ids, reached, options["sampling"],
+                                 options["like"] and options["like"].request, handle.outbox)
         self.scheduler.submit(handle.request)
 
     def _open(self, handle):

@@ -175,12 +175,18 @@ class KVCache:
         shared from now on, wherever they are and whatever the parent is doing; the rest the child computes itself."""
         assert name not in self.conversations
         child = self.open(name, tokens)
-        known = min(child.known, parent.known)
-        same = np.equal(child.tokens[:known], parent.tokens[:known])
-        end = min((known if same.all() else int(same.argmin())) // self.chunk_size, len(parent.chunks))
-        if end > child.start:
-            self._graft(child, self._stem(parent, end))
+        self.share(child, child.tokens[:child.known], parent)
         return child
+
+    def share(self, child: Conversation, tokens, parent: Conversation):
+        """A conversation that holds no chunk itself yet, and that begins with `tokens`, or is about to, shares the full chunks of what
+        they and the KV of `parent` have in common."""
+        known = min(len(tokens), parent.known)
+        same = np.equal(tokens[:known], parent.tokens[:known])
+        end = min((known if same.all() else int(same.argmin())) // self.chunk_size, len(parent.chunks))
+        if end > child.start == len(child.chunks):
+            self._graft(child, self._stem(parent, end))
+            child.known = max(child.known, end * self.chunk_size)
 
     def designate(self, tokens):
         """The full chunks of these tokens are shared from now on by all conversations that begin with them, computed by the first of

@@ -37,13 +37,14 @@ class Metrics:
         self.queued, self.first_token, self.inter_token, self.end_to_end = (Histogram() for _ in range(4))
 
     def count(self, handle: Handle, reply: Reply):
-        """A turn that is done; its handle was read as its tokens came."""
+        """A turn that is done."""
+        times = handle.request.times
         with self.lock:
             self.answers[reply.finish_reason] += 1
             self.queued.observe(handle.request.admitted - handle.submitted)
-            self.first_token.observe(handle.times[0] - handle.submitted)
-            self.end_to_end.observe(handle.times[-1] - handle.submitted)
-            for earlier, later in zip(handle.times, handle.times[1:]):
+            self.first_token.observe(times[0] - handle.submitted)
+            self.end_to_end.observe(times[-1] - handle.submitted)
+            for earlier, later in zip(times, times[1:]):
                 self.inter_token.observe(later - earlier)
 
     def text(self, stats: dict, chunk_bytes: int, model: str) -> str:

@@ -208,7 +208,9 @@ class API:
         hint = given.get("conversation_id")
         messages, hint = [plain(message) for message in given["messages"]], hint and owner + hint
         with self.engine.lock:                               # so that all choices go on from the same turn
-            handles = [self.engine.submit_chat(messages, hint, owner, **each) for each in seeded(options, given.get("n", 1))]
+            first, *others = seeded(options, given.get("n", 1))
+            handles = [like := self.engine.submit_chat(messages, hint, owner, **first)]
+            handles += [self.engine.submit_chat(messages, hint, owner, like=like, **each) for each in others]
         return ChatWriter(handles, owner, self.names[0], given)
 
     def create_response(self, owner: str, given: dict) -> "ResponseWriter":
@@ -405,7 +407,7 @@ class Writer:
 
 class ChatWriter(Writer):
     """Each choice is a turn of its own: the first goes on in the conversation, the others are branches of the same turn, and whichever
-    the client resends is recognised. They share what was cached when they came; the rest of the prompt is computed for each."""
+    the client resends is recognised. Their prompt is computed once, but for the part of a chunk at its end."""
 
     def __init__(self, handles: list[Handle], owner: str, model: str, given: dict):
         self.handles, self.stream = handles, given.get("stream", False)

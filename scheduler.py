@@ -30,9 +30,11 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     reached_stop: Callable[[int], bool] | None = None       # called with each token: has the text reached a stop string?
     sampling: object = None                        # the worker's business
+    like: "Request | None" = None                  # another with this prompt after the same tokens, which need not be computed twice
     outbox: SimpleQueue = field(default_factory=SimpleQueue)      # its tokens, then None
     arrival: int = 0
     generated: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)       # when each of them was sampled
     logprobs: list = field(default_factory=list)   # of each generated token what the worker reports
     usage: dict | None = None                      # fixed at first admission
     admitted: float | None = None                  # when that was
@@ -211,6 +213,7 @@ class Scheduler:
         for request, token, logprob in zip(sampling, result.tokens, logprobs, strict=True):
             request.conversation.tokens.append(token)
             request.generated.append(token)
+            request.times.append(now)
             request.logprobs.append(logprob)
             request.prefilling = False
             self.stats["generated_tokens"] += 1
@@ -229,6 +232,8 @@ class Scheduler:
             elif not request.usage and request.total + (request.max_tokens or 1) > self.limit:
                 self.cancel(request, now, ValueError(f"the conversation has {request.total} tokens with this prompt and "
                     f"max_tokens={request.max_tokens}: they do not fit the limit of {self.limit}"))
+            elif request.like and request.like.prefilling and not request.like.finish_reason:
+                return None                                # that is computing the same prompt
             else:
                 return request
 
@@ -286,6 +291,8 @@ class Scheduler:
     def _begin(self, request):
         conversation = request.conversation
         request.before = len(conversation.tokens), conversation.known
+        if request.like:                                       # all but the last token, behind which the reply begins
+            self.cache.share(conversation, [*conversation.tokens, *request.prompt][:-1], request.like.conversation)
         gpu, cpu = conversation.sources()
         known = max(conversation.known, gpu + cpu)             # others may have computed the beginning of its first prompt
         request.usage = dict(zip(SOURCES, (gpu, cpu, known - gpu - cpu, request.total - known)))

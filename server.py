@@ -147,7 +147,7 @@ class Server(ThreadingHTTPServer):
         reply = handle.result()
         if reply.finish_reason != "cancelled":
             self.metrics.count(handle, reply)
-            milliseconds = round(1000 * (handle.times[0] - handle.submitted))
+            milliseconds = round(1000 * (handle.request.times[0] - handle.submitted))
             self.turns.append(dict(conversation=handle.conversation, response=f"resp_{handle.id}", **reply.usage, first_token_ms=milliseconds,
                                    finish_reason=reply.finish_reason))
             print(f"{reply.sources} · first token {milliseconds} ms", flush=True)

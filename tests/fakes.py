@@ -93,11 +93,11 @@ class World:
         self.now = 0.0
         self.salt = 0                          # tells one prompt from the next
 
-    def submit(self, name, prompt, max_tokens=4):
-        """prompt: ids, or how many."""
+    def submit(self, name, prompt, max_tokens=4, like=None):
+        """prompt: ids, or how many. like: a request with this prompt."""
         self.salt += 11
         prompt = [(7 * i + self.salt) % 50 for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
-        request = Request(self.cache.open(name), prompt, max_tokens)
+        request = Request(self.cache.open(name), prompt, max_tokens, like=like)
         self.scheduler.submit(request)
         return request
 

@@ -10,6 +10,7 @@ actions = st.lists(min_size=20, max_size=150, elements=st.one_of(
     st.tuples(st.just("submit"), names, st.integers(1, 20), st.integers(1, 8), st.booleans()),
     st.tuples(st.just("one-off"), st.integers(1, 12), st.integers(1, 6), st.booleans()),
     st.tuples(st.just("fork"), names, st.sampled_from(BRANCHES), st.integers(0, 30), st.integers(0, 9), st.integers(1, 9)),
+    st.tuples(st.just("again"), st.integers(0, 30), st.sampled_from(BRANCHES)),
     st.tuples(st.just("step"), st.integers(1, 6), st.sampled_from([0.0, 0.001, 1.0, 1000.0])),
     st.tuples(st.just("cancel"), st.integers(0, 30)),
     st.tuples(st.just("forget"), names),
@@ -30,6 +31,9 @@ def act(world, requests, action):
         child = world.fork(parent, name, length, [9] * more)
         child.base = child.tokens[:]
         requests.append(world.submit(name, prompt, 3))
+    elif kind == "again" and requests and arguments[1] not in world.cache.conversations:
+        like = requests[arguments[0] % len(requests)]
+        requests.append(world.submit(arguments[1], [*like.conversation.tokens, *like.prompt], 3, like))
     elif kind == "step":
         for _ in range(arguments[0]):
             world.step(arguments[1])

@@ -510,6 +510,44 @@ def test_stop_ids_and_stop_strings_end_a_reply():
         assert request.conversation.tokens.tolist() == list(range(6)) + expected[:4]
 
 
+# ---- Request.like: one prompt, several replies
+
+def test_a_prompt_that_is_asked_several_times_is_computed_once():
+    """But for the last token and those of its chunk. The others wait until that has been done."""
+    world = World(slots=64, rows=4)
+    prompt = list(range(22))
+    first = world.submit("a", prompt, 2)
+    others = [world.submit(name, prompt, 2, like=first) for name in "bd"]
+    assert world.run() == ["step 0  a[0:16]", "step 1  a[16:22]", "step 2  a[22:23] b[20:22] d[20:22]", "step 3  b[22:23] d[22:23]"]
+    assert [request.usage["gpu"] for request in (first, *others)] == [0, 20, 20]
+    assert len({tuple(request.generated) for request in (first, *others)}) == 1
+    assert [request.times for request in (first, *others)] == [[2, 3], [3, 4], [3, 4]]
+
+
+def test_whoever_repeats_a_prompt_does_not_wait_for_one_that_has_ended():
+    """Cancelled in mid-prefill, or forgotten by a stateless scheduler: the prompt is computed again."""
+    world = World(slots=64)
+    first = world.submit("a", list(range(22)), 2)
+    other = world.submit("b", list(range(22)), 2, like=first)
+    world.step()
+    world.scheduler.cancel(first, world.now)
+    assert world.run() == ["step 1  b[0:16]", "step 2  b[16:22]", "step 3  b[22:23]"] and other.usage["new"] == 22
+    stateless = World(slots=64, stateless=True)
+    first = stateless.submit("a", list(range(10)), 1)
+    other = stateless.submit("b", list(range(10)), 1, like=first)
+    assert stateless.run() == ["step 0  a[0:10]", "step 1  b[0:10]"]
+
+
+def test_a_conversation_that_has_chunks_of_its_own_shares_no_others():
+    world = World(slots=64)
+    world.turn("b", 5, 2)
+    tokens = [*world.cache.conversations["b"].tokens, *range(9)]
+    first = world.submit("a", tokens, 1)
+    other = world.submit("b", list(range(9)), 1, like=first)
+    world.run()
+    assert other.usage == dict(gpu=6, cpu=0, recomputed=0, new=10)
+
+
 def test_account_yields_each_token_and_counts():
     world, pairs = World(), []
     a, b = world.submit("a", 4, 2), world.submit("b", 20, 1)

@@ -139,13 +139,15 @@ def several(client, n, stream, **options):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 def test_several_choices(server, client, stream):
-    """Choice i is the answer to seed + i. Whichever is resent is recognised, and branches share what their turn had cached."""
+    """Choice i is the answer to seed + i. Whichever is resent is recognised; branches share what their turn had
+    cached, and the new prompt is computed by the first, but for the end of it that fills no chunk."""
     options, messages, length = dict(temperature=1.5, seed=7), [user(f"Say something, {stream}: " + "x" * 40)], 0
     for turn in range(3):
         choices, usage = several(client, 3, stream, messages=messages, **options)
         turns = list(server.turns)[-3:]
         assert usage.prompt_tokens_details.cached_tokens == max(length - 1, 0)
-        assert all((entry["gpu"] >= 32) == (turn > 0) for entry in turns)
+        assert (turns[0]["gpu"] >= 32) == (turn > 0)
+        assert [entry["gpu"] + entry["cpu"] for entry in turns[1:]] == 2 * [(usage.prompt_tokens - 1) // 32 * 32]
         assert usage.completion_tokens == sum(entry["completion_tokens"] for entry in turns)
         assert len({text for text, *_ in choices}) == len({entry["conversation"] for entry in turns}) == 3
         assert all("".join(tokens) == text for text, _, tokens in choices)
