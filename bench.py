@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from multiprocessing import get_context
@@ -33,11 +33,11 @@ import microbench
 from config import Config
 from engine import Engine
 from eviction import EXPERIMENTS, POLICIES, Oracle, RecomputeCost
-from model import PRESETS
+from model import PRESETS, find_checkpoint, read_config
 from remote import RemoteEngine
 from scheduler import SOURCES
-from simulator import HARDWARE, OPERATORS, SimulatedWorker, VirtualClock, kv_token_bytes
-from workload import SHAPES, Conversation, Turn, cut, exponential_think, load, many_turns, synthetic, with_arrivals
+from simulator import HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker, VirtualClock, kv_token_bytes
+from workload import SHAPES, Conversation, Turn, cut, exponential_think, load, many_turns, reading_think, synthetic, with_arrivals
 
 # ---- what is compared
 
@@ -54,6 +54,7 @@ SYSTEMS = {
     "gpu cache": System(dict(cpu_cache_tokens=0)),              # the first tier alone: what leaves the GPU is recomputed
     "pensieve": System(),
     "separate phases": System(dict(separate_phases=True)),
+    "draft": System(dict(policy="trailing-half", swap_threshold=0.5)),      # of the paper
     **{name: System(dict(policy=policy)) for name, policy in {**dict(zip(POLICIES, POLICIES)), **EXPERIMENTS}.items()},
 }
 
@@ -68,10 +69,10 @@ class Panel(NamedTuple):
     paper: float | None = None
     gpus: int = 1
     hardware: str = "a100"
-    think: float = 60.0             # mean seconds between a reply and the next turn
+    think: float | str = 60.0       # mean seconds between a reply and the next turn, or "reading": it depends on the reply
 
     def __str__(self):
-        return f"{self.model}, {self.dataset}, think {self.think:g} s"
+        return f"{self.model}, {self.dataset}, think {self.think}"
 
 
 GPU_BYTES, CPU_BYTES = 40e9, 220e9                                       # of KV per GPU (paper, §6.1)
@@ -149,16 +150,20 @@ def build(system: System, panel: Panel, conversations: list[Conversation], optio
     """The engine of one run: a real one, or the same on a simulated worker and a virtual clock."""
     if not options.simulate:
         return Engine(panel.model, cost=options.profile and load_profile(options.profile), **(MEASURED | options.given | system.flags))
-    flags = SIMULATED | options.given | system.flags
-    if panel.model not in PRESETS:
-        raise ValueError(f"a simulation needs a model of known shape, one of {', '.join(PRESETS)}, got {panel.model!r}")
-    shape, clock = PRESETS[panel.model], VirtualClock()
+    flags = (SIMULATED if at_scale(options) else MEASURED) | options.given | system.flags
+    hardware, operators = (HARDWARE[panel.hardware], OPERATORS[system.operators]) if at_scale(options) else load_machine(panel.hardware)
+    shape, clock = PRESETS.get(panel.model) or read_config(find_checkpoint(panel.model))[1], VirtualClock()
     token, chunk = kv_token_bytes(shape), flags.get("chunk_size", Config.chunk_size)
     slots = flags.get("gpu_cache_tokens", int(GPU_BYTES * panel.gpus / token))
     places = flags.get("cpu_cache_tokens", int(CPU_BYTES * panel.gpus / token)) // chunk
-    worker = SimulatedWorker(shape, HARDWARE[panel.hardware], OPERATORS[system.operators], clock, slots, places,
+    worker = SimulatedWorker(shape, hardware, operators, clock, slots, places,
                              min(slots, longest_context(conversations)), chunk, panel.gpus, not flags.get("no_pipeline"))
     return Engine(panel.model, worker=worker, clock=clock, **flags)
+
+
+def at_scale(options) -> bool:
+    """A simulation of the paper's machines, not of this one."""
+    return options.simulate and options.hardware in (None, *HARDWARE)
 
 
 def longest_context(conversations: list[Conversation]) -> int:
@@ -167,13 +172,14 @@ def longest_context(conversations: list[Conversation]) -> int:
 
 def workload(panel: Panel, rate: float | None, options) -> list[Conversation]:
     """The panel's conversations with their arrivals."""
+    think = reading_think if panel.think == "reading" else partial(exponential_think, mean=panel.think)
     if options.trace and not rate:
         return options.conversations
     if not options.trace and panel.dataset == "many turns":
-        return many_turns(800, rate, panel.think, options.seed)
+        return many_turns(800, rate, think, options.seed)
     conversations = options.conversations if options.trace else \
         synthetic(panel.dataset, math.ceil(rate * options.seconds / SHAPES[panel.dataset].turns) + 1, options.seed)
-    return with_arrivals(conversations, rate, options.seed, partial(exponential_think, mean=panel.think))
+    return with_arrivals(conversations, rate, options.seed, think)
 
 
 def play(name: str, panel: Panel, rate: float | None, options) -> dict:
@@ -183,7 +189,7 @@ def play(name: str, panel: Panel, rate: float | None, options) -> dict:
     conversations = list(cut(conversations, engine.scheduler.limit))
     if not conversations:
         raise ValueError(f"no conversation of {panel.dataset} fits {engine.scheduler.limit} tokens: give --gpu-cache-tokens a larger number")
-    policy, until = engine.cache.policy, options.seconds if options.simulate and rate else math.inf
+    policy, until = engine.cache.policy, options.seconds if at_scale(options) and rate else math.inf
     served = drive(engine, conversations, options.seed, engine.clock.sleep if options.simulate else time.sleep, until,
                    policy.foresee if isinstance(policy, Oracle) else lambda name, seconds: None)
     row, stats = summary(served, until / 3 if until < math.inf else 0.0), engine.stats()
@@ -223,9 +229,9 @@ def in_parallel(function: Callable, tasks: list, options) -> list:
 
 def sweep(systems: tuple, simulated: list[Panel], measured: list[Panel], options) -> Found:
     """Every system in every panel. Ratios compare the last system with each other one, at a panel's latency."""
-    panels = adapted(simulated if options.simulate else measured, options)
+    panels = adapted(simulated if at_scale(options) else measured, options)
     if not panels:
-        raise ValueError("this figure is measured on this machine only: leave --simulate out, or name one of the paper's, such as fig10")
+        raise ValueError("this figure is of one machine: leave --simulate out, add --hardware with its profile, or name one of the paper's, such as fig10")
     tasks = [(name, panel, options) for panel in panels for name in systems]
     curves = in_parallel(curve, tasks, options)
     ratios = []
@@ -269,20 +275,20 @@ def throughput_at(rows: list[dict], latency_ms: float) -> float:
 
 
 PAPER = [Panel("opt-13b", "sharegpt", (2.0, 3.0, 3.5, 4.0, 4.5, 5.0), 120, 1.36),
-         Panel("llama2-13b-gqa", "sharegpt", (3.0, 6.0, 8.0, 9.0, 10.0, 12.0, 14.0, 16.0), 180, 1.70),
+         Panel("llama2-13b-gqa", "sharegpt", (3.0, 6.0, 8.0, 9.0, 10.0, 12.0, 14.0, 16.0, 18.0, 20.0, 22.0), 180, 1.70),
          Panel("opt-13b", "ultrachat", (2.0, 3.0, 3.5, 4.0, 4.5), 120, 1.17),
-         Panel("llama2-13b-gqa", "ultrachat", (3.0, 6.0, 7.0, 8.0, 9.0, 10.0, 12.0, 14.0), 100, 1.58)]
+         Panel("llama2-13b-gqa", "ultrachat", (3.0, 6.0, 7.0, 8.0, 9.0, 10.0, 12.0, 14.0, 16.0, 18.0, 20.0), 100, 1.58)]
 FOUR_GPUS = [Panel("opt-66b", "sharegpt", (1.0, 2.0, 3.0, 4.0, 5.0, 6.0), 200, 2.04, gpus=4),
-             Panel("llama2-70b", "sharegpt", (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0), 400, 3.0, gpus=4)]
-DRAFT = [Panel(model, dataset, (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0), 120)
+             Panel("llama2-70b", "sharegpt", (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0, 18.0, 20.0, 24.0), 400, 3.0, gpus=4)]
+DRAFT = [Panel(model, dataset, (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 14.0), 120, think="reading")
          for dataset in ("sharegpt-draft", "lmsys-draft") for model in ("gpt3-6.7b", "gpt3-13b")]
 HERE = [Panel("tiny_chat", "many turns", (20.0, 40.0, 60.0, 80.0), think=0.1)]
 
 
 def fig3(options) -> Found:
     """Seconds to prefill a batch of histories with a short prompt behind each, against seconds to generate its replies."""
-    batch, reply, histories = (32, 200, (128, 256, 512, 1024, 2048, 4096)) if options.simulate else (8, 50, (50, 100, 200, 400, 800))
-    panel, rows = adapted([Panel("opt-13b" if options.simulate else "tiny_chat", "one turn")], options)[0], []
+    batch, reply, histories = (32, 200, (128, 256, 512, 1024, 2048, 4096)) if at_scale(options) else (8, 50, (50, 100, 200, 400, 800))
+    panel, rows = adapted([Panel("opt-13b" if at_scale(options) else "tiny_chat", "one turn")], options)[0], []
     for history in histories:
         users = [Conversation(str(n), [Turn(history + 32, reply)]) for n in range(batch)]
         room = dict(gpu_cache_tokens=2 * batch * longest_context(users), max_batch_tokens=batch * (history + 32), max_running=batch)
@@ -297,7 +303,7 @@ def fig3(options) -> Found:
 
 def fig4(options) -> Found:
     """The profile of a chunk's recomputation: attention rises with its context, all else is the same."""
-    panel = adapted([Panel("opt-13b" if options.simulate else "tiny_chat", "one chunk")], options)[0]
+    panel = adapted([Panel("opt-13b" if at_scale(options) else "tiny_chat", "one chunk")], options)[0]
     cost = build(System(), panel, [Conversation("", [Turn(16_384, 1)])], options).worker.profile()
     rows = [dict(system=part, model=panel.model, dataset=panel.dataset, context=length, seconds=seconds)
             for length, attention in zip(cost.lengths, cost.seconds) for part, seconds in (("attention", attention), ("all else", cost.rest))]
@@ -358,13 +364,34 @@ def serve(options) -> Found:
                         for what in ("mean_ttft_ms", "mean_e2el_ms") if len(rows) > 1])
 
 
-def load_profile(path: str) -> RecomputeCost:
-    """What `python bench.py profile --json FILE` has saved."""
+def profile(options) -> Found:
+    """What --profile and --hardware take: the cost of recomputing a chunk, and the rates of this machine."""
+    rows, ratios = fig4(options)
+    if not options.simulate:
+        engine = build(System(), adapted(HERE, options)[0], [], options)
+        rows += [dict(system=type(kind).__name__, model=rows[0]["model"], dataset=name, value=value)
+                 for kind in microbench.machine(engine, options.seed) for name, value in kind._asdict().items()]
+        engine.close()
+    return Found(rows, ratios)
+
+
+@contextmanager
+def reading_profile(path: str):
+    """Its rows."""
     try:
-        rows = json.loads(Path(path).read_text())["rows"]
-        return RecomputeCost({row["context"]: row["seconds"] for row in rows if row["system"] == "attention"}, rows[1]["seconds"])
+        yield json.loads(Path(path).read_text())["rows"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is no profile ({error!r}): make one with python bench.py profile --json {path}") from error
+
+
+def load_profile(path: str) -> RecomputeCost:
+    with reading_profile(path) as rows:
+        return RecomputeCost({row["context"]: row["seconds"] for row in rows if row["system"] == "attention"}, rows[1]["seconds"])
+
+
+def load_machine(path: str) -> tuple[Hardware, Operators]:
+    with reading_profile(path) as rows:
+        return [kind(**{row["dataset"]: float(row["value"]) for row in rows if row["system"] == kind.__name__}) for kind in (Hardware, Operators)]
 
 
 LATENCY = ("system", "request_rate", "throughput", "normalized_latency_ms", "p90_normalized_latency_ms", "mean_ttft_ms", "mean_tpot_ms",
@@ -392,9 +419,9 @@ FIGURES = {
     "fig14": Figure(fig14, "request_rate", "recomputed_tokens", LATENCY),
     "fig15": Figure(partial(sweep, ("stateless", "pensieve"), [PAPER[0]._replace(think=think, paper=None) for think in (60.0, 120.0, 300.0, 600.0)],
                             [HERE[0]._replace(think=think) for think in (0.1, 0.4, 1.6)]), "throughput", "normalized_latency_ms", LATENCY),
-    "draft": Figure(partial(sweep, ("stateless", "pensieve"), DRAFT, HERE), "throughput", "normalized_latency_ms", LATENCY),
+    "draft": Figure(partial(sweep, ("stateless", "pensieve", "draft"), DRAFT, HERE), "throughput", "normalized_latency_ms", LATENCY),
     "serve": Figure(serve, "request_rate", "mean_ttft_ms"),
-    "profile": Figure(fig4, "context", "seconds", ("system", "context", "seconds")),
+    "profile": Figure(profile, "context", "seconds", ("system", "context", "seconds", "dataset", "value")),
     **{name: Figure(partial(on_device, measure), "context", "seconds", ("system", "model", "dataset", "context", "seconds", *more))
        for name, measure, *more in (("fig12", microbench.kernel, *RATES), ("kernel", microbench.kernel, *RATES), ("swap", microbench.swap, *RATES),
                                     ("step", microbench.step, *RATES), ("scheduling", microbench.scheduling))},
@@ -429,7 +456,7 @@ def plot(figure: Figure, rows: list[dict], path: str):
         for system in systems:
             points = sorted((row[figure.x], row[figure.y]) for row in rows if row["system"] == system)
             ax.plot(*zip(*points), marker="o", label=system)
-        ax.set(title=f"{model}, {dataset}" + (f", think {think:g} s" if think else ""), xlabel=figure.x, ylabel=figure.y, yscale="log")
+        ax.set(title=f"{model}, {dataset}" + (f", think {think}" if think else ""), xlabel=figure.x, ylabel=figure.y, yscale="log")
     axes[0].legend()
     canvas.savefig(path, dpi=100)
 
@@ -464,9 +491,11 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tokenizer", metavar="MODEL", default="gpt2", help="counts the tokens of a file of texts (default: gpt2)")
     add("--dataset", choices=SHAPES, help="synthetic conversations, instead of a panel's own")
     add("--rates", type=rates, metavar="R,R,...", help="requests per second, instead of a panel's own")
-    add("--think", type=positive, metavar="SECONDS", help="mean think time, instead of a panel's own")
+    add("--think", type=lambda text: text if text == "reading" else positive(text), metavar="SECONDS",
+        help='mean think time, instead of a panel\'s own, or "reading": 100 ms per token of the reply, at least 5 s')
     add("--seconds", type=positive, default=1500.0, help="length of a simulation, of which a third is for filling caches (default: 1500)")
-    add("--hardware", choices=HARDWARE, help="of a simulation (default: a100, for traces h100)")
+    add("--hardware", metavar="NAME", help=f"of a simulation: {', '.join(HARDWARE)} (default: a100, for traces h100), or what "
+        "`python bench.py profile --json FILE` has measured, to simulate what else would be measured there")
     add("--gpus", type=int, choices=range(1, 9), metavar="N", help="of a simulation, instead of a panel's own")
     add("--jobs", type=int, default=os.cpu_count(), help="simulations at once (default: the number of cores)")
     add("--url", default="http://127.0.0.1:8000", help="of the server that `serve` drives (default: http://127.0.0.1:8000)")

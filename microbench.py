@@ -26,7 +26,7 @@ from kv_pool import KVPool
 from model import PRESETS, random_model
 from sampling import Sampling
 from scheduler import Batch, Request, Span
-from simulator import HARDWARE, OPERATORS, SimulatedWorker, VirtualClock
+from simulator import HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker, VirtualClock
 from worker import Worker
 
 
@@ -349,6 +349,27 @@ def swap(device: str, seed: int) -> tuple[list[dict], list[dict]]:
     one_way(bench, model, worker.pool, slots, chunks)
     overlap(bench, model, worker, slots, batch, context, chunks, prompt, seed)
     return bench.rows, bench.ratios
+
+
+# ---- this machine, to be simulated
+
+def machine(engine: Engine, seed: int) -> tuple[Hardware, Operators]:
+    """What a SimulatedWorker must know of this machine, as the engine's model finds it. Rates are measured, so the shares are 1; but
+    that of attention is what the profile says of a chunk behind the longest context; what launches take counts per step."""
+    worker, shape, device = engine.worker, engine.worker.model.config, engine.worker.device.type
+    bench, matrix = Bench(device), torch.ones(8192, 8192, device=device)
+    host, there = torch.ones(2**27, dtype=torch.uint8, pin_memory=device == "cuda"), torch.empty(2**27, dtype=torch.uint8, device=device)
+    taken = in_turns(device, {"read": lambda n: matrix @ matrix[0]}, 10) | \
+        in_turns(device, {"copy": lambda n: there.copy_(host)}, 10, host_seconds)
+    hardware = Hardware(bench.flops, matrix.nbytes / taken["read"], host.nbytes / taken["copy"], host.nbytes / taken["copy"])
+
+    cost, free = worker.profile(), Operators(1, 1, 1, 1, 0, 0)
+    ideal = SimulatedWorker(shape, hardware, free, None, 1, 0, worker.max_context, worker.chunk_size, element_size=worker.dtype.itemsize)
+    attention = ideal.attention_seconds(worker.chunk_size, cost.lengths[-1]) / cost.seconds[-1]
+    serve(engine, 16, 16, 32, seed)                              # to get warm
+    one, many = (serve(engine, batch, 16, 32, seed)[1] for batch in (1, 16))
+    per_span = (many - one) / 15
+    return hardware, free._replace(attention=attention, per_step=one - per_span - ideal.linear_seconds(1, 1), per_span=per_span)
 
 
 # ---- step: whole steps of the engine

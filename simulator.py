@@ -54,6 +54,7 @@ class Operators(NamedTuple):
     link: float
     per_layer: float        # launches and gaps between kernels
     per_step: float         # scheduling, inputs, sampling
+    per_span: float = 0.0   # what a batch costs the host for each of its spans
 
 
 # Matrix products of large batches, long copies and FlashAttention-2 (190 of 312 TFLOP/s) on an A100 reach about these shares; gathered
@@ -108,7 +109,8 @@ class SimulatedWorker:
 
     def step_seconds(self, spans: list[Span]) -> float:
         tokens, samples = sum(span.end - span.start for span in spans), sum(span.samples for span in spans)
-        return self.linear_seconds(tokens, samples) + sum(self.attention_seconds(end - start, end) for _, start, end in spans)
+        attention = sum(self.attention_seconds(end - start, end) for _, start, end in spans)
+        return self.linear_seconds(tokens, samples) + attention + len(spans) * self.operators.per_span
 
     def linear_seconds(self, tokens: int, samples: int) -> float:
         """Everything but attention: the matrix products, or reading their weights, whichever is longer."""

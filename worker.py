@@ -219,8 +219,17 @@ def load_worker(config, directory: Path | None) -> Worker:
     except RuntimeError as error:                                # out of memory, here or there
         raise ValueError(f"tiers of {slots} and {cpu_tokens} tokens cannot be had, choose smaller ones: {error}") from error
     if device == "cuda" and runs_triton(worker.device, worker.dtype) and not config.no_graphs:
+        fuse(model)
         try_capture(worker, partial(record_graph, pool=torch.cuda.graph_pool_handle()))
     return worker
+
+
+def fuse(model, backend="inductor"):
+    """Makes one kernel of the rotation of q and k, or two where k has fewer heads: they are sixteen, half of a Llama layer's.
+    Compiled for all layers at once, when it first runs, when it sees another number of tokens and when that is 1. Where that
+    fails, torch logs why and the model goes on as it was."""
+    torch._dynamo.config.suppress_errors = True
+    model.rotate = torch.compile(model.rotate, backend=backend)
 
 
 def try_capture(worker: Worker, record):

@@ -76,12 +76,12 @@ def with_arrivals(conversations: Iterable[Conversation], request_rate: float, se
 
 # --- synthetic conversations ---
 
-def many_turns(limit: int, rate: float, think: float, seed: int) -> list[Conversation]:
+def many_turns(limit: int, rate: float, think: Callable, seed: int) -> list[Conversation]:
     """24 users who come within a few seconds and stay for about 16 short turns; contexts up to some 800 tokens."""
     rng = np.random.default_rng(seed)
     lengths = [rng.integers((8, 12), (40, 36), (rng.integers(8, 25), 2)).tolist() for _ in range(24)]
     users = [Conversation(str(n), [Turn(*turn) for turn in turns]) for n, turns in enumerate(lengths)]
-    return with_arrivals(cut(users, limit), rate, seed, lambda rng, reply: exponential_think(rng, reply, think))
+    return with_arrivals(cut(users, limit), rate, seed, think)
 
 
 class Shape(NamedTuple):

@@ -31,8 +31,8 @@ def test_drive_serves_every_turn_at_its_time(system):
 
 
 def test_the_workload_repeats_and_fits():
-    workload = bench.many_turns(512, 60.0, 0.1, seed=3)
-    assert workload == bench.many_turns(512, 60.0, 0.1, seed=3) != bench.many_turns(512, 60.0, 0.1, seed=4)
+    workload = bench.many_turns(512, 60.0, bench.exponential_think, seed=3)
+    assert workload == bench.many_turns(512, 60.0, bench.exponential_think, seed=3) != bench.many_turns(512, 60.0, bench.exponential_think, seed=4)
     assert bench.longest_context(workload) <= 512
 
 
@@ -53,6 +53,12 @@ def test_the_everyday_figure_is_measured(tmp_path, monkeypatch, capsys):
     assert {"model", "dataset", "request_rate", "throughput", "normalized_latency_ms", "p99_ttft_ms"} <= figure["rows"][0].keys()
     assert all(ratio["how"] == "measured" and ratio["ours"] > 0 for ratio in figure["ratios"])
     assert "pensieve" in capsys.readouterr().out
+
+
+def test_the_draft_has_a_rule_of_its_own_for_thinking(tmp_path, monkeypatch):
+    figure = run(tmp_path, monkeypatch, "draft --simulate --model gpt3-6.7b --dataset lmsys-draft --rates 1 --seconds 60")
+    assert {row["system"] for row in figure["rows"]} == {"stateless", "pensieve", "draft"}
+    assert {row["think_seconds"] for row in figure["rows"]} == {"reading"}
 
 
 def test_a_latency_figure_is_simulated_and_repeats(tmp_path, monkeypatch):
@@ -94,6 +100,13 @@ def test_a_profile_is_saved_and_loaded(tmp_path, monkeypatch):
     assert [cost(row["context"]) - cost.rest for row in figure["rows"] if row["system"] == "attention"] == pytest.approx(cost.seconds)
     with pytest.raises(ValueError, match="no profile"):
         bench.load_profile(__file__)
+    hardware, operators = bench.load_machine(tmp_path / "figure.json")
+    assert min(hardware) > 0 and 0 < operators.attention and 0 < operators.per_step < 1 and operators.memory == 1
+    (tmp_path / "figure.json").rename(tmp_path / "here.json")
+    predicted = run(tmp_path, monkeypatch, f"--simulate --hardware {tmp_path / 'here.json'}")         # what the everyday figure would be here
+    assert [row["system"] for row in predicted["rows"]] == ["stateless", "gpu cache", "pensieve"]
+    assert all(row["model"] == "tiny_chat" and row["turns"] > 300 for row in predicted["rows"])
+    assert predicted["ratios"][0]["how"] == "simulated" and predicted["ratios"][0]["ours"] > 0.9
 
 
 def test_throughput_is_read_where_the_curve_crosses():
@@ -112,8 +125,9 @@ def test_a_plot_is_drawn(tmp_path):
 
 @pytest.mark.parametrize("flags, message", [
     (["fig99"], "fig99"), (["--gpu-cache-tokens", "16"], "no conversation"), (["--model", "no/model at all"], "no/model"),
-    (["fig10", "--simulate", "--model", "tiny_chat2"], "tiny_chat2"), (["fig14", "--simulate", "--trace", "nowhere.jsonl"], "nowhere.jsonl"),
-    (["fig14", "--simulate", "--trace", __file__], "test_bench.py"), (["fig10", "--rates", "1,x"], "1,x"), (["--simulate"], "leave --simulate out"), (["kernel", "--simulate"], "kernel"),
+    (["fig10", "--simulate", "--jobs", "1", "--model", "no/such/model"], "no/such/model"), (["fig14", "--simulate", "--trace", "nowhere.jsonl"], "nowhere.jsonl"),
+    (["fig14", "--simulate", "--trace", __file__], "test_bench.py"), (["fig10", "--rates", "1,x"], "1,x"), (["--simulate"], "leave --simulate out"), (["--simulate", "--jobs", "1", "--hardware", "b200"], "b200"),
+    (["--think", "soon"], "soon"), (["kernel", "--simulate"], "kernel"),
     (["fig10", "--profile", __file__], "no profile")])
 def test_bad_input_gets_one_line_and_exit_2(monkeypatch, capsys, flags, message):
     monkeypatch.setattr(sys, "argv", ["bench.py", *flags])
