@@ -82,18 +82,13 @@ class KVPool:
         if not tickets:
             return
         self.stream_in.wait_stream(self.stream())                 # earlier steps may still read the slots' former content
-        with self._stalling(), self.on(self.stream_in):
-            tickets = sorted(tickets, key=lambda ticket: ticket.place)
-            flight = self._board("in", tickets, self.stream_in)
-            runs, slots, k, v = self._itinerary(tickets)
-            staging = self._staging(tickets)
+        with self._flight("in", tickets, self.stream_in) as (flight, staging, runs, slots, k, v):
             for layer in range(len(self.gpu)):
                 for n, first, last in runs:
                     staging[n:n + last - first].copy_(self.cpu[layer, first:last], non_blocking=True)
                 self.store(layer, slots, staging.flatten(0, 2)[k], staging.flatten(0, 2)[v])
                 flight.arrived.append(self.event())
                 flight.arrived[-1].record(self.stream_in)
-            self._depart(flight, self.stream_in)
         self.arriving = flight
 
     def swap_out(self, tickets):
@@ -102,16 +97,11 @@ class KVPool:
             return
         self.stream_out.wait_stream(self.stream())                # earlier steps wrote these slots
         self.stream_out.wait_stream(self.stream_in)
-        with self._stalling(), self.on(self.stream_out):
-            tickets = sorted(tickets, key=lambda ticket: ticket.place)
-            flight = self._board("out", tickets, self.stream_out)
-            runs, slots, k, v = self._itinerary(tickets)
-            staging = self._staging(tickets)
+        with self._flight("out", tickets, self.stream_out) as (_, staging, runs, slots, k, v):
             for layer in range(len(self.gpu)):
                 staging.flatten(0, 2).index_copy_(0, k, self.gpu[layer, 0][slots]).index_copy_(0, v, self.gpu[layer, 1][slots])
                 for n, first, last in runs:
                     self.cpu[layer, first:last].copy_(staging[n:n + last - first], non_blocking=True)
-            self._depart(flight, self.stream_out)
 
     def landed(self, wait: bool) -> list[Ticket]:
         """The tickets whose copies have ended since the last call; wait: waits for the oldest flight if there is any."""
@@ -131,21 +121,18 @@ class KVPool:
         seconds = self.totals["swap_in_seconds"] + self.totals["swap_out_seconds"]
         return dict(self.totals, swap_hidden_share=max(0.0, 1 - self.stalled / seconds) if seconds else 0.0)
 
-    def _board(self, way, tickets, stream):
-        """A flight that begins now."""
-        nbytes = sum(ticket.filled for ticket in tickets) * self.gpu[:, :, 0].nbytes
-        flight = _Flight(way, tickets, nbytes, self.event(), self.event())
-        flight.begin.record(stream)
-        return flight
-
-    def _depart(self, flight, stream):
-        """All its copies have been issued."""
-        flight.end.record(stream)
+    @contextmanager
+    def _flight(self, way, tickets, stream):
+        """For the copies to be started in the meantime: the flight; staging, which has room for one layer of all tickets' places (the
+        stream keeps the layers apart); and their itinerary."""
+        tickets = sorted(tickets, key=lambda ticket: ticket.place)
+        flight = _Flight(way, tickets, sum(ticket.filled for ticket in tickets) * self.gpu[:, :, 0].nbytes, self.event(), self.event())
+        with self._stalling(), self.on(stream):
+            flight.begin.record(stream)
+            staging = self.gpu.new_empty(len(tickets), *self.cpu.shape[2:])                      # [n, 2, chunk, H_kv, D]
+            yield flight, staging, *self._itinerary(tickets)
+            flight.end.record(stream)
         self.flights.append(flight)
-
-    def _staging(self, tickets):
-        """Room for one layer of all tickets' places: the streams keep the layers apart."""
-        return self.gpu.new_empty(len(tickets), *self.cpu.shape[2:])                             # [n, 2, chunk, H_kv, D]
 
     def _itinerary(self, tickets):
         """For tickets in the order of their places: runs (n, first, last) of neighbouring places [first, last), from the n-th ticket on; and

@@ -219,7 +219,8 @@ def load_worker(config, directory: Path | None) -> Worker:
     except RuntimeError as error:                                # out of memory, here or there
         raise ValueError(f"tiers of {slots} and {cpu_tokens} tokens cannot be had, choose smaller ones: {error}") from error
     if device == "cuda" and runs_triton(worker.device, worker.dtype) and not config.no_graphs:
-        fuse(model)
+        if model.config.rope_theta is not None:
+            fuse(model)
         try_capture(worker, partial(record_graph, pool=torch.cuda.graph_pool_handle()))
     return worker
 

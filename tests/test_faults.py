@@ -337,7 +337,7 @@ def test_nonsense(server, operation):
 @pytest.mark.soak
 def test_thousands_of_requests_made_from_the_document(server):
     schemathesis = pytest.importorskip("schemathesis")
-    statuses = Counter()
+    statuses, resident = Counter(), []
     for operation in schemathesis.openapi.from_url(server.url + "/openapi.json").get_all_operations():
         operation = operation.ok()
 
@@ -351,8 +351,16 @@ def test_thousands_of_requests_made_from_the_document(server):
             assert status < 500
         if operation.path != "/cache/events":               # it never ends
             call()
-    print(statuses)
+            resident.append(resident_bytes())
+    print(statuses, "MiB", [size >> 20 for size in resident])
+    assert resident[-1] - resident[1] < 128 * 2**20            # of the server and, in the same process, of schemathesis
     eventually(lambda: idle(server))
+
+
+def resident_bytes() -> int:
+    """Memory that this process occupies."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
 
 
 @pytest.mark.soak
@@ -371,7 +379,7 @@ def test_mixed_traffic(checkpoint, tmp_path):
     def chat(client, chance, said):
         said += [user("x" * chance.randrange(1, 60))]
         said += [dict(role="assistant", content=ask(client, said, stream=chance.random() < 0.5)[0])]
-        return said[-8:]                                    # a beginning that is dropped makes it a new conversation
+        return said if chance.random() < 0.9 else said[-4:]       # a beginning that is dropped makes it a new conversation
 
     def respond(client, chance, previous):
         stream = client.responses.create(model="ascii", input="x" * chance.randrange(1, 60), previous_response_id=previous, truncation="auto",
@@ -395,10 +403,8 @@ def test_mixed_traffic(checkpoint, tmp_path):
                     assert "cosmic ray" in str(error)
 
     def measure():
-        with open("/proc/self/statm") as file:
-            resident = int(file.read().split()[1]) * 4096
         history = sum(file.stat().st_size for file in tmp_path.iterdir())
-        samples.append((engine.stats()["generated_tokens"], resident, threading.active_count(), len(os.listdir("/proc/self/fd")), history))
+        samples.append((engine.stats()["generated_tokens"], resident_bytes(), threading.active_count(), len(os.listdir("/proc/self/fd")), history))
 
     with serving(engine) as server, ThreadPoolExecutor(10) as pool:
         end = time.monotonic() + seconds

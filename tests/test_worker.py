@@ -18,7 +18,7 @@ from kv_cache import Conversation, Ticket
 from model import ModelConfig, empty_model
 from sampling import Sampling
 from scheduler import Batch, Request, Span
-from worker import Worker, record_graph, table_changes, try_capture
+from worker import Worker, fuse, record_graph, table_changes, try_capture
 
 SLOTS, ROWS, CONTEXT, CHUNK, VOCAB = 128, 4, 80, 4, 61
 COST = RecomputeCost({4: 1e-3, 32: 2e-3}, rest=1e-3)
@@ -191,6 +191,45 @@ def test_without_graphs_the_server_still_serves(capsys):
     try_capture(worker, record)
     assert not worker.graphs and "no such luck" in capsys.readouterr().err
     assert len(worker.execute(decode(requests(worker, [9, 5]))).tokens) == 2
+
+
+# ---- fusion
+
+def rotary_model(device="cpu"):
+    torch.compiler.reset()                                       # what was compiled, or failed to be, for another one
+    torch.manual_seed(0)
+    shape = dict(norm="rms", gated=True, bias=False, rope_theta=10000.0, tied_embeddings=False)
+    model = empty_model(ModelConfig(VOCAB, 3, 4, 2, 64, 64, CONTEXT, "silu", **shape), device, torch.float32)
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn(parameter.shape) * 0.1)
+    return model
+
+
+@torch.inference_mode()
+def hidden(model, tokens):
+    """With no attention, but a function of all of q, k and v."""
+    numbers = torch.arange(tokens, device=model.tokens.weight.device)
+    return model(numbers, numbers, lambda layer, q, k, v: q * (k + v).repeat_interleave(2, dim=1))
+
+
+@pytest.mark.parametrize("device, backend", [("cpu", "eager"), pytest.param("cuda", "inductor", marks=pytest.mark.gpu)])
+def test_a_fused_model_computes_the_same_and_is_compiled_for_all_its_layers_at_once(device, backend):
+    plain, fused, counts = rotary_model(device), rotary_model(device), torch._dynamo.utils.counters["stats"]
+    fuse(fused, backend)
+    before, compiled = counts["unique_graphs"], []
+    for tokens in (8, 4, 1, 7, 60, 2, 16):
+        torch.testing.assert_close(hidden(fused, tokens), hidden(plain, tokens), atol=1e-4, rtol=1e-4)
+        compiled.append(counts["unique_graphs"] - before)
+    assert compiled == [1, 2, 3, 3, 3, 3, 3]
+
+
+def test_a_model_that_cannot_be_compiled_runs_as_it_is():
+    def compiler(graph, inputs):
+        failures.append(RuntimeError("no such luck"))
+        raise failures[0]
+    plain, fused, failures = rotary_model(), rotary_model(), []
+    fuse(fused, compiler)
+    assert torch.equal(hidden(fused, 4), hidden(plain, 4)) and failures
 
 
 # ---- with the kernel: its work items are planned on the host, uploaded with the rest, and padded
