@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -159,7 +160,7 @@ class Zygote:
 
     def __init__(self):
         self.process = subprocess.Popen([sys.executable, "-u", "-c", ZYGOTE], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=subprocess.DEVNULL, text=True, env=os.environ | dict(OMP_NUM_THREADS="1"))
+                                        stderr=subprocess.DEVNULL, text=True, env=os.environ | dict(OMP_NUM_THREADS="1"), start_new_session=True)
 
     def _read(self, pattern):
         while line := self.process.stdout.readline():
@@ -178,5 +179,6 @@ class Zygote:
         return int(self._read(r"^exit (-?\d+)"))
 
     def close(self):
-        self.process.stdin.close()
+        """With whatever a test that failed has left running."""
+        os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

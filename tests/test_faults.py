@@ -205,6 +205,9 @@ def test_kill_9_under_load(zygote, checkpoint, tmp_path, kills):
     chance, names, told = random.Random(kills), [], {}
     flags = ("--gpu-cache-tokens", str(CONTEXT), "--cpu-cache-tokens", "256")
 
+    def count():
+        return sum(map(len, told.values()))
+
     def say(client, name, text):
         return client.responses.create(model="ascii", input=text, conversation=name, max_output_tokens=8, extra_body=dict(ignore_eos=True)).output_text
 
@@ -225,14 +228,16 @@ def test_kill_9_under_load(zygote, checkpoint, tmp_path, kills):
                 assert turns[:len(told.get(name, []))] == told.get(name, []) and len(turns) <= len(told.get(name, [])) + 1
                 told[name] = turns
         threads = [threading.Thread(target=talk, args=(url, name)) for name in names if len(told[name]) < 40]
+        before = count()
         for thread in threads:
             thread.start()
-        time.sleep(chance.uniform(0.05, 0.6))
+        eventually(lambda: count() > before or not threads)
+        time.sleep(chance.uniform(0, 0.5))
         os.kill(pid, signal.SIGKILL)
         assert zygote.exit_code() == -signal.SIGKILL
         for thread in threads:
             thread.join()
-    assert sum(map(len, told.values())) > kills
+    assert count() >= kills
     uninterrupted = Engine(str(checkpoint), gpu_cache_tokens=2 * CONTEXT, cpu_cache_tokens=CONTEXT)
     with serving(uninterrupted) as server, connect(server.url) as client:
         for turns in told.values():
