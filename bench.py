@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from multiprocessing import get_context
@@ -54,7 +54,7 @@ SYSTEMS = {
     "gpu cache": System(dict(cpu_cache_tokens=0)),              # the first tier alone: what leaves the GPU is recomputed
     "pensieve": System(),
     "separate phases": System(dict(separate_phases=True)),
-    "draft": System(dict(policy="trailing-half", swap_threshold=0.5)),      # of the paper
+    "draft": System(dict(policy="trailing-half", swap_threshold=0.5)),      # as the paper's draft evicts
     **{name: System(dict(policy=policy)) for name, policy in {**dict(zip(POLICIES, POLICIES)), **EXPERIMENTS}.items()},
 }
 
@@ -72,7 +72,11 @@ class Panel(NamedTuple):
     think: float | str = 60.0       # mean seconds between a reply and the next turn, or "reading": it depends on the reply
 
     def __str__(self):
-        return f"{self.model}, {self.dataset}, think {self.think}"
+        return f"{self.model}, {self.dataset}, {thinking(self.think)}"
+
+
+def thinking(think: float | str) -> str:
+    return "think while reading" if think == "reading" else f"think {think:g} s"
 
 
 GPU_BYTES, CPU_BYTES = 40e9, 220e9                                       # of KV per GPU (paper, §6.1)
@@ -153,7 +157,7 @@ def build(system: System, panel: Panel, conversations: list[Conversation], optio
     flags = (SIMULATED if at_scale(options) else MEASURED) | options.given | system.flags
     hardware, operators = (HARDWARE[panel.hardware], OPERATORS[system.operators]) if at_scale(options) else load_machine(panel.hardware)
     shape, clock = PRESETS.get(panel.model) or read_config(find_checkpoint(panel.model))[1], VirtualClock()
-    token, chunk = kv_token_bytes(shape), flags.get("chunk_size", Config.chunk_size)
+    token, chunk = kv_token_bytes(shape, hardware.element_size), flags.get("chunk_size", Config.chunk_size)
     slots = flags.get("gpu_cache_tokens", int(GPU_BYTES * panel.gpus / token))
     places = flags.get("cpu_cache_tokens", int(CPU_BYTES * panel.gpus / token)) // chunk
     worker = SimulatedWorker(shape, hardware, operators, clock, slots, places,
@@ -195,7 +199,7 @@ def play(name: str, panel: Panel, rate: float | None, options) -> dict:
     row, stats = summary(served, until / 3 if until < math.inf else 0.0), engine.stats()
     policy = name if name in EXPERIMENTS else engine.config.policy
     engine.close()
-    return dict(system=name, policy=policy, model=panel.model, dataset=panel.dataset, think_seconds=panel.think, request_rate=rate) | {**row, **stats, **row}
+    return dict(system=name, policy=policy, model=panel.model, dataset=panel.dataset, think=panel.think, request_rate=rate) | {**row, **stats, **row}
 
 
 # ---- figures
@@ -229,9 +233,10 @@ def in_parallel(function: Callable, tasks: list, options) -> list:
 
 def sweep(systems: tuple, simulated: list[Panel], measured: list[Panel], options) -> Found:
     """Every system in every panel. Ratios compare the last system with each other one, at a panel's latency."""
-    panels = adapted(simulated if at_scale(options) else measured, options)
+    panels = simulated if at_scale(options) else measured
     if not panels:
         raise ValueError("this figure is of one machine: leave --simulate out, add --hardware with its profile, or name one of the paper's, such as fig10")
+    panels = adapted(panels, options)
     tasks = [(name, panel, options) for panel in panels for name in systems]
     curves = in_parallel(curve, tasks, options)
     ratios = []
@@ -255,7 +260,7 @@ def adapted(panels: list[Panel], options) -> list[Panel]:
     """The panels as the command line has changed them: another model, other rates or think times, a file's conversations."""
     if options.trace:
         timed = any(conversation.arrival for conversation in options.conversations)
-        panels = [Panel("llama2-13b-gqa", Path(options.trace).stem, (None,) if timed else panels[0].rates, gpus=4, hardware="h100")]
+        panels = [Panel("llama2-13b-gqa", Path(options.trace).stem, (None,) if timed else panels[0].rates, gpus=4 if at_scale(options) else 1, hardware="h100")]
     changes = {field: value for field in Panel._fields if (value := getattr(options, field, None)) is not None}
     return list(dict.fromkeys(panel._replace(paper=None, **changes) if changes else panel for panel in panels))
 
@@ -304,7 +309,10 @@ def fig3(options) -> Found:
 def fig4(options) -> Found:
     """The profile of a chunk's recomputation: attention rises with its context, all else is the same."""
     panel = adapted([Panel("opt-13b" if at_scale(options) else "tiny_chat", "one chunk")], options)[0]
-    cost = build(System(), panel, [Conversation("", [Turn(16_384, 1)])], options).worker.profile()
+    return costs(build(System(), panel, [Conversation("", [Turn(16_384, 1)])], options).worker.profile(), panel, options)
+
+
+def costs(cost: RecomputeCost, panel: Panel, options) -> Found:
     rows = [dict(system=part, model=panel.model, dataset=panel.dataset, context=length, seconds=seconds)
             for length, attention in zip(cost.lengths, cost.seconds) for part, seconds in (("attention", attention), ("all else", cost.rest))]
     return Found(rows, [ratio(f"attention of a chunk at {cost.lengths[-1]} tokens / all else", cost.seconds[-1] / cost.rest, None, options)])
@@ -366,32 +374,35 @@ def serve(options) -> Found:
 
 def profile(options) -> Found:
     """What --profile and --hardware take: the cost of recomputing a chunk, and the rates of this machine."""
-    rows, ratios = fig4(options)
-    if not options.simulate:
-        engine = build(System(), adapted(HERE, options)[0], [], options)
-        rows += [dict(system=type(kind).__name__, model=rows[0]["model"], dataset=name, value=value)
-                 for kind in microbench.machine(engine, options.seed) for name, value in kind._asdict().items()]
-        engine.close()
+    if options.simulate:
+        raise ValueError("a profile is measured, not simulated: leave --simulate out, or see fig4")
+    panel = adapted(HERE, options)[0]
+    engine = build(System(), panel, [], options)
+    cost = engine.worker.profile()
+    rows, ratios = costs(cost, panel, options)
+    rows += [dict(system=type(kind).__name__, name=name, value=value)
+             for kind in microbench.machine(engine, cost, options.seed) for name, value in kind._asdict().items()]
+    engine.close()
     return Found(rows, ratios)
 
 
-@contextmanager
-def reading_profile(path: str):
-    """Its rows."""
+def read_profile(path: str, parse: Callable):
+    """parse(rows) of what `python bench.py profile --json FILE` has saved. ValueError if it is none."""
     try:
-        yield json.loads(Path(path).read_text())["rows"]
+        return parse(json.loads(Path(path).read_text())["rows"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is no profile ({error!r}): make one with python bench.py profile --json {path}") from error
 
 
 def load_profile(path: str) -> RecomputeCost:
-    with reading_profile(path) as rows:
-        return RecomputeCost({row["context"]: row["seconds"] for row in rows if row["system"] == "attention"}, rows[1]["seconds"])
+    return read_profile(path, lambda rows: RecomputeCost(
+        {row["context"]: row["seconds"] for row in rows if row["system"] == "attention"}, rows[1]["seconds"]))
 
 
-def load_machine(path: str) -> tuple[Hardware, Operators]:
-    with reading_profile(path) as rows:
-        return [kind(**{row["dataset"]: float(row["value"]) for row in rows if row["system"] == kind.__name__}) for kind in (Hardware, Operators)]
+def load_machine(path: str) -> list:
+    """Its Hardware and Operators."""
+    return read_profile(path, lambda rows: [
+        kind(**{row["name"]: row["value"] for row in rows if row["system"] == kind.__name__}) for kind in (Hardware, Operators)])
 
 
 LATENCY = ("system", "request_rate", "throughput", "normalized_latency_ms", "p90_normalized_latency_ms", "mean_ttft_ms", "mean_tpot_ms",
@@ -421,7 +432,7 @@ FIGURES = {
                             [HERE[0]._replace(think=think) for think in (0.1, 0.4, 1.6)]), "throughput", "normalized_latency_ms", LATENCY),
     "draft": Figure(partial(sweep, ("stateless", "pensieve", "draft"), DRAFT, HERE), "throughput", "normalized_latency_ms", LATENCY),
     "serve": Figure(serve, "request_rate", "mean_ttft_ms"),
-    "profile": Figure(profile, "context", "seconds", ("system", "context", "seconds", "dataset", "value")),
+    "profile": Figure(profile, "context", "seconds", ("system", "context", "seconds", "name", "value")),
     **{name: Figure(partial(on_device, measure), "context", "seconds", ("system", "model", "dataset", "context", "seconds", *more))
        for name, measure, *more in (("fig12", microbench.kernel, *RATES), ("kernel", microbench.kernel, *RATES), ("swap", microbench.swap, *RATES),
                                     ("step", microbench.step, *RATES), ("scheduling", microbench.scheduling))},
@@ -448,15 +459,16 @@ def plot(figure: Figure, rows: list[dict], path: str):
         from matplotlib.figure import Figure as Canvas
     except ImportError:
         raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+    rows = [row for row in rows if figure.x in row]
     panels, systems = {}, list(dict.fromkeys(row["system"] for row in rows))
     for row in rows:
-        panels.setdefault((row["model"], row["dataset"], row.get("think_seconds")), []).append(row)
+        panels.setdefault((row["model"], row["dataset"], row.get("think")), []).append(row)
     axes = (canvas := Canvas((5 * len(panels), 4), layout="constrained")).subplots(1, len(panels), squeeze=False)[0]
     for ax, ((model, dataset, think), rows) in zip(axes, panels.items()):
         for system in systems:
             points = sorted((row[figure.x], row[figure.y]) for row in rows if row["system"] == system)
             ax.plot(*zip(*points), marker="o", label=system)
-        ax.set(title=f"{model}, {dataset}" + (f", think {think}" if think else ""), xlabel=figure.x, ylabel=figure.y, yscale="log")
+        ax.set(title=f"{model}, {dataset}" + (f", {thinking(think)}" if think else ""), xlabel=figure.x, ylabel=figure.y, yscale="log")
     axes[0].legend()
     canvas.savefig(path, dpi=100)
 
@@ -472,6 +484,10 @@ def positive(text: str) -> float:
     if not 0 < value < math.inf:
         raise ValueError
     return value
+
+
+def think(text: str) -> float | str:
+    return text if text == "reading" else positive(text)
 
 
 def rates(text: str) -> tuple:
@@ -491,9 +507,9 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tokenizer", metavar="MODEL", default="gpt2", help="counts the tokens of a file of texts (default: gpt2)")
     add("--dataset", choices=SHAPES, help="synthetic conversations, instead of a panel's own")
     add("--rates", type=rates, metavar="R,R,...", help="requests per second, instead of a panel's own")
-    add("--think", type=lambda text: text if text == "reading" else positive(text), metavar="SECONDS",
+    add("--think", type=think, metavar="SECONDS",
         help='mean think time, instead of a panel\'s own, or "reading": 100 ms per token of the reply, at least 5 s')
-    add("--seconds", type=positive, default=1500.0, help="length of a simulation, of which a third is for filling caches (default: 1500)")
+    add("--seconds", type=positive, default=1500.0, help="length of a simulation of the paper's machines, of which a third is for filling caches (default: 1500)")
     add("--hardware", metavar="NAME", help=f"of a simulation: {', '.join(HARDWARE)} (default: a100, for traces h100), or what "
         "`python bench.py profile --json FILE` has measured, to simulate what else would be measured there")
     add("--gpus", type=int, choices=range(1, 9), metavar="N", help="of a simulation, instead of a panel's own")
@@ -503,6 +519,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--profile", metavar="FILE", help="what `python bench.py profile --json FILE` has measured, instead of measuring it at each start")
     Config.add_flags(parser)
     options = parser.parse_args(argv)
+    if options.hardware and not options.simulate:
+        parser.error("--hardware is of a simulation: add --simulate")
     options.given = {name: value for name, value in Config.given(options).items() if value != getattr(Config, name) and name != "model"}
     options.model = None if options.model == Config.model else options.model
     return options

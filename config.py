@@ -35,7 +35,7 @@ class Config:
     separate_phases: bool = flag(False, "never mix prefill and decode in a batch")
     no_pipeline: bool = flag(False, "wait for all of a swap-in before the model starts")
     system_prompt: str = flag(None, "text, or a file of it, that a chat without a system message begins with; its KV is shared and never evicted")
-    no_graphs: bool = flag(False, "on CUDA: launch every kernel of a decode from the host, and leave rotary positions unfused")
+    eager: bool = flag(False, "on CUDA: compile nothing, and launch every kernel of a decode from the host")
     history: str = flag(None, "file that keeps every conversation's turns; in-process default: memory only")
 
     @classmethod

@@ -179,8 +179,8 @@ class KVCache:
         return child
 
     def share(self, child: Conversation, tokens, parent: Conversation):
-        """A conversation that holds no chunk itself yet, and that begins with `tokens`, or is about to, shares the full chunks of what
-        they and the KV of `parent` have in common."""
+        """`child`, of whose context `tokens` are, or are about to be, the beginning, shares the full chunks that they have in common with
+        the KV of `parent`; unless it holds chunks of its own."""
         known = min(len(tokens), parent.known)
         same = np.equal(tokens[:known], parent.tokens[:known])
         end = min((known if same.all() else int(same.argmin())) // self.chunk_size, len(parent.chunks))

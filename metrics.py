@@ -1,4 +1,4 @@
-"""What Prometheus is told: the engine's counts, and how long clients waited. Under vLLM's names where these mean the same, all under
+"""What Prometheus is told: the engine's counts, and how long tokens took. Under vLLM's names where these mean the same, all under
 our own. Prompt tokens are counted once, at a request's first admission, by where their KV came from: gpu + cpu + recomputed + new."""
 import json
 import threading
@@ -30,7 +30,7 @@ class Histogram:
 
 
 class Metrics:
-    """Counts what the engine does not: answers, and the waiting of clients."""
+    """Counts what the engine does not: answers, and the seconds until their tokens were sampled."""
 
     def __init__(self):
         self.lock, self.answers = threading.Lock(), Counter(stop=0, length=0)

@@ -7,6 +7,7 @@ What is compared is measured in turns, medians are taken, and the machine's own 
 stand beside every time: `share` is the time that bytes and flops would need at those rates, whichever is longer, over the time taken.
 Successive calls read different contexts, together larger than the L2. The baselines are the fastest that torch and what else is
 installed offer; contexts of one length in contiguous memory are what a server does not have."""
+import math
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -21,6 +22,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from attention_kernel import SpanTensors, multi_token_attention
 from engine import Engine
+from eviction import RecomputeCost
 from kv_cache import Conversation, Ticket
 from kv_pool import KVPool
 from model import PRESETS, random_model
@@ -353,23 +355,24 @@ def swap(device: str, seed: int) -> tuple[list[dict], list[dict]]:
 
 # ---- this machine, to be simulated
 
-def machine(engine: Engine, seed: int) -> tuple[Hardware, Operators]:
+def machine(engine: Engine, cost: RecomputeCost, seed: int) -> tuple[Hardware, Operators]:
     """What a SimulatedWorker must know of this machine, as the engine's model finds it. Rates are measured, so the shares are 1; but
     that of attention is what the profile says of a chunk behind the longest context; what launches take counts per step."""
-    worker, shape, device = engine.worker, engine.worker.model.config, engine.worker.device.type
-    bench, matrix = Bench(device), torch.ones(8192, 8192, device=device)
-    host, there = torch.ones(2**27, dtype=torch.uint8, pin_memory=device == "cuda"), torch.empty(2**27, dtype=torch.uint8, device=device)
-    taken = in_turns(device, {"read": lambda n: matrix @ matrix[0]}, 10) | \
-        in_turns(device, {"copy": lambda n: there.copy_(host)}, 10, host_seconds)
-    hardware = Hardware(bench.flops, matrix.nbytes / taken["read"], host.nbytes / taken["copy"], host.nbytes / taken["copy"])
+    worker, bench, batch = engine.worker, Bench(engine.worker.device.type), engine.config.max_running
+    matrix = torch.ones(8192, 8192, device=worker.device)
+    host, there = torch.ones(2**27, dtype=torch.uint8, pin_memory=bench.cuda), torch.empty(2**27, dtype=torch.uint8, device=worker.device)
+    read = matrix.nbytes / in_turns(bench.device, {"read": lambda n: matrix @ matrix[0]}, 10)["read"]
+    link = host.nbytes / in_turns(bench.device, {"copy": lambda n: there.copy_(host)}, 10, host_seconds)["copy"]
+    hardware, ideal = Hardware(bench.flops, read, link, link, worker.dtype.itemsize), Operators(1, 1, 1, 1, 0, 0)
 
-    cost, free = worker.profile(), Operators(1, 1, 1, 1, 0, 0)
-    ideal = SimulatedWorker(shape, hardware, free, None, 1, 0, worker.max_context, worker.chunk_size, element_size=worker.dtype.itemsize)
-    attention = ideal.attention_seconds(worker.chunk_size, cost.lengths[-1]) / cost.seconds[-1]
-    serve(engine, 16, 16, 32, seed)                              # to get warm
-    one, many = (serve(engine, batch, 16, 32, seed)[1] for batch in (1, 16))
-    per_span = (many - one) / 15
-    return hardware, free._replace(attention=attention, per_step=one - per_span - ideal.linear_seconds(1, 1), per_span=per_span)
+    def simulated(hardware):
+        return SimulatedWorker(worker.model.config, hardware, ideal, None, 1, 0, worker.max_context, worker.chunk_size)
+    attention = simulated(hardware._replace(memory=math.inf)).attention_seconds(worker.chunk_size, cost.lengths[-1]) / cost.seconds[-1]
+    serve(engine, batch, 8, 32, seed)                            # to get warm
+    one, many = (serve(engine, size, 8, 32, seed)[1] for size in (1, batch))
+    per_span = max(0.0, (many - one) / max(batch - 1, 1))
+    per_step = max(0.0, one - per_span - simulated(hardware).linear_seconds(1, 1))
+    return hardware, ideal._replace(attention=attention, per_step=per_step, per_span=per_span)
 
 
 # ---- step: whole steps of the engine

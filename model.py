@@ -180,11 +180,11 @@ class Model(nn.Module):
         """attend(), but q and k are rotated first, by their tokens' positions. So keys are cached rotated."""
         angles = positions[:, None, None] * rotary_frequencies(self.config, positions.device)   # [T, 1, D/2]
         cos, sin = angles.cos(), angles.sin()
-        return lambda layer, q, k, v: attend(layer, *self.rotate(q, k, cos, sin), v)
+        return lambda layer, q, k, v: attend(layer, *self.rotate_both(q, k, cos, sin), v)
 
     @staticmethod
-    def rotate(q, k, cos, sin):
-        """Both at once, and looked up in the model, so that it can be compiled from outside."""
+    def rotate_both(q, k, cos, sin):
+        """Of one layer. It is a member so that worker.fuse can put a compiled one in its place."""
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
     def logits(self, x):

@@ -209,9 +209,9 @@ class API:
         messages, hint = [plain(message) for message in given["messages"]], hint and owner + hint
         with self.engine.lock:                               # so that all choices go on from the same turn
             first, *others = seeded(options, given.get("n", 1))
-            handles = [like := self.engine.submit_chat(messages, hint, owner, **first)]
-            handles += [self.engine.submit_chat(messages, hint, owner, like=like, **each) for each in others]
-        return ChatWriter(handles, owner, self.names[0], given)
+            handle = self.engine.submit_chat(messages, hint, owner, **first)
+            others = [self.engine.submit_chat(messages, hint, owner, like=handle, **each) for each in others]
+        return ChatWriter([handle, *others], owner, self.names[0], given)
 
     def create_response(self, owner: str, given: dict) -> "ResponseWriter":
         options, previous, conversation = self._options(given), given.get("previous_response_id"), given.get("conversation")

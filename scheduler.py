@@ -224,7 +224,8 @@ class Scheduler:
     # ---- the decisions
 
     def next_eligible(self, now: float) -> Request | None:
-        """The first in the queue. One whose context has outgrown the limit since its submission fails here."""
+        """The first in the queue; None: it is empty, or the first waits for the one that computes its prompt. One whose context has
+        outgrown the limit since its submission fails here."""
         while self.queue:
             request = self.queue[0][1]
             if request.finish_reason:
@@ -233,19 +234,21 @@ class Scheduler:
                 self.cancel(request, now, ValueError(f"the conversation has {request.total} tokens with this prompt and "
                     f"max_tokens={request.max_tokens}: they do not fit the limit of {self.limit}"))
             elif request.like and request.like.prefilling and not request.like.finish_reason:
-                return None                                # that is computing the same prompt
+                return None
             else:
+                if request.like and not request.usage:
+                    self._begin(request)                   # already now: what it shares counts as its own when it asks for slots
                 return request
 
     def fits(self, request: Request) -> bool:
         return bool(self.cache.free_rows) and self.cache.shortfall(request.conversation, request.total, self._reserve()) <= 0
 
     def admit(self, request: Request, now: float) -> list[Ticket]:
-        """Moves the head of the queue, which fits, to the running list and takes all its slots; returns its swap-ins. At its first
-        admission its prompt joins the conversation's tokens, and usage, before and max_tokens are fixed for good."""
+        """Moves the head of the queue, which fits, to the running list and takes all its slots; returns its swap-ins."""
         heapq.heappop(self.queue)
         if not request.usage:
             self._begin(request)
+        if request.admitted is None:
             request.admitted = now
             self.cache.policy.returned(request.conversation, now)
         request.prefilling, request.front = True, 0
@@ -289,6 +292,7 @@ class Scheduler:
     # ---- the small steps
 
     def _begin(self, request):
+        """At the first admission the prompt joins the conversation's tokens, and usage, before and max_tokens are fixed for good."""
         conversation = request.conversation
         request.before = len(conversation.tokens), conversation.known
         if request.like:                                       # all but the last token, behind which the reply begins

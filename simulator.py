@@ -30,11 +30,12 @@ class VirtualClock:
 
 
 class Hardware(NamedTuple):
-    """Peak figures of one GPU, per second."""
-    flops: float            # dense bfloat16
+    """Of one GPU, per second: peaks, or rates that were measured."""
+    flops: float            # of a dense matrix product
     memory: float           # bytes read
     host_link: float        # bytes to or from the host, each way
     peer_link: float        # bytes to another GPU, each way
+    element_size: int = 2   # bytes of a number in all of this: bfloat16
 
 
 # NVIDIA's data sheets: A100 80GB PCIe, H100 SXM5, H200 SXM5. The paper's machine (Azure NC A100 v4) has its PCIe cards bridged in
@@ -71,12 +72,12 @@ class SimulatedWorker:
     stop_ids = frozenset()
 
     def __init__(self, shape, hardware: Hardware, operators: Operators, clock: VirtualClock, num_slots: int, num_places: int,
-                 max_context: int, chunk_size: int = 32, gpus: int = 1, pipeline: bool = True, element_size: int = 2):
+                 max_context: int, chunk_size: int = 32, gpus: int = 1, pipeline: bool = True):
         """shape: a model.ModelConfig, of which only sizes are looked at; max_context is the experiment's, as in the paper."""
         self.shape, self.operators, self.clock, self.gpus, self.pipeline = shape, operators, clock, gpus, pipeline
         self.num_slots, self.num_places, self.chunk_size = num_slots, num_places, chunk_size
-        self.vocab_size, self.max_context, self.element_size = shape.vocab_size, max_context, element_size
-        self.token_bytes = kv_token_bytes(shape, element_size)
+        self.vocab_size, self.max_context, self.element_size = shape.vocab_size, max_context, hardware.element_size
+        self.token_bytes = kv_token_bytes(shape, hardware.element_size)
         self.matmul = hardware.flops * operators.matmul * gpus
         self.attend = hardware.flops * operators.attention * gpus
         self.memory = hardware.memory * operators.memory * gpus
@@ -137,5 +138,5 @@ class SimulatedWorker:
                              self.linear_seconds(self.chunk_size, 0))
 
 
-def kv_token_bytes(shape, element_size: int = 2) -> int:
+def kv_token_bytes(shape, element_size: int) -> int:
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * element_size

@@ -218,7 +218,7 @@ def load_worker(config, directory: Path | None) -> Worker:
                         min(model.config.max_context, slots), pipeline=not config.no_pipeline)
     except RuntimeError as error:                                # out of memory, here or there
         raise ValueError(f"tiers of {slots} and {cpu_tokens} tokens cannot be had, choose smaller ones: {error}") from error
-    if device == "cuda" and runs_triton(worker.device, worker.dtype) and not config.no_graphs:
+    if device == "cuda" and runs_triton(worker.device, worker.dtype) and not config.eager:
         if model.config.rope_theta is not None:
             fuse(model)
         try_capture(worker, partial(record_graph, pool=torch.cuda.graph_pool_handle()))
@@ -226,11 +226,11 @@ def load_worker(config, directory: Path | None) -> Worker:
 
 
 def fuse(model, backend="inductor"):
-    """Makes one kernel of the rotation of q and k, or two where k has fewer heads: they are sixteen, half of a Llama layer's.
-    Compiled for all layers at once, when it first runs, when it sees another number of tokens and when that is 1. Where that
-    fails, torch logs why and the model goes on as it was."""
-    torch._dynamo.config.suppress_errors = True
-    model.rotate = torch.compile(model.rotate, backend=backend)
+    """Rotating q and k takes sixteen small kernels, half of all in a Llama layer; compiled, one, or two where k has fewer heads.
+    torch compiles three times, for all layers at once: at the first call, for any other number of tokens, and for a single one. Where
+    that fails, it logs why and the model stays as it was."""
+    torch._dynamo.config.suppress_errors = True                  # of the process
+    model.rotate_both = torch.compile(model.rotate_both, backend=backend)
 
 
 def try_capture(worker: Worker, record):

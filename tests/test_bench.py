@@ -58,7 +58,7 @@ def test_the_everyday_figure_is_measured(tmp_path, monkeypatch, capsys):
 def test_the_draft_has_a_rule_of_its_own_for_thinking(tmp_path, monkeypatch):
     figure = run(tmp_path, monkeypatch, "draft --simulate --model gpt3-6.7b --dataset lmsys-draft --rates 1 --seconds 60")
     assert {row["system"] for row in figure["rows"]} == {"stateless", "pensieve", "draft"}
-    assert {row["think_seconds"] for row in figure["rows"]} == {"reading"}
+    assert {row["think"] for row in figure["rows"]} == {"reading"}
 
 
 def test_a_latency_figure_is_simulated_and_repeats(tmp_path, monkeypatch):
@@ -101,7 +101,7 @@ def test_a_profile_is_saved_and_loaded(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no profile"):
         bench.load_profile(__file__)
     hardware, operators = bench.load_machine(tmp_path / "figure.json")
-    assert min(hardware) > 0 and 0 < operators.attention and 0 < operators.per_step < 1 and operators.memory == 1
+    assert min(hardware) > 0 and hardware.element_size == 4 and operators.attention > 0 and 0 <= operators.per_step < 1 and operators.memory == 1
     (tmp_path / "figure.json").rename(tmp_path / "here.json")
     predicted = run(tmp_path, monkeypatch, f"--simulate --hardware {tmp_path / 'here.json'}")         # what the everyday figure would be here
     assert [row["system"] for row in predicted["rows"]] == ["stateless", "gpu cache", "pensieve"]
@@ -127,7 +127,7 @@ def test_a_plot_is_drawn(tmp_path):
     (["fig99"], "fig99"), (["--gpu-cache-tokens", "16"], "no conversation"), (["--model", "no/model at all"], "no/model"),
     (["fig10", "--simulate", "--jobs", "1", "--model", "no/such/model"], "no/such/model"), (["fig14", "--simulate", "--trace", "nowhere.jsonl"], "nowhere.jsonl"),
     (["fig14", "--simulate", "--trace", __file__], "test_bench.py"), (["fig10", "--rates", "1,x"], "1,x"), (["--simulate"], "leave --simulate out"), (["--simulate", "--jobs", "1", "--hardware", "b200"], "b200"),
-    (["--think", "soon"], "soon"), (["kernel", "--simulate"], "kernel"),
+    (["--think", "soon"], "soon"), (["--hardware", "h100"], "add --simulate"), (["profile", "--simulate"], "profile"), (["kernel", "--simulate"], "kernel"),
     (["fig10", "--profile", __file__], "no profile")])
 def test_bad_input_gets_one_line_and_exit_2(monkeypatch, capsys, flags, message):
     monkeypatch.setattr(sys, "argv", ["bench.py", *flags])

@@ -524,6 +524,15 @@ def test_a_prompt_that_is_asked_several_times_is_computed_once():
     assert [request.times for request in (first, *others)] == [[2, 3], [3, 4], [3, 4]]
 
 
+def test_a_prompt_that_fills_most_slots_is_shared_at_once():
+    """What the others share is their own when they ask for slots: it is neither copied out for them nor has to fit once more."""
+    world = World(slots=32, rows=4, swap_threshold=0)
+    first = world.submit("a", list(range(22)), 2)
+    for name in "bd":
+        world.submit(name, list(range(22)), 2, like=first)
+    assert world.run() == ["step 0  a[0:16]", "step 1  a[16:22]", "step 2  a[22:23] b[20:22] d[20:22]", "step 3  b[22:23] d[22:23]"]
+
+
 def test_whoever_repeats_a_prompt_does_not_wait_for_one_that_has_ended():
     """Cancelled in mid-prefill, or forgotten by a stateless scheduler: the prompt is computed again."""
     world = World(slots=64)

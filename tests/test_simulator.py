@@ -45,7 +45,7 @@ def test_time_passes_only_when_somebody_lets_it():
 def test_a_decode_is_bound_by_memory_and_a_prefill_by_flops():
     """K and V of a token: 2 layers x 2 heads x 8 x 2 bytes = 128 bytes. Weights and head: (5,000 + 3,200) x 2 bytes."""
     sim = worker()
-    assert sim.token_bytes == kv_token_bytes(SHAPE) == 128
+    assert sim.token_bytes == kv_token_bytes(SHAPE, 2) == 128
     assert sim.linear_seconds(1, 1) == pytest.approx(16_400 / 1e9)
     assert sim.linear_seconds(10**6, 1) == pytest.approx(2 * (5_000 * 10**6 + 3_200) / 1e12)
     assert sim.attention_seconds(1, 1000) == pytest.approx(128_000 / 1e9)

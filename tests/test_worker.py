@@ -287,12 +287,12 @@ def test_graphs_on_the_gpu():
 @pytest.mark.gpu
 def test_an_engine_on_the_gpu_replays_its_decodes():
     replies = []
-    for no_graphs in (False, True):
-        engine = Engine("tiny_chat", cost=COST, device="cuda", dtype="float32", gpu_cache_tokens=512, cpu_cache_tokens=128, no_graphs=no_graphs)
-        assert bool(engine.worker.graphs) != no_graphs
+    for eager in (False, True):
+        engine = Engine("tiny_chat", cost=COST, device="cuda", dtype="float32", gpu_cache_tokens=512, cpu_cache_tokens=128, eager=eager)
+        assert bool(engine.worker.graphs) != eager
         used = replays(engine.worker)
         replies.append(engine.generate([72, 101, 108, 108, 111], max_tokens=20, ignore_eos=True).token_ids)
-        assert len(used) == (0 if no_graphs else 19)
+        assert len(used) == (0 if eager else 19)
         engine.close()
     assert replies[0] == replies[1]
 
