@@ -186,17 +186,22 @@ def workload(panel: Panel, rate: float | None, options) -> list[Conversation]:
     return with_arrivals(conversations, rate, options.seed, think)
 
 
+def window(panel: Panel, rate: float | None, options) -> tuple[float, float]:
+    """The seconds of a run that count: the first third only fills the caches. "Many turns", and a trace with times, end by themselves."""
+    return (options.seconds / 3, options.seconds) if rate and panel.dataset != "many turns" else (0.0, math.inf)
+
+
 def play(name: str, panel: Panel, rate: float | None, options) -> dict:
-    """One row: a system, a panel, a rate. Of a simulation's `seconds` the first third only fills the caches."""
+    """One row: a system, a panel, a rate."""
     conversations = workload(panel, rate, options)
     engine = build(SYSTEMS[name], panel, conversations, options)
     conversations = list(cut(conversations, engine.scheduler.limit))
     if not conversations:
         raise ValueError(f"no conversation of {panel.dataset} fits {engine.scheduler.limit} tokens: give --gpu-cache-tokens a larger number")
-    policy, until = engine.cache.policy, options.seconds if at_scale(options) and rate else math.inf
+    policy, (filled, until) = engine.cache.policy, window(panel, rate, options)
     served = drive(engine, conversations, options.seed, engine.clock.sleep if options.simulate else time.sleep, until,
                    policy.foresee if isinstance(policy, Oracle) else lambda name, seconds: None)
-    row, stats = summary(served, until / 3 if until < math.inf else 0.0), engine.stats()
+    row, stats = summary(served, filled), engine.stats()
     policy = name if name in EXPERIMENTS else engine.config.policy
     engine.close()
     return dict(system=name, policy=policy, model=panel.model, dataset=panel.dataset, think=panel.think, request_rate=rate) | {**row, **stats, **row}
@@ -360,7 +365,8 @@ def serve(options) -> Found:
         if not users:
             raise ValueError(f"no conversation of {panel.dataset} fits half of {engine.limit} tokens")
         try:
-            row = summary(drive(engine, users, options.seed))
+            filled, until = window(panel, panel.rates[0], options)
+            row = summary(drive(engine, users, options.seed, until=until), filled)
         except ValueError as error:
             if not stateful:
                 raise
@@ -509,7 +515,9 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rates", type=rates, metavar="R,R,...", help="requests per second, instead of a panel's own")
     add("--think", type=think, metavar="SECONDS",
         help='mean think time, instead of a panel\'s own, or "reading": 100 ms per token of the reply, at least 5 s')
-    add("--seconds", type=positive, default=1500.0, help="length of a simulation of the paper's machines, of which a third is for filling caches (default: 1500)")
+    add("--seconds", type=positive, default=1500.0, help="length of a run, of which a third is for filling caches; without --dataset "
+        "and --trace a run on this machine ends by itself (default: 1500)")
+    add("--at-ms", type=positive, metavar="MS", help="compare throughputs at this normalized latency, instead of a panel's own")
     add("--hardware", metavar="NAME", help=f"of a simulation: {', '.join(HARDWARE)} (default: a100, for traces h100), or what "
         "`python bench.py profile --json FILE` has measured, to simulate what else would be measured there")
     add("--gpus", type=int, choices=range(1, 9), metavar="N", help="of a simulation, instead of a panel's own")
@@ -536,7 +544,8 @@ def main():
         print()
         table(found.ratios, ("name", "paper", "ours", "how", *(["must"] if any("must" in ratio for ratio in found.ratios) else [])))
         if options.json:
-            machine = f"{platform.machine()}, {os.cpu_count()} cores, python {platform.python_version()}, torch {torch.__version__}"
+            gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+            machine = f"{platform.machine()}, {os.cpu_count()} cores{gpu}, python {platform.python_version()}, torch {torch.__version__}"
             Path(options.json).write_text(json.dumps(dict(figure=options.figure, command="python " + " ".join(sys.argv), commit=commit(), machine=machine,
                                                           seed=options.seed, rows=found.rows, ratios=found.ratios), indent=1) + "\n")
         if options.plot:

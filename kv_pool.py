@@ -69,8 +69,7 @@ class KVPool:
         """The running stream, not the host, waits until this layer of what was last swapped in has arrived; pipeline=False: all layers.
         A step waits for its layers in order."""
         if self.arriving:
-            ready, arrived = self.event(), self.arriving.arrived[layer if self.pipeline else -1]
-            ready.record(self.stream())
+            ready, arrived = self.now(), self.arriving.arrived[layer if self.pipeline else -1]
             self.stream().wait_event(arrived)
             self.arriving.waits.append((ready, arrived))
             if layer == len(self.gpu) - 1:
@@ -91,17 +90,24 @@ class KVPool:
                 flight.arrived[-1].record(self.stream_in)
         self.arriving = flight
 
-    def swap_out(self, tickets):
-        """Starts the copies GPU -> CPU, the other way round, behind what is being swapped in at the moment."""
+    def swap_out(self, tickets, written=None):
+        """Starts the copies GPU -> CPU, the other way round, behind what is being swapped in at the moment. written: the event, by
+        default now, up to which earlier steps wrote these slots."""
         if not tickets:
             return
-        self.stream_out.wait_stream(self.stream())                # earlier steps wrote these slots
+        self.stream_out.wait_event(written or self.now())
         self.stream_out.wait_stream(self.stream_in)
         with self._flight("out", tickets, self.stream_out) as (_, staging, runs, slots, k, v):
             for layer in range(len(self.gpu)):
                 staging.flatten(0, 2).index_copy_(0, k, self.gpu[layer, 0][slots]).index_copy_(0, v, self.gpu[layer, 1][slots])
                 for n, first, last in runs:
                     self.cpu[layer, first:last].copy_(staging[n:n + last - first], non_blocking=True)
+
+    def now(self):
+        """An event at this point of the running stream."""
+        event = self.event()
+        event.record(self.stream())
+        return event
 
     def landed(self, wait: bool) -> list[Ticket]:
         """The tickets whose copies have ended since the last call; wait: waits for the oldest flight if there is any."""

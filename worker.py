@@ -92,8 +92,10 @@ class Worker:
         size = self._graph_size(batch)
         inputs = self._inputs(batch.spans, batch.table_updates, size)
         self.pool.swap_in(batch.swap_in)
-        self.pool.swap_out(batch.swap_out)
-        tokens, logprobs = self._run(batch.spans, inputs, size) if batch.spans else ([], None)
+        earlier = self.pool.now()
+        logits = self._logits(inputs, size) if batch.spans else None                                     # [N, vocab]
+        self.pool.swap_out(batch.swap_out, earlier)              # the host starts these copies while the GPU computes
+        tokens, logprobs = sample(logits, [span.request for span in batch.spans if span.samples]) if batch.spans else ([], None)
         return Result(tokens, self.pool.landed(wait=not batch.spans), logprobs)
 
     def stats(self) -> dict:
@@ -137,16 +139,13 @@ class Worker:
         (tile, _), = plan.launches                               # all decodes are of one kind
         return plan.padded(wanted + size * ceil_div(self.group, tile.rows), size * self.group)
 
-    def _run(self, spans: list[Span], inputs: Inputs, size: int) -> tuple[list[int], list | None]:
-        """One forward over all spans; a token for each span that samples, and the log probabilities that were asked for."""
-        if size:
-            captured, replay = self.graphs[size]
-            captured.refill(inputs)
-            logits = replay()[inputs.last]                       # [N, vocab]
-        else:
-            hidden = self._forward(inputs)                       # [T, width]
-            logits = self.model.logits(hidden[inputs.last])      # [N, vocab]
-        return sample(logits, [span.request for span in spans if span.samples])
+    def _logits(self, inputs: Inputs, size: int):
+        """One forward over all spans -> logits [N, vocab] behind those that sample."""
+        if not size:
+            return self.model.logits(self._forward(inputs)[inputs.last])
+        captured, replay = self.graphs[size]
+        captured.refill(inputs)
+        return replay()[inputs.last]
 
     def _forward(self, inputs: Inputs):
         slots = self.slot_table[inputs.rows, inputs.positions].long()
@@ -218,18 +217,24 @@ def load_worker(config, directory: Path | None) -> Worker:
                         min(model.config.max_context, slots), pipeline=not config.no_pipeline)
     except RuntimeError as error:                                # out of memory, here or there
         raise ValueError(f"tiers of {slots} and {cpu_tokens} tokens cannot be had, choose smaller ones: {error}") from error
-    if device == "cuda" and runs_triton(worker.device, worker.dtype) and not config.eager:
-        if model.config.rope_theta is not None:
-            fuse(model)
-        try_capture(worker, partial(record_graph, pool=torch.cuda.graph_pool_handle()))
+    if not config.eager:
+        speed_up(worker)
     return worker
+
+
+def speed_up(worker: Worker):
+    """Compiles and captures, on CUDA, what would otherwise wait for the host to launch it."""
+    if worker.device.type == "cuda" and runs_triton(worker.device, worker.dtype):
+        if worker.model.config.rope_theta is not None:
+            fuse(worker.model)
+        try_capture(worker, partial(record_graph, pool=torch.cuda.graph_pool_handle()))
 
 
 def fuse(model, backend="inductor"):
     """Rotating q and k takes sixteen small kernels, half of all in a Llama layer; compiled, one, or two where k has fewer heads.
     torch compiles three times, for all layers at once: at the first call, for any other number of tokens, and for a single one. Where
     that fails, it logs why and the model stays as it was."""
-    torch._dynamo.config.suppress_errors = True                  # of the process
+    torch._dynamo.config.suppress_errors = True
     model.rotate_both = torch.compile(model.rotate_both, backend=backend)
 
 
@@ -243,16 +248,17 @@ def try_capture(worker: Worker, record):
 
 
 def tier_sizes(config, model) -> tuple[int, int]:
-    """Tokens of the GPU and the CPU tier: as given, else nine tenths of the GPU's free memory and a quarter of the host's.
-    Where the host's memory is both tiers, the first has room for sixteen whole contexts, the second for four times that."""
+    """Tokens of the GPU and the CPU tier: as given, else nine tenths of the GPU's free memory, but room for no more than a thousand
+    whole contexts, and four times that, but no more than a quarter of the host's. Where the host's memory is both tiers, the first has
+    room for sixteen contexts."""
     parameter, shape = next(model.parameters()), model.config
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * parameter.element_size()
     host = host_memory() // 4 // token_bytes
     if parameter.device.type == "cuda":
-        gpu, cpu = int(0.9 * free_memory(model, config.max_batch_tokens, config.max_running)) // token_bytes, host
+        gpu = min(1000 * shape.max_context, int(0.9 * free_memory(model, config.max_batch_tokens, config.max_running)) // token_bytes)
     else:
         gpu = min(16 * shape.max_context, host // 5)
-        cpu = 4 * gpu
+    cpu = min(4 * gpu, host)
     gpu = gpu if config.gpu_cache_tokens is None else config.gpu_cache_tokens
     cpu = cpu if config.cpu_cache_tokens is None else config.cpu_cache_tokens
     if gpu < 2:

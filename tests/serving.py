@@ -12,7 +12,6 @@ import threading
 import time
 from pathlib import Path
 
-import openai
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -55,14 +54,17 @@ def serving(engine, **options):
     server = Server(("127.0.0.1", 0), engine.start(), **options)
     server.drained, thread = threading.Event(), threading.Thread(target=loop)
     thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
-    engine.close()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+        engine.close()
 
 
 def connect(url, key="none"):
+    import openai                                        # here, so that machines without it run all other tests
     return openai.OpenAI(base_url=url + "/v1", api_key=key, max_retries=0, timeout=30)
 
 
@@ -147,10 +149,10 @@ import server
 for line in sys.stdin:
     sys.argv, before = json.loads(line)
     if not (pid := os.fork()):
+        print("pid", os.getpid(), flush=True)
         exec(before)
         server.main()
         os._exit(0)
-    print("pid", pid, flush=True)
     print("exit", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
@@ -161,6 +163,7 @@ class Zygote:
     def __init__(self):
         self.process = subprocess.Popen([sys.executable, "-u", "-c", ZYGOTE], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         stderr=subprocess.DEVNULL, text=True, env=os.environ | dict(OMP_NUM_THREADS="1"), start_new_session=True)
+        self.pid = None                                      # of a server that has not been seen to end
 
     def _read(self, pattern):
         while line := self.process.stdout.readline():
@@ -170,12 +173,16 @@ class Zygote:
 
     def start(self, checkpoint, history, *flags, before="") -> tuple[int, str]:
         """(pid, url). before: what the new process executes first."""
+        if self.pid:                                         # a test has failed: the next one is served all the same
+            os.kill(self.pid, signal.SIGKILL)
         argv = ["server.py", "--model", str(checkpoint), "--port", "0", "--history", str(history), *flags]
         print(json.dumps([argv, before]), file=self.process.stdin, flush=True)
-        return int(self._read(r"^pid (\d+)")), self._read(r"(http://[\d.:]+)")
+        self.pid = int(self._read(r"^pid (\d+)"))
+        return self.pid, self._read(r"(http://[\d.:]+)")
 
     def exit_code(self) -> int:
         """Waits for the last one to end; negative: the signal that ended it."""
+        self.pid = None
         return int(self._read(r"^exit (-?\d+)"))
 
     def close(self):

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from statistics import quantiles
 from urllib.parse import quote
 
-import openai
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
@@ -22,6 +21,8 @@ from engine import Engine
 from openai_api import OPERATIONS
 from server import Handler
 from serving import CONTEXT, ask, connect, eventually, fetch, posting, serving, user
+
+openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
 
 LONG = dict(messages=[user("long")], stream=True, ignore_eos=True)              # a chat that goes on for as long as the context allows
 
@@ -190,7 +191,7 @@ def test_draining(zygote, checkpoint, tmp_path):
 
 
 def test_a_worker_that_dies_ends_the_process(zygote, checkpoint, tmp_path):
-    broken = "import worker; worker.Worker._run = lambda *_: 1 / 0"
+    broken = "import worker; worker.Worker._logits = lambda *_: 1 / 0"
     _, url = zygote.start(checkpoint, tmp_path / "history", before=broken)
     with connect(url) as client:
         for _ in range(3):

@@ -19,8 +19,8 @@ from selenium.webdriver.common.keys import Keys
 pytestmark = pytest.mark.browser
 SLOWLY = """
 import time, worker
-fast = worker.Worker._run
-worker.Worker._run = lambda *arguments: (time.sleep(0.02), fast(*arguments))[1]
+fast = worker.Worker._logits
+worker.Worker._logits = lambda *arguments: (time.sleep(0.02), fast(*arguments))[1]
 """                                     # so that there is a middle of an answer to stop in
 FACTS = [["Hi, I'm Zorbella.", "My lucky number is 4711.", "I live in Oslo.", "My favourite food is ramen.", "What is my lucky number?"],
          ["Hello, my name is Linus.", "I work as a librarian.", "My hobby is chess.", "I live in Nairobi.", "Who am I?"]]

@@ -4,11 +4,12 @@ import threading
 import time
 import urllib.request
 
-import openai
 import pytest
 
 from engine import Engine
 from serving import CONTEXT, ask, connect, eventually, fetch, serving, user
+
+openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
 
 SOURCES = ("gpu", "cpu", "recomputed", "new")
 

@@ -88,16 +88,16 @@ def test_inputs_are_the_batch():
     assert worker.slot_table[1, 3:5].tolist() == [40, 41]
 
 
-def test_a_step_is_uploaded_at_once_and_before_its_copies(monkeypatch):
+def test_a_step_is_uploaded_at_once_before_its_copies_and_those_out_start_while_it_computes(monkeypatch):
     worker, order = make_worker(), []
     batch = decode(requests(worker, [9, 5]))
     batch.table_updates = [(0, 8, np.array([90]))]
     batch.swap_out = [Ticket(None, None, "", 0, 2, [80, 81], 3)]
-    for owner, name in (module, "upload"), (worker.pool, "swap_in"), (worker.pool, "swap_out"), (worker, "_forward"):
+    for owner, name in (module, "upload"), (worker.pool, "swap_in"), (worker.pool, "swap_out"), (worker, "_forward"), (module, "sample"):
         inner = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, name=name, inner=inner: order.append(name) or inner(*args))
     worker.execute(batch)
-    assert order == ["upload", "swap_in", "swap_out", "_forward"]
+    assert order == ["upload", "swap_in", "_forward", "swap_out", "sample"]
 
 
 # ---- graphs: what one replays, run as it is
