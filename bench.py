@@ -256,7 +256,8 @@ def compared(panel: Panel, other: list[dict], last: list[dict], paper: float | N
     names = f"{last[0]['system']} / {other[0]['system']}"
     if panel.at_ms:
         least = "" if last[-1]["normalized_latency_ms"] > panel.at_ms else ", at least"         # it could have carried more
-        return ratio(f"{panel}: throughput at {panel.at_ms:g} ms per token, {names}{least}",
+        doubt = "" if max(other[0]["normalized_latency_ms"], last[0]["normalized_latency_ms"]) <= panel.at_ms else ", extrapolated: try lower rates"
+        return ratio(f"{panel}: throughput at {panel.at_ms:g} ms per token, {names}{least}{doubt}",
                      throughput_at(last, panel.at_ms) / throughput_at(other, panel.at_ms), paper, options)
     return ratio(f"{panel}: latency at the highest rate, {names}", last[-1]["normalized_latency_ms"] / other[-1]["normalized_latency_ms"], None, options)
 

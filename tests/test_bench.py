@@ -114,6 +114,10 @@ def test_throughput_is_read_where_the_curve_crosses():
     assert bench.throughput_at(rows, 80.0) == pytest.approx(2.25)
     assert bench.throughput_at(rows, 500.0) == 2.5
     assert bench.throughput_at(rows, 10.0) == pytest.approx(0.5)
+    rows = [dict(row, system="any") for row in rows]
+    for at_ms, doubt in ((80.0, ""), (500.0, "at least"), (10.0, "extrapolated")):
+        name = bench.compared(bench.HERE[0]._replace(at_ms=at_ms), rows, rows, None, bench.parse_flags([]))["name"]
+        assert name.endswith("any / any") if not doubt else doubt in name
 
 
 def test_a_plot_is_drawn(tmp_path):
