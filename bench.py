@@ -349,10 +349,14 @@ def everyday(options) -> Found:
           for name in ("mean_normalized_latency_ms", "mean_ttft_ms", "computed_tokens"))])      # the last: were all tokens equally dear
 
 
-def on_device(measure: Callable, options) -> Found:
-    """A microbenchmark, on CUDA if there is one."""
+def only_measured(options):
     if options.simulate:
         raise ValueError(f"{options.figure} is measured, not simulated: leave --simulate out")
+
+
+def on_device(measure: Callable, options) -> Found:
+    """A microbenchmark, on CUDA if there is one."""
+    only_measured(options)
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     return Found(*measure(device, options.seed))
 
@@ -381,8 +385,7 @@ def serve(options) -> Found:
 
 def profile(options) -> Found:
     """What --profile and --hardware take: the cost of recomputing a chunk, and the rates of this machine."""
-    if options.simulate:
-        raise ValueError("a profile is measured, not simulated: leave --simulate out, or see fig4")
+    only_measured(options)
     panel = adapted(HERE, options)[0]
     engine = build(System(), panel, [], options)
     cost = engine.worker.profile()

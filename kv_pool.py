@@ -28,7 +28,7 @@ class _Flight:
     tickets: list
     nbytes: int
     begin: object                                                 # events
-    end: object
+    end: object = None
     arrived: list = field(default_factory=list)                   # one for each layer, on the way in
     waits: list = field(default_factory=list)                     # (the running stream was ready for a layer, the layer had arrived)
 
@@ -86,8 +86,7 @@ class KVPool:
                 for n, first, last in runs:
                     staging[n:n + last - first].copy_(self.cpu[layer, first:last], non_blocking=True)
                 self.store(layer, slots, staging.flatten(0, 2)[k], staging.flatten(0, 2)[v])
-                flight.arrived.append(self.event())
-                flight.arrived[-1].record(self.stream_in)
+                flight.arrived.append(self.now())
         self.arriving = flight
 
     def swap_out(self, tickets, written=None):
@@ -132,12 +131,12 @@ class KVPool:
         """For the copies to be started in the meantime: the flight; staging, which has room for one layer of all tickets' places (the
         stream keeps the layers apart); and their itinerary."""
         tickets = sorted(tickets, key=lambda ticket: ticket.place)
-        flight = _Flight(way, tickets, sum(ticket.filled for ticket in tickets) * self.gpu[:, :, 0].nbytes, self.event(), self.event())
-        with self._stalling(), self.on(stream):
-            flight.begin.record(stream)
+        nbytes = sum(ticket.filled for ticket in tickets) * self.gpu[:, :, 0].nbytes
+        with self._stalling(), self.on(stream):                   # which is the running one in here
+            flight = _Flight(way, tickets, nbytes, self.now())
             staging = self.gpu.new_empty(len(tickets), *self.cpu.shape[2:])                      # [n, 2, chunk, H_kv, D]
             yield flight, staging, *self._itinerary(tickets)
-            flight.end.record(stream)
+            flight.end = self.now()
         self.flights.append(flight)
 
     def _itinerary(self, tickets):
