@@ -64,6 +64,12 @@ def in_turns(device: str, runs: dict, repeats: int, seconds=device_seconds, afte
     return {name: median(taken[1:]) for name, taken in times.items()}
 
 
+def read_bandwidth(device: str) -> float:
+    """Bytes per second of a product of one row, which does little but read."""
+    matrix = torch.ones(8192, 8192, device=device)
+    return matrix.nbytes / in_turns(device, {"read": lambda n: matrix @ matrix[0]}, 5)["read"]
+
+
 class Bench:
     """Collects rows and ratios, beside the measured peaks of the device: bytes per second of a copy, read and written both counted, and
     flops per second of a large matrix product. `must`: what we hold ourselves to on a Hopper GPU, or on a CPU."""
@@ -360,11 +366,9 @@ def machine(engine: Engine, cost: RecomputeCost, seed: int) -> tuple[Hardware, O
     """What a SimulatedWorker must know of this machine, as the engine's model finds it. Rates are measured, so the shares are 1; but
     that of attention is what the profile says of a chunk behind the longest context; what launches take counts per step."""
     worker, bench, batch = engine.worker, Bench(engine.worker.device.type), engine.config.max_running
-    matrix = torch.ones(8192, 8192, device=worker.device)
     host, there = torch.ones(2**27, dtype=torch.uint8, pin_memory=bench.cuda), torch.empty(2**27, dtype=torch.uint8, device=worker.device)
-    read = matrix.nbytes / in_turns(bench.device, {"read": lambda n: matrix @ matrix[0]}, 10)["read"]
     link = host.nbytes / in_turns(bench.device, {"copy": lambda n: there.copy_(host)}, 10, host_seconds)["copy"]
-    hardware, ideal = Hardware(bench.flops, read, link, link, worker.dtype.itemsize), Operators(1, 1, 1, 1, 0, 0)
+    hardware, ideal = Hardware(bench.flops, read_bandwidth(bench.device), link, link, worker.dtype.itemsize), Operators(1, 1, 1, 1, 0, 0)
 
     def simulated(hardware):
         return SimulatedWorker(worker.model.config, hardware, ideal, None, 1, 0, worker.max_context, worker.chunk_size)
@@ -421,6 +425,7 @@ def small_steps(bench: Bench, seed: int, prompt: int = 128, new: int = 16, whole
     """On a CPU: decodes against reading, decodes and a long prompt against transformers."""
     engine = Engine("opt-125m", random_weights=True, device="cpu", gpu_cache_tokens=4 * whole, cpu_cache_tokens=0, max_batch_tokens=whole)
     systems, cases, times = {"ours": partial(serve, engine, seed=seed)}, [(1, prompt, new), (8, prompt, new), (1, whole, 2)], {}
+    reads = []
     try:
         from transformers import OPTConfig, OPTForCausalLM       # whose defaults are opt-125m
         systems["transformers"] = partial(generate, OPTForCausalLM(OPTConfig()).eval(), seed=seed)
@@ -428,13 +433,12 @@ def small_steps(bench: Bench, seed: int, prompt: int = 128, new: int = 16, whole
         print("transformers is not installed: there is nothing to compare with")
     for case, run in product(cases, systems.values()):
         run(*case)                                               # warms up: memory is mapped when it is first written
-    matrix = torch.ones(8192, 8192)
     for _ in range(3):
-        times.setdefault("read", []).append(in_turns("cpu", {"read": lambda n: matrix @ matrix[0]}, 5)["read"])
+        reads.append(read_bandwidth("cpu"))
         for case in cases:
             for name, run in systems.items():
                 times.setdefault((name, *case[:2]), []).append(run(*case))
-    read, took = matrix.nbytes / median(times.pop("read")), {key: np.median(taken, axis=0).tolist() for key, taken in times.items()}
+    read, took = median(reads), {key: np.median(taken, axis=0).tolist() for key, taken in times.items()}
     for (name, batch, length), (first, decode) in took.items():
         bench.row(name, "opt-125m", f"prompt, batch {batch}", length, first)
         moved = read_bytes(engine.worker, batch, length + new // 2)
@@ -448,16 +452,16 @@ def small_steps(bench: Bench, seed: int, prompt: int = 128, new: int = 16, whole
 
 def large_steps(bench: Bench, seed: int, model: str = "llama2-13b", prompt: int = 1024, new: int = 64):
     """On a GPU: decodes against reading at copy bandwidth, and how long the GPU waits for the host between steps."""
-    engine = Engine(model, random_weights=True, device="cuda", gpu_cache_tokens=40 * (prompt + new), cpu_cache_tokens=0, max_batch_tokens=32 * prompt)
-    decodes = {}
+    engine = Engine(model, random_weights=True, device=bench.device, gpu_cache_tokens=40 * (prompt + new), cpu_cache_tokens=0, max_batch_tokens=32 * prompt)
+    times = {}
     for batch in (1, 8, 32):
         serve(engine, batch, prompt, new, seed)                  # compiles
-        first, decodes[batch] = decode = serve(engine, batch, prompt, new, seed)
+        first, decode = times[batch] = serve(engine, batch, prompt, new, seed)
         moved = read_bytes(engine.worker, batch, prompt + new // 2)
         bench.row("ours", model, f"prompt, batch {batch}", prompt, first)
         bench.row("ours", model, f"decode, batch {batch}", prompt + new // 2, decode, moved)
         bench.ratio(f"decode, batch {batch}: time / (weights + KV) at copy bandwidth", decode * bench.bandwidth / moved, 1.20 if batch == 1 else None)
-    for batch, decode in decodes.items():                        # the profiler slows what comes after it
+    for batch, (_, decode) in times.items():                     # the profiler slows what comes after it
         profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         serve(engine, batch, prompt, new, seed, during=profile)
         busy = sum(event.self_device_time_total for event in profile.key_averages()) / 1e6 / (new - 1)

@@ -86,3 +86,13 @@ def test_serve_times_prompts_and_decodes():
 @pytest.mark.parametrize("figure", [microbench.kernel, microbench.swap, microbench.step])
 def test_figures_on_a_cpu(figure):
     check(figure("cpu", 0))
+
+
+def test_the_large_steps_run_on_a_small_model(monkeypatch):
+    """What a GPU measures with 13B runs here, too; but a torch without CUDA does not profile it, and so finds the GPU idle."""
+    profile, on_cpu = torch.profiler.profile, [torch.profiler.ProfilerActivity.CPU]
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: profile(activities=on_cpu))
+    steps = microbench.Bench("cpu")
+    microbench.large_steps(steps, seed=0, model="opt-125m", prompt=4, new=3)
+    assert [row["dataset"] for row in steps.rows] == [f"{what}, batch {batch}" for batch in (1, 8, 32) for what in ("prompt", "decode")]
+    assert len(steps.ratios) == 6 and all(ratio["ours"] > 0 for ratio in steps.ratios)
