@@ -29,15 +29,16 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import microbench
+from experiments import microbench
 from config import Config
 from engine import Engine
-from eviction import EXPERIMENTS, POLICIES, Oracle, RecomputeCost
-from model import PRESETS, find_checkpoint, read_config
-from remote import RemoteEngine
+from eviction import POLICIES, RecomputeCost
+from experiments.policies import EXPERIMENTS, Oracle
+from checkpoint import PRESETS, find_checkpoint, read_config
+from experiments.remote import RemoteEngine
 from scheduler import SOURCES
-from simulator import HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker, VirtualClock, kv_token_bytes
-from workload import SHAPES, Conversation, Turn, cut, exponential_think, load, many_turns, reading_think, synthetic, with_arrivals
+from experiments.simulator import HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker, VirtualClock, kv_token_bytes
+from experiments.workload import SHAPES, Conversation, Turn, cut, exponential_think, load, many_turns, reading_think, synthetic, with_arrivals
 
 # ---- what is compared
 

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from pathlib import Path
 
 from config import require
-from history import Turn, new_id
+from serving.history import Turn, new_id
 
 
 class Chat:

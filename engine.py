@@ -23,12 +23,12 @@ from queue import Empty, SimpleQueue
 from chat import Chat
 from config import Config, require
 from eviction import POLICIES, RecomputeCost
-from history import History, StaleTurn, Turn, new_id
+from serving.history import History, StaleTurn, Turn, new_id
 from kv_cache import KVCache
-from model import find_checkpoint
+from checkpoint import find_checkpoint
 from sampling import Sampling
 from scheduler import SOURCES, Batch, Request, Result, Scheduler
-from tokenizer import TextStream, load_tokenizer
+from serving.tokenizer import TextStream, load_tokenizer
 from worker import load_worker
 
 MAX_FAILURES = 3            # steps in a row that the worker may fail

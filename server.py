@@ -29,12 +29,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote
 
-import live
+from serving import live
 from config import Config
 from engine import Engine, Handle, Reply
-from history import StaleTurn
-from metrics import Metrics
-from openai_api import API, OPERATIONS, APIError, Operation, Writer, openapi, parse
+from serving.history import StaleTurn
+from serving.metrics import Metrics
+from serving.openai_api import API, OPERATIONS, APIError, Operation, Writer, openapi, parse
 
 MAX_BODY_BYTES = 2 * 2**20
 REQUEST_SECONDS = 30        # for a request to arrive, head and body
@@ -260,9 +260,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send(200, openapi())
 
     def page(self, owner):
-        file = Path(__file__).with_name("chat.html")
+        file = Path(live.__file__).with_name("chat.html")
         if not file.exists():
-            raise APIError(404, "there is no chat.html beside server.py")
+            raise APIError(404, "there is no chat.html in serving/")
         self.send(200, file.read_text("utf-8"), "text/html; charset=utf-8")
 
     def cache(self, owner):

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from attention_kernel import Plan, SpanTensors, ceil_div, cut, enumerate_each, make_plan, multi_token_attention, runs_triton, tiling, upload
 from eviction import RecomputeCost
 from kv_pool import KVPool
-from model import load_model, random_model
+from checkpoint import load_model, random_model
 from sampling import sample
 from scheduler import Batch, Result, Span
 

@@ -6,8 +6,8 @@ torch.set_num_threads(1)      # the tests' tensors are small: threads would only
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """The directory of a small random model, see serving.make_checkpoint."""
-    from serving import make_checkpoint                   # here, since its imports take seconds
+    """The directory of a small random model, see clients.make_checkpoint."""
+    from clients import make_checkpoint                   # here, since its imports take seconds
     directory = tmp_path_factory.mktemp("models") / "ascii"
     make_checkpoint(directory)
     return directory
@@ -16,7 +16,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture
 def client(server):
     """An openai client of the module's own `server`."""
-    from serving import connect
+    from clients import connect
     with connect(server.url) as client:
         yield client
 
@@ -24,7 +24,7 @@ def client(server):
 @pytest.fixture(scope="session")
 def zygote():
     """Starts servers in processes of their own, quickly."""
-    from serving import Zygote
+    from clients import Zygote
     zygote = Zygote()
     yield zygote
     zygote.close()

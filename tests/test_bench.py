@@ -7,7 +7,7 @@ import pytest
 import bench
 from engine import Engine
 from eviction import RecomputeCost
-from workload import Conversation, Turn
+from experiments.workload import Conversation, Turn
 
 COST = RecomputeCost({32: 1e-3, 1024: 4e-3}, rest=1e-3)
 USERS = [Conversation(str(n), [Turn(5 + n, 6), Turn(4, 3, think_seconds=0.05), Turn(7, 4, think_seconds=0.02)], arrival=0.03 * n) for n in range(4)]

@@ -7,8 +7,8 @@ import pytest
 
 from engine import Engine
 from eviction import RecomputeCost
-from history import History
-from tokenizer import Tokenizer
+from serving.history import History
+from serving.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 COST = RecomputeCost({32: 1e-3, 1024: 4e-3}, rest=1e-3)

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from eviction import POLICIES, SHORTEST_IDLE, LiteralIdleness, Oracle, RecomputeCost, ReturnHazard, VictimIndex
+from eviction import POLICIES, SHORTEST_IDLE, RecomputeCost, VictimIndex
+from experiments.policies import LiteralIdleness, Oracle, ReturnHazard
 
 COST = RecomputeCost({32: 1.0, 64: 2.0, 128: 6.0}, rest=10.0)
 

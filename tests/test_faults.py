@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import server as server_module
 from engine import Engine
-from openai_api import OPERATIONS
+from serving.openai_api import OPERATIONS
 from server import Handler
-from serving import CONTEXT, ask, connect, eventually, fetch, posting, serving, user
+from clients import CONTEXT, ask, connect, eventually, fetch, posting, serving, user
 
 openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from history import History, StaleTurn
+from serving.history import History, StaleTurn
 
 HI, MORE, BYE = ({"role": "user", "content": text} for text in ("Hi", "More", "Bye"))
 HELLO, SURE = ({"role": "assistant", "content": text} for text in ("Hello", "Sure"))
@@ -311,7 +311,7 @@ def test_concurrent_commits(tmp_path, connections):
 
 def test_kill_loses_nothing_acknowledged(tmp_path):
     program = """
-import sys; from history import History
+import sys; from serving.history import History
 history, turn = History(sys.argv[1]), None
 for i in range(1_000_000):
     turn = history.commit("c", turn and turn.id, [i], [i], [{"role": "user", "content": str(i)}], "ok")
@@ -333,4 +333,4 @@ for i in range(1_000_000):
 
 def test_needs_no_torch():
     root = Path(__file__).parent.parent
-    subprocess.run([sys.executable, "-c", "import sys, history; assert 'torch' not in sys.modules"], cwd=root, check=True)
+    subprocess.run([sys.executable, "-c", "import sys, serving.history; assert 'torch' not in sys.modules"], cwd=root, check=True)

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-import microbench
+from experiments import microbench
 from engine import Engine
 from model import ModelConfig, empty_model
 from worker import Worker

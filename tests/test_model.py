@@ -11,8 +11,9 @@ from torch import nn
 from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
                           OPTConfig, OPTForCausalLM)
 
-import model as model_file
-from model import PRESETS, Model, ModelConfig, empty_model, find_checkpoint, load_model, random_model
+import checkpoint as checkpoint_file
+from checkpoint import PRESETS, find_checkpoint, load_model, random_model
+from model import Model, ModelConfig, empty_model
 
 GPT2 = dict(vocab_size=97, n_positions=64, n_embd=32, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=5)
 OPT = dict(vocab_size=97, max_position_embeddings=64, hidden_size=32, word_embed_proj_dim=32, num_hidden_layers=3,
@@ -286,7 +287,7 @@ def test_a_directory_is_found_as_given_or_beside_the_code(tmp_path, monkeypatch)
     assert find_checkpoint(str(tmp_path / "mine")) == tmp_path / "mine"
     monkeypatch.chdir(tmp_path)
     assert find_checkpoint("mine").resolve() == tmp_path / "mine"
-    assert find_checkpoint("tests").samefile(model_file.__file__.replace("model.py", "tests"))
+    assert find_checkpoint("tests").samefile(checkpoint_file.__file__.replace("checkpoint.py", "tests"))
 
 
 def test_a_hub_name_is_found_in_the_hubs_cache_without_network(tmp_path, monkeypatch):

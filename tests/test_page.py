@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 
-from serving import ROOT, eventually, program
+from clients import ROOT, eventually, program
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium (requirements-dev.txt)")
 from selenium.webdriver.common.by import By

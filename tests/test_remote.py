@@ -6,9 +6,9 @@ import pytest
 
 import bench
 from engine import Engine
-from remote import RemoteEngine
-from serving import serving
-from workload import Conversation, Turn
+from experiments.remote import RemoteEngine
+from clients import serving
+from experiments.workload import Conversation, Turn
 
 USERS = [Conversation(str(n), [Turn(30, 6), Turn(30, 5, think_seconds=0.02), Turn(40, 4)], arrival=0.02 * n) for n in range(3)]
 

@@ -7,7 +7,7 @@ import urllib.request
 import pytest
 
 from engine import Engine
-from serving import CONTEXT, ask, connect, eventually, fetch, serving, user
+from clients import CONTEXT, ask, connect, eventually, fetch, serving, user
 
 openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
 

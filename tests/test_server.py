@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from engine import Engine
-from history import History
+from serving.history import History
 from server import MAX_BODY_BYTES, Handler, parse_flags
-from serving import CONTEXT, ROOT, ask, connect, eventually, fetch, hang_up_after, program, raw, serving, user
+from clients import CONTEXT, ROOT, ask, connect, eventually, fetch, hang_up_after, program, raw, serving, user
 
 openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
 

@@ -8,9 +8,9 @@ from hypothesis import given, strategies as st
 from engine import Engine
 from eviction import RecomputeCost
 from kv_cache import Chunk, Ticket
-from model import PRESETS
+from checkpoint import PRESETS
 from scheduler import Batch, Span
-from simulator import Hardware, Operators, SimulatedWorker, VirtualClock, kv_token_bytes
+from experiments.simulator import Hardware, Operators, SimulatedWorker, VirtualClock, kv_token_bytes
 
 ROUND = Hardware(flops=1e12, memory=1e9, host_link=1e6, peer_link=1e6)
 IDEAL = Operators(matmul=1.0, attention=1.0, memory=1.0, link=1.0, per_layer=0.0, per_step=0.0)

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from engine import Engine
-from tokenizer import GUARD, LibraryBackend, TextStream, TiktokenBackend, load_tokenizer
+from serving.tokenizer import GUARD, LibraryBackend, TextStream, TiktokenBackend, load_tokenizer
 
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 OWN_TEMPLATE = ("{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from model import find_checkpoint
-from tokenizer import load_tokenizer
-from workload import (SHAPES, Conversation, Shape, Turn, cut, lmsys, load, means_before_cut, mooncake, reading_think, sharegpt,
+from checkpoint import find_checkpoint
+from serving.tokenizer import load_tokenizer
+from experiments.workload import (SHAPES, Conversation, Shape, Turn, cut, lmsys, load, means_before_cut, mooncake, reading_think, sharegpt,
                       synthetic, ultrachat, with_arrivals)
 
 TRACE = Path(__file__).parents[2] / "shared" / "data" / "mooncake_synthetic_trace.jsonl"

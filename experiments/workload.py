@@ -199,8 +199,8 @@ def load(path: str, tokenizer: str) -> list[Conversation]:
 
 
 def token_counter(model: str) -> Callable[[str], int]:
-    from model import find_checkpoint            # a trace of lengths needs neither model nor tokenizer
-    from tokenizer import load_tokenizer
+    from checkpoint import find_checkpoint            # a trace of lengths needs neither model nor tokenizer
+    from serving.tokenizer import load_tokenizer
     tokenizer = load_tokenizer(find_checkpoint(model))
     return lambda text: len(tokenizer.encode(text))
 

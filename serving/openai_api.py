@@ -20,9 +20,9 @@ import time
 from itertools import count
 from typing import NamedTuple
 
-import live
+from serving import live
 from engine import Engine, Handle, Reply
-from history import ConversationRecord, Turn, new_id
+from serving.history import ConversationRecord, Turn, new_id
 from sampling import BIAS, LIMITS
 
 

@@ -25,10 +25,10 @@ from engine import Engine
 from eviction import RecomputeCost
 from kv_cache import Conversation, Ticket
 from kv_pool import KVPool
-from model import PRESETS, random_model
+from checkpoint import PRESETS, random_model
 from sampling import Sampling
 from scheduler import Batch, Request, Span
-from simulator import HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker, VirtualClock
+from experiments.simulator import HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker, VirtualClock
 from worker import Worker, speed_up
 
 
