@@ -24,10 +24,10 @@ from chat import Chat
 from config import Config, require
 from eviction import POLICIES, RecomputeCost
 from serving.history import History, StaleTurn, Turn, new_id
-from kv_cache import KVCache
 from checkpoint import find_checkpoint
 from sampling import Sampling
 from scheduler import SOURCES, Batch, Request, Result, Scheduler
+from sharing import SharingCache
 from serving.tokenizer import TextStream, load_tokenizer
 from worker import load_worker
 
@@ -138,7 +138,7 @@ class Engine(Chat):
         self.tokenizer = load_tokenizer(directory) if directory else None
         self.worker = worker = worker or load_worker(config, directory)
         policy = POLICIES.get(config.policy, config.policy)(cost or worker.profile(), config.chunk_size)
-        self.cache = KVCache(worker.num_slots, worker.num_places, config.chunk_size, config.max_running, worker.max_context, policy)
+        self.cache = SharingCache(worker.num_slots, worker.num_places, config.chunk_size, config.max_running, worker.max_context, policy)
         self.system = self._designate(config.system_prompt) if config.system_prompt else []
         limit = min(worker.max_context, worker.num_slots - len(self.cache.prefix))
         self.scheduler = Scheduler(self.cache, limit, config.max_batch_tokens, config.swap_threshold, config.reserve,
@@ -326,7 +326,9 @@ class Engine(Chat):
             return self._refuse(handle, error)
         handle.request = Request(conversation, handle.prompt, options["max_tokens"],
                                  frozenset() if options["ignore_eos"] else self.worker.stop_ids, reached, options["sampling"],
-                                 options["like"] and options["like"].request, handle.outbox)
+                                 handle.outbox)
+        if options["like"]:
+            self.cache.follow(conversation, options["like"].request.conversation)
         self.scheduler.submit(handle.request)
 
     def _open(self, handle):
@@ -342,7 +344,7 @@ class Engine(Chat):
         return self.cache.fork(parent, name, tokens) if parent else self.cache.open(name, tokens)
 
     def _let_go_of_the_cold(self):
-        for conversation in self.cache.take_cold():
+        for conversation in self.cache.cold_conversations():
             if conversation.name not in self.pending:
                 self.cache.forget(conversation)
 

@@ -1,37 +1,59 @@
-"""What a chunk is worth, and which chunk goes first (paper §4.3).
+"""What a chunk is worth, and which chunk leaves first (paper §4.3.1).
 
-When space runs out we give up the chunk that is cheapest to bring back and least likely to be wanted soon:
+When a tier is full, some chunk must leave it. Pensieve takes the chunk with the lowest *retention value*:
 
-    retention value = Cost(l) / idle        Cost(l) = attention(l) + c
+    V = Cost(l) / T          Cost(l) = attention(l) + c
 
-l is the context length at the chunk. Attention to a long context costs more than to a short one, everything else (c) costs
-the same for every chunk, so the *leading* chunks of a conversation are the cheap ones. `idle` is the time since its last turn.
+Cost(l) is the time to recompute the chunk when its conversation returns; l is the context length at the
+chunk's end. Attention grows with l, everything else (c) is the same for every chunk. So the leading chunks of
+a conversation are the cheapest, and they leave first. T is the time for which the conversation has been idle.
 
-A policy says which end of a conversation goes first, how much goes at once, and a value that never rises with idleness.
-Invariant: within one key the longest idle conversation is the cheapest, whatever the time is. So `VictimIndex` keeps one heap
-by last activity per key and only ever compares the few hundred heads: O(keys + k log C) for k victims of C conversations."""
+    c = 4.0 ms, attention = 0.1 ms per 1,000 tokens of context:
+
+    chunk that ends at    1,000 tokens, idle for 60 s      V = 4.1 / 60 = 0.068
+    chunk that ends at   16,000 tokens, idle for 60 s      V = 5.6 / 60 = 0.093
+    chunk that ends at   16,000 tokens, idle for 90 s      V = 5.6 / 90 = 0.062    leaves first
+
+`RecomputeCost` holds the profile of Cost. A `Policy` says what a chunk is worth. `VictimIndex` finds the
+cheapest chunk among many thousand conversations without looking at all of them.
+
+Invariant: a value never rises while a conversation stays idle.
+"""
 import heapq
 import math
 from bisect import bisect_right
 from itertools import accumulate
+from typing import NamedTuple
 
-SHORTEST_IDLE = 1e-3    # seconds; also the idle time of a conversation whose turn waits in the queue
+MIN_IDLE = 1e-3     # seconds; no conversation counts as idle for less
 
 
 class RecomputeCost:
-    """Seconds to recompute one chunk at context length l, from a profile of attention at a few lengths."""
+    """Seconds to recompute one chunk, by the context length at its end.
+
+    The profile measures attention at a few lengths (powers of two). Between two of them we interpolate.
+    """
 
     def __init__(self, attention: dict[int, float], rest: float):
-        """attention: {context length in tokens: seconds of attention of one chunk}; rest: seconds of all else, the same for every chunk."""
+        """attention: context length in tokens -> seconds of attention for one chunk. rest: c, in seconds.
+
+        ValueError if there is no length, or if rest is negative."""
         if not attention or rest < 0:
-            raise ValueError(f"a cost profile needs at least one length and rest >= 0, got {attention} and {rest}")
+            raise ValueError("a cost profile needs at least one length and rest >= 0, "
+                             f"got {attention} and {rest}")
         self.lengths = sorted(attention)
-        self.seconds = list(accumulate((attention[length] for length in self.lengths), max))   # noise must not make later tokens cheaper
+        # Measurements are noisy. A running maximum keeps later chunks from looking cheaper than earlier ones.
+        self.seconds = list(accumulate((attention[length] for length in self.lengths), max))
         self.rest = rest
 
     def __call__(self, length: int) -> float:
-        """attention(length) + rest, in seconds, where attention is the running maximum of the profile: linear between the profiled
-        lengths, the first's before the first; beyond the last it goes on with the slope of the last two (of one alone: constant)."""
+        """Cost(length) in seconds.
+
+        Before the first profiled length attention costs what it costs there. Beyond the last one the line
+        through the last two goes on. With {100: 1.0, 200: 3.0} and rest 0.5:
+
+            Cost(50) = 1.5      Cost(150) = 2.5      Cost(300) = 5.5
+        """
         lengths, seconds = self.lengths, self.seconds
         if length <= lengths[0] or len(lengths) == 1:
             return seconds[0] + self.rest
@@ -42,61 +64,69 @@ class RecomputeCost:
 
 
 class Policy:
-    """Least recently used, leading end first, one chunk at a time; the other policies override what differs.
+    """Least recently used: the base of all policies, and the paper's LRU baseline.
 
-    toward: +1 takes a conversation's chunks from the leading end, -1 from the trailing end.
-    key(conversation, index, count): a small integer: all that a value may depend on besides idleness. index: of the conversation's
-    next chunk to go; count: its chunks that could go.
-    unit(count): how many of them go at once.
-    value(key, idle): what is lost by evicting, the lowest goes first; idle in seconds, above 0; must not rise with idle.
-    activity(conversation), idle(now, activity): what idleness is counted from, and how; the less activity, the longer idle.
-    ended(conversation), returned(conversation, now): are told of the end of a turn and of the admission of the next."""
-    toward = 1
+    A policy answers three questions.
+    - From which end of a conversation do chunks leave? `toward` is +1 for the leading end, -1 for the
+      trailing end.
+    - How many chunks leave together? `unit(count)`, of a conversation that has `count` chunks to give.
+    - What is its next chunk worth? `value(key, idle)`. The key is a small integer that stands for everything
+      but time. Conversations with equal keys differ only in how long they have been idle, and that is what
+      makes `VictimIndex` fast.
+    """
+    toward = +1
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
         self.cost, self.chunk_size = cost, chunk_size
 
-    def activity(self, conversation) -> float:
-        """When it was last active, in seconds; one whose turn waits is not idle, whatever its last answer's age."""
+    def last_needed(self, conversation) -> float:
+        """The time, in seconds, since which the conversation counts as idle.
+
+        A conversation whose turn waits in the queue is about to run, so it is not idle at all. (The paper
+        counts from its last answer. Under overload that recomputes up to 58% more tokens.)"""
         return math.inf if conversation.waiting else conversation.last_active
 
-    def idle(self, now: float, activity: float) -> float:
-        return max(now - activity, SHORTEST_IDLE)
-
-    def ended(self, conversation):
-        pass
-
-    def returned(self, conversation, now: float):
-        pass
+    def idle(self, now: float, last_needed: float) -> float:
+        """Seconds, at least MIN_IDLE."""
+        return max(now - last_needed, MIN_IDLE)
 
     def key(self, conversation, index: int, count: int) -> int:
+        """index: position of the conversation's next chunk to leave. count: how many chunks it could give."""
         return 0
 
     def unit(self, count: int) -> int:
         return 1
 
     def value(self, key: int, idle: float) -> float:
+        """What we lose if the chunk leaves. The lowest value leaves first. Must not rise with idle."""
         return 1 / idle
+
+    def returned(self, conversation, now: float):
+        """The scheduler reports here that a turn of the conversation has been admitted."""
+
+    def ended(self, conversation):
+        """The scheduler reports here that a turn of the conversation has ended."""
 
 
 class RetentionValue(Policy):
-    """Pensieve: recomputation cost per second of idleness."""
+    """Pensieve: seconds of recomputation, per second of idleness."""
 
     def key(self, conversation, index, count):
         return index
 
     def value(self, key, idle):
-        """Cost at the context length where chunk number `key` ends, divided by idle (seconds)."""
-        return self.cost((key + 1) * self.chunk_size) / idle
+        end_of_chunk = (key + 1) * self.chunk_size
+        return self.cost(end_of_chunk) / idle
 
 
 class Trailing(Policy):
-    """SGLang, RAGCache: least recently used, from the trailing end, since their prefix lookup stops at the first miss."""
+    """SGLang and RAGCache: least recently used, but from the trailing end. Their prefix lookup stops at the
+    first missing chunk, so a chunk behind a gap would be useless to them."""
     toward = -1
 
 
 class TrailingHalf(Policy):
-    """The paper's draft: half of a conversation from its trailing end; the longest and most idle conversation first."""
+    """The paper's draft: half of a conversation at once, from its trailing end; long and idle ones first."""
     toward = -1
 
     def key(self, conversation, index, count):
@@ -106,88 +136,121 @@ class TrailingHalf(Policy):
         return (count + 1) // 2
 
     def value(self, key, idle):
-        """The fewer chunks it still has, the more each is worth."""
         return 1 / (key * idle)
 
 
 class WholeConversation(Policy):
-    """CachedAttention: all of the least recently used conversation at once."""
+    """CachedAttention: all chunks of the least recently used conversation at once."""
 
     def unit(self, count):
         return count
 
 
-POLICIES = {"retention": RetentionValue, "lru": Policy, "trailing-half": TrailingHalf, "conversation": WholeConversation, "trailing": Trailing}
+POLICIES = {"retention": RetentionValue, "lru": Policy, "trailing": Trailing, "trailing-half": TrailingHalf,
+            "conversation": WholeConversation}
 
+
+class Member(NamedTuple):
+    """A conversation that has a chunk to give, as the index knows it."""
+    order: int              # of creation; decides between equal values
+    key: int                # the policy's
+    users: int              # conversations that use the chunk: one, unless sharing.py shares it
+    last_needed: float      # the policy's
+    conversation: object
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """In one group only idle time tells members apart."""
+        return self.key, self.users
+
+
+def worth(policy: Policy, member: Member, now: float) -> float:
+    """The value of the member's next chunk. A chunk that three conversations use is worth three times as
+    much."""
+    return member.users * policy.value(member.key, policy.idle(now, member.last_needed))
+
+
+def cheapest_by_scanning(policy: Policy, members: list[Member], now: float) -> Member | None:
+    """The member whose next chunk is worth least: the specification of `VictimIndex.cheapest`. O(members)."""
+    return min(members, key=lambda member: (worth(policy, member, now), member.order), default=None)
 
 
 class VictimIndex:
-    """The conversations that have a chunk to give up, and the stems that several conversations share, cheapest first at any time.
-    What is shared is worth as many times what the policy says as it has owners.
+    """Finds what `cheapest_by_scanning` finds, without looking at every conversation.
 
-    A member is filed under (key, last_active), the policy's key together with its owners. Moving it leaves its old heap entry behind
-    as stale; stale entries are discarded when they surface, and all at once when they are too many."""
+    Values change all the time, because idle time grows. But in one group the order never changes: the
+    member that has been idle longest is the cheapest, now and later. So we keep one heap per group, ordered
+    by `last_needed`, and compare only the heaps' tops. There are a few hundred groups (the longest context
+    divided by the chunk size), however many conversations there are.
+
+        group 0   [ A 12:00, D 12:07, ... ]     At 12:10 we compute the values of A, B and C once and keep
+        them group 1   [ B 12:03, ... ]              in one more heap, `tops`. Each further victim of the
+        same moment group 5   [ C 11:58, ... ]              costs us only the values of what has moved
+        since.
+
+    A member that moves to another group leaves its old entry behind. Such an entry is *stale*: `members` says
+    otherwise. We drop it when it comes to the top, or when too many entries have gathered.
+    """
 
     def __init__(self, policy: Policy):
         self.policy = policy
-        self.heaps = {}       # key -> heap of (last_active, member.order)
-        self.members = {}     # member.order -> (key, last_active, member)
-        self.entries = 0      # in all heaps, stale ones included
-        self.now = None       # when the values in `heads` hold
-        self.surfaced = {}    # key -> its entry in `heads`
-        self.heads = []       # heap of (value, member.order, key, last_active): the longest idle member of every key, and stale ones
+        self.members: dict[int, Member] = {}                        # by order
+        self.heaps: dict[tuple, list[tuple[float, int]]] = {}       # group -> heap of (last_needed, order)
+        self.pushes = 0                                             # since the heaps were last rebuilt
+        self.now: float | None = None                               # the moment of the values in `tops`
+        self.tops: list[tuple[float, int, Member]] = []             # heap of (value, order, member)
+        self.surfaced: dict[tuple, Member] = {}                     # group -> its last entry in `tops`
+        self.changed: set[tuple] = set()                            # groups that have got members since then
 
-    def file(self, member, key: int, last_active: float):
-        """Adds the member, or moves it to this key and last activity."""
-        key = key, member.owners
-        if self.members.get(member.order, (None, None))[:2] != (key, last_active):
-            self.members[member.order] = (key, last_active, member)
-            self._push(key, last_active, member.order)
-            self._surface(key)
-            if self.entries + len(self.heads) > 3 * len(self.members) + 64:
-                self._rebuild()
+    def file(self, member: Member):
+        """Add a conversation, or move it to another group or another time."""
+        if self.members.get(member.order) == member:
+            return
+        self.members[member.order] = member
+        self._push(member)
+        if self.pushes > 2 * len(self.members) + 64:
+            self._rebuild()
 
-    def discard(self, member):
-        self.members.pop(member.order, None)
+    def discard(self, order: int):
+        self.members.pop(order, None)
 
-    def cheapest(self, now: float):
-        """The member of the lowest value at `now`; ties by order (under one key the longest idle is first); None if there is none.
-        The first call at a new `now` looks at every key, more of them cost O(log)."""
+    def cheapest(self, now: float) -> Member | None:
+        """O(groups) at a new moment, O(log members) for every further call at the same moment."""
         if now != self.now:
-            self.now, self.heads, self.surfaced = now, [], {}
-            for key in list(self.heaps):
-                self._surface(key)
-        while self.heads:
-            _, order, key, last_active = self.heads[0]
-            if self._holds(key, last_active, order):
-                return self.members[order][2]
-            heapq.heappop(self.heads)
-            if self.surfaced.get(key) == (last_active, order):
-                del self.surfaced[key]
-            self._surface(key)
+            self.now, self.tops, self.surfaced, self.changed = now, [], {}, set(self.heaps)
+        for group in self.changed:
+            self._surface(group)
+        self.changed.clear()
+        while self.tops:
+            _, order, member = self.tops[0]
+            if self.members.get(order) == member:
+                return member
+            heapq.heappop(self.tops)
+            self._surface(member.group)         # the second of its group is the first now
         return None
 
-    def _holds(self, key, last_active, order) -> bool:
-        return self.members.get(order, (None, None))[:2] == (key, last_active)
-
-    def _surface(self, key):
-        """Puts the longest idle member under `key` among the heads, with its value."""
-        heap = self.heaps.get(key, [])
-        while heap and not self._holds(key, *heap[0]):
+    def _surface(self, group: tuple[int, int]):
+        """Put the longest idle member of a group among the tops, after dropping stale entries above it."""
+        heap = self.heaps.get(group, [])
+        while heap:
+            last_needed, order = heap[0]
+            member = self.members.get(order)
+            if member and (member.group, member.last_needed) == (group, last_needed):
+                if self.surfaced.get(group) != member:
+                    self.surfaced[group] = member
+                    heapq.heappush(self.tops, (worth(self.policy, member, self.now), order, member))
+                return
             heapq.heappop(heap)
-            self.entries -= 1
-        if not heap:
-            self.heaps.pop(key, None)
-        elif self.now is not None and self.surfaced.get(key) != heap[0]:
-            self.surfaced[key] = last_active, order = heap[0]
-            value = key[1] * self.policy.value(key[0], self.policy.idle(self.now, last_active))
-            heapq.heappush(self.heads, (value, order, key, last_active))
+        self.heaps.pop(group, None)
+        self.surfaced.pop(group, None)
 
-    def _push(self, key, last_active, order):
-        heapq.heappush(self.heaps.setdefault(key, []), (last_active, order))
-        self.entries += 1
+    def _push(self, member: Member):
+        heapq.heappush(self.heaps.setdefault(member.group, []), (member.last_needed, member.order))
+        self.changed.add(member.group)
+        self.pushes += 1
 
     def _rebuild(self):
-        self.heaps, self.entries, self.heads, self.now = {}, 0, [], None
-        for order, (key, last_active, _) in self.members.items():
-            self._push(key, last_active, order)
+        self.heaps = {}
+        for member in self.members.values():
+            self._push(member)
+        self.pushes = 0

@@ -1,44 +1,67 @@
-"""The two-tier KV cache: who is where (paper §4.3). Integers only; the bytes are in kv_pool.py.
+"""The two-tier KV cache: which chunk is where (paper §4.3). Integers only; kv_pool.py has the bytes.
 
-    position   0        32        64        96        128   140
-    chunk      | absent |  CPU    | GPU_AND | GPU      | GPU  |  a tail, filled = 12
-    eviction   dropped <- dropped <- reclaimed <- copied ahead of time      (leading end first)
+A *chunk* is 32 consecutive tokens of a conversation. It owns the GPU slots and the CPU place of its KV:
 
-A chunk is 32 consecutive tokens of a conversation; it owns its GPU slots and its CPU place. Its life: computed -> GPU; copied
-ahead of need -> GPU_AND_CPU; its slots taken by someone, lazily -> CPU; its place taken -> absent. A copy in flight is a
-ticket: both of its ends stay busy until it completes, and a finished copy counts only if the chunk did not change meanwhile.
+    position   0        32       64             96       128   140
+    chunk      | absent |  CPU   | GPU_AND_CPU  |  GPU   | GPU |     the tail has filled = 12 of 32 tokens
 
-Conversations that begin alike share chunks: a tree, its leaves are conversations, its inner nodes *stems*. Each chunk has one holder, a
-leaf or a stem, and eviction sees holders only. Whoever recomputes a shared chunk does it for all; it is pinned while any owner runs.
+Every chunk of an idle conversation goes the same way, the leading ones first:
 
-Invariants: no KV is believed cached that is not; every slot and place is free, busy or in exactly one chunk; the slot table agrees
-with the chunks (`check_integrity`). Admission and release cost O(context), a decode step nothing that grows with contexts or with
-the number of conversations."""
+    GPU  --swap out-->  GPU_AND_CPU  --reclaim-->  CPU  --drop-->  absent
+         (copied ahead of need)      (its slots     (its place
+                                      are taken)     is taken)
+
+When its conversation returns, a chunk in state CPU is swapped in, and an absent one is recomputed. A copy
+in flight is a `Ticket`: both of its ends stay busy until it completes, and a finished copy out counts only
+if the chunk did not change meanwhile. A running conversation is *pinned*: none of its chunks is evicted.
+
+Invariants: we never believe KV to be cached that is not. Every slot and every place is free, or busy, or in
+exactly one chunk. The slot table agrees with the chunks. `check_integrity` checks all of this.
+
+Admission and release cost O(context). A decode step costs nothing that grows with the length of a context or
+with the number of conversations.
+"""
 import heapq
 import math
 from array import array
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
+from typing import NamedTuple
 
 import numpy as np
 
-from eviction import Policy, VictimIndex
+from eviction import Member, Policy, VictimIndex, worth
 
 MOVES = ("swap_out", "reclaim", "drop")    # what eviction does next to a chunk in state GPU, GPU_AND_CPU, CPU
 
 
-class Chunk:
-    """Up to chunk_size consecutive tokens. `filled`: how many leading ones of them have KV. Absent: without slots and place."""
-    __slots__ = ("holder", "index", "filled", "slots", "place", "ticket", "condemned", "move")
+class Counted(NamedTuple):
+    """A chunk's share in the totals of its holder."""
+    holder: "Conversation"
+    move: str | None
+    slots: int
+    cached: bool
 
-    def __init__(self, holder: "Stem", index: int):
-        self.holder, self.index, self.filled = holder, index, 0
-        self.slots = []            # of its tokens in order; more than `filled` while they are being computed
-        self.place = None          # in the CPU tier
-        self.ticket = None         # the copy in flight, either way
-        self.condemned = False     # won no CPU place: its slots are to be had though no copy exists, until its conversation returns
-        self.move = None           # as its holder has counted it
+
+class Chunk:
+    """Up to `chunk_size` consecutive tokens of a conversation. The first `filled` of them have KV.
+
+    An absent chunk (never computed, or dropped) has neither slots nor a place."""
+    __slots__ = ("holder", "index", "filled", "slots", "place", "ticket", "evictable_without_copy", "counted")
+
+    def __init__(self, holder: "Conversation", index: int):
+        self.holder = holder            # its conversation (sharing.py may change that)
+        self.index = index              # its first token is at position index * chunk_size
+        self.filled = 0
+        self.slots: list[int] = []      # of its tokens in order; more than `filled` while tokens are computed
+        self.place: int | None = None   # in the CPU tier
+        self.ticket: Ticket | None = None       # the copy in flight, in either direction
+        # True if we chose not to copy this chunk. Its slots may be taken at any time. Cleared when the
+        # conversation runs again.
+        self.evictable_without_copy = False
+        self.counted = Counted(holder, None, 0, False)
 
     @property
     def state(self) -> str | None:
@@ -46,92 +69,77 @@ class Chunk:
             return "GPU" if self.slots else None
         return "GPU_AND_CPU" if self.slots else "CPU"
 
+    @property
     def next_move(self) -> str | None:
-        """What eviction may do with this chunk once its owners are idle; None while empty or while a copy is in flight."""
+        """What eviction may do with this chunk while its conversation is idle. None: nothing, because the
+        chunk is empty or a copy of it is in flight."""
         if self.ticket or not self.filled:
             return None
         if not self.slots:
             return "drop"
-        return "swap_out" if self.place is None and not self.condemned else "reclaim"
+        return "swap_out" if self.place is None and not self.evictable_without_copy else "reclaim"
 
 
-class Stem:
-    """Who holds chunks. A conversation holds its own; the full chunks that several conversations begin with are held by a stem, from
-    which they branch off, and which may itself branch off another. To eviction both are the same. Kept up to date by KVCache alone."""
+class Conversation:
+    """What survives turns: raw tokens, and the chunks that cache their KV."""
+    users = 1           # conversations that use the chunks which this one holds (sharing.py knows more)
 
-    def __init__(self, name: str | int, order: int, chunk_size: int, toward: int):
-        self.name, self.order = name, order           # order of creation
-        self.parent: Stem | None = None               # what it branches off
-        self.branches: set[Stem] = set()              # what branches off it
-        self.chunks: list[Chunk] = []                 # from position 0 on: first its parent's, then those that it holds
-        self.owners = 1                               # conversations that grow from it, itself included
-        self.pins, self.waiting = 0, 0                # of these, how many run, and how many have a turn that waits in the queue
-        self.last_active = 0.0                        # the latest of any of them
-        self.turns = 0                                # that have ended, as far as a policy counts them
-        self.held = 0                                 # slots in the chunks that it holds
-        self.reclaimable = 0                          # of these, in chunks whose next move is "reclaim"
-        self.cached = 0                               # chunks that it holds and that are not absent
-        self.count = dict.fromkeys(MOVES, 0)          # chunks that it holds, by next move
-        self.chunk_size, self.toward = chunk_size, toward
-        self.branch_off(None)
-
-    def branch_off(self, parent: "Stem | None"):
-        if self.parent:
-            self.parent.branches.discard(self)
-        if parent:
-            parent.branches.add(self)
-        self.parent = parent
-        self.start = len(parent.chunks) if parent else 0       # the first chunk that it holds itself
-        self.frontier = dict.fromkeys(MOVES, self.start if self.toward > 0 else math.inf)      # no chunk of that move goes before this index
-
-    def lineage(self):
-        """Itself and all that it grows from."""
-        holder = self
-        while holder:
-            yield holder
-            holder = holder.parent
+    def __init__(self, name: str | None, order: int, tokens: Iterable[int], chunk_size: int, toward: int):
+        """order: of creation. toward: the policy's; +1 if leading chunks leave first, -1 if trailing ones
+        do."""
+        self.one_off = name is None                     # forgotten at the end of its request
+        self.name = order if self.one_off else name
+        self.order, self.chunk_size, self.toward = order, chunk_size, toward
+        self.tokens = array("i", tokens)
+        # So many leading tokens have had KV at some time. The last token of a reply was sampled, but never
+        # fed to the model, so it never had any.
+        self.known = max(len(self.tokens) - 1, 0)
+        self.chunks: list[Chunk] = []
+        self.holders = [self]           # who holds its chunks: sharing.py adds others
+        self.row: int | None = None     # in the slot table, while it runs
+        self.room = 0                   # while it runs, positions [0, room) have slots
+        self.pins = 0                   # how many running conversations need the chunks that it holds
+        self.waiting = 0                # how many of these have a turn that waits in the queue
+        self.last_active = 0.0          # the end of its last turn, in seconds
+        self.turns = 0                  # for policies that count them
+        self.forgotten = False
+        # Totals over the chunks that it holds.
+        self.held = 0                               # slots
+        self.cached = 0                             # chunks that are not absent
+        self.reclaimable = 0                        # slots in chunks whose next move is "reclaim"
+        self.count = dict.fromkeys(MOVES, 0)        # chunks by next move
+        self.frontier = dict.fromkeys(MOVES, 0 if toward > 0 else math.inf)     # see `next`
 
     def next(self, move: str) -> Chunk:
-        """The chunk that goes first for this move; it must hold one."""
+        """Return the next chunk to which eviction should apply `move`. At least one chunk must allow that
+        move.
+
+        No such chunk lies before the frontier. We remember how far we had to look, so that the search does
+        not begin at the first chunk again for every victim."""
         index = min(self.frontier[move], len(self.chunks) - 1)
-        while self.chunks[index].move != move:
+        while self.chunks[index].counted.holder is not self or self.chunks[index].counted.move != move:
             index += self.toward
         self.frontier[move] = index
         return self.chunks[index]
 
-    def followed(self, move: str) -> bool:
-        """Whether a chunk behind its own, in anything that grows from it, has to make this move first."""
-        return self.toward < 0 and any(branch.count[move] or branch.followed(move) for branch in self.branches)
-
-
-class Conversation(Stem):
-    """What survives turns: raw tokens, and the chunks that cache their KV."""
-
-    def __init__(self, name: str | None, order: int, tokens, chunk_size: int, toward: int):
-        self.one_off = name is None                   # to be forgotten at the end of its request
-        super().__init__(order if self.one_off else name, order, chunk_size, toward)
-        self.tokens = array("i", tokens)
-        self.known = max(len(self.tokens) - 1, 0)     # leading tokens that have had KV at some time (a last sampled one never had)
-        self.row = None                               # in the slot table, while it runs (pinned)
-
     def sources(self) -> tuple[int, int]:
-        """Tokens whose KV is on the GPU (a CPU copy may exist, too) and on the CPU alone."""
+        """How many tokens have KV on the GPU (and perhaps on the CPU, too), and how many on the CPU alone."""
         gpu = sum(chunk.filled for chunk in self.chunks if chunk.slots)
         return gpu, sum(chunk.filled for chunk in self.chunks) - gpu
 
 
 @dataclass(eq=False)
 class Ticket:
-    """A copy in flight between `slots` (the first `filled` of a chunk) and a CPU `place`."""
-    conversation: Stem             # that returns, or that holds what leaves
+    """A copy in flight between `slots` (those of the first `filled` tokens of a chunk) and a CPU `place`."""
+    conversation: Conversation
     chunk: Chunk
     direction: str                 # "in" or "out"
     start: int                     # position of the chunk's first token
     filled: int
     slots: list[int]
     place: int
-    stale: bool = False            # the chunk changed meanwhile: a copy out is worthless
-    orphans: list[int] = field(default_factory=list)     # slots given up meanwhile, free on completion
+    stale: bool = False            # the chunk changed meanwhile, so a copy out is worthless
+    orphans: list[int] = field(default_factory=list)     # slots given up meanwhile, free when the copy ends
 
     @property
     def end(self) -> int:
@@ -139,268 +147,268 @@ class Ticket:
 
 
 class KVCache:
-    """The bookkeeping. A conversation is *pinned* (admit .. release) while a request of it runs, else its chunks may be evicted."""
+    """The books of both tiers. A conversation is pinned between `admit` and `release`."""
 
-    def __init__(self, num_slots: int, num_places: int, chunk_size: int, rows: int, max_context: int, policy: Policy):
-        self.num_slots, self.num_places, self.chunk_size, self.policy = num_slots, num_places, chunk_size, policy
-        self.free_slots = list(range(num_slots - 1, -1, -1))     # a stack
-        self.free_places = list(range(num_places))               # a heap: neighbours leave together, so they are copied as one run
-        self.free_rows = list(range(rows - 1, -1, -1))
-        self.table = np.full((rows, max_context), -1, np.int32)  # the slot table's master copy
-        self.table_updates = []                                  # (row, start, end) written since the worker last looked
-        self.conversations: dict[str | int, Conversation] = {}
-        self.pinned: dict[int, Conversation] = {}                # by order
+    def __init__(self, num_slots: int, num_places: int, chunk_size: int, rows: int, max_context: int,
+                 policy: Policy):
+        """num_slots: GPU tier, in tokens. num_places: CPU tier, in chunks. rows: of the slot table."""
+        self.num_slots, self.num_places, self.chunk_size = num_slots, num_places, chunk_size
+        self.policy = policy
+        self.free_slots = list(range(num_slots - 1, -1, -1))        # a stack
+        self.free_places = list(range(num_places))      # a heap: chunks that leave together lie side by side
+        self.free_rows = list(range(rows - 1, -1, -1))              # a stack
+        self.table = np.full((rows, max_context), -1, np.int32)     # the slot table's master copy
+        self.table_updates: list[tuple[int, int, int]] = []         # (row, start, end) written lately
+        self.conversations: dict[str | int, Conversation] = {}      # by name
+        self.running: dict[int, Conversation] = {}                  # by order
         self.in_flight: set[Ticket] = set()
+        self.reclaimable = 0            # slots that `reclaim` can free: those of pinned chunks do not count
         self.indexes = {move: VictimIndex(policy) for move in MOVES}
-        self.changed: dict[int, Stem] = {}                       # by order: not yet filed again in the indexes
-        self.reclaimable = 0                                     # slots of chunks that are not pinned and whose next move is "reclaim"
-        self.cold: dict[int, Conversation] = {}
+        self.unfiled: dict[int, Conversation] = {}      # by order: changed since they were filed there
+        self.cold: dict[int, Conversation] = {}                     # by order, see `cold_conversations`
         self.orders = count()
         self.stats = Counter(chunks_swapped_in=0, chunks_swapped_out=0, chunks_dropped=0)
-        self.designate(())
 
     # ---- conversations
 
-    def open(self, name: str | None, tokens=()) -> Conversation:
-        """The conversation of that name, made from `tokens` if it is new here; None: a one-off."""
+    def open(self, name: str | None, tokens: Iterable[int] = ()) -> Conversation:
+        """The conversation of that name. A new one begins with `tokens`. None: a new one-off."""
         if name in self.conversations:
             return self.conversations[name]
         conversation = Conversation(name, next(self.orders), tokens, self.chunk_size, self.policy.toward)
-        self.conversations[conversation.name] = self.changed[conversation.order] = conversation
-        self.share_prefix(conversation, conversation.tokens)
+        self.conversations[conversation.name] = conversation
+        self.unfiled[conversation.order] = conversation
         return conversation
 
-    def fork(self, parent: Conversation, name: str | None, tokens) -> Conversation:
-        """A new conversation made from `tokens`, of which `parent` holds a beginning. The full chunks of what both have in common are
-        shared from now on, wherever they are and whatever the parent is doing; the rest the child computes itself."""
-        assert name not in self.conversations
-        child = self.open(name, tokens)
-        self.share(child, child.tokens[:child.known], parent)
-        return child
+    def extend(self, conversation: Conversation, prompt: Sequence[int]) -> bool:
+        """The prompt joins the conversation's tokens. (Only sharing.py ever answers False: not yet.)"""
+        conversation.tokens.extend(prompt)
+        return True
 
-    def share(self, child: Conversation, tokens, parent: Conversation):
-        """`child`, of whose context `tokens` are, or are about to be, the beginning, shares the full chunks that they have in common with
-        the KV of `parent`; unless it holds chunks of its own."""
-        known = min(len(tokens), parent.known)
-        same = np.equal(tokens[:known], parent.tokens[:known])
-        end = min((known if same.all() else int(same.argmin())) // self.chunk_size, len(parent.chunks))
-        if end > child.start == len(child.chunks):
-            self._graft(child, self._stem(parent, end))
-            child.known = max(child.known, end * self.chunk_size)
-
-    def designate(self, tokens):
-        """The full chunks of these tokens are shared from now on by all conversations that begin with them, computed by the first of
-        these, and never evicted. ValueError if that would be more than half of the slots."""
-        full = len(tokens) // self.chunk_size
-        if 2 * full * self.chunk_size > self.num_slots:
-            raise ValueError(f"a prefix of {len(tokens)} tokens would fill more than half of {self.num_slots} slots: shorten it")
-        self.prefix = array("i", tokens[:full * self.chunk_size])
-        self.designated = Stem("prefix", next(self.orders), self.chunk_size, self.policy.toward)
-        self.designated.owners, self.designated.pins = 0, math.inf
-        self.designated.chunks = [Chunk(self.designated, index) for index in range(full)]
-
-    def share_prefix(self, conversation: Conversation, tokens):
-        """A conversation that has no chunks yet, and is about to have these tokens, shares the designated prefix if it begins with it."""
-        begins = 0 < len(self.prefix) < len(tokens) and array("i", tokens[:len(self.prefix)]) == self.prefix
-        self._graft(conversation, self.designated if begins else None)
+    def set_waiting(self, conversation: Conversation, waiting: bool):
+        """Does a turn of the conversation wait in the queue?"""
+        change = waiting - conversation.waiting
+        for holder in conversation.holders:
+            holder.waiting += change
+            self.unfiled[holder.order] = holder
 
     def forget(self, conversation: Conversation):
-        """Frees everything in both tiers; what a copy in flight still uses is freed on its completion. It must not be pinned."""
+        """Free everything in both tiers. A copy in flight frees its ends when it completes. The
+        conversation must not be running."""
         self.truncate(conversation, 0, 0)
-        self._pin(conversation)
+        conversation.forgotten = True
+        self._unfile(conversation)
+        self.cold.pop(conversation.order, None)
         if self.conversations.get(conversation.name) is conversation:
             del self.conversations[conversation.name]
-        self.cold.pop(conversation.order, None)
 
     def truncate(self, conversation: Conversation, length: int, known: int):
-        """Undoes a cancelled or failed turn: keeps `length` tokens, and KV for no more than the first `known` of them.
-        It must not be pinned."""
+        """Keep `length` tokens, and the KV of no more than the first `known` of them. The scheduler undoes a
+        cancelled turn with this. The conversation must not be running.
+
+        Chunks of 32, length 50, known 49: chunk 0 stays, chunk 1 keeps 17 tokens, all others go."""
         assert conversation.row is None
         del conversation.tokens[length:]
         conversation.known = min(conversation.known, known)
-        full = known // self.chunk_size
-        for chunk in conversation.chunks[max(full, conversation.start):]:
-            if (kept := max(known - chunk.index * self.chunk_size, 0)) < chunk.filled:
-                with self._changing(chunk):
-                    chunk.filled = kept
-                    if chunk.ticket:
-                        chunk.ticket.stale = True
-                self._trim(chunk)
-        if full < conversation.start:
-            self._graft(conversation, self._stem(conversation, full))
+        for chunk in conversation.chunks[known // self.chunk_size:]:
+            kept = max(known - chunk.index * self.chunk_size, 0)
+            if kept < chunk.filled:
+                chunk.filled = kept             # a CPU copy stays: its first `kept` tokens are still right
+                if chunk.ticket:
+                    chunk.ticket.stale = True
+            self._trim(chunk)
         del conversation.chunks[-(-known // self.chunk_size):]
 
     def drop_all(self, conversation: Conversation):
-        """Frees the KV of a conversation that is not pinned, and keeps its tokens."""
+        """Free the KV of a conversation that is not running, and keep its tokens."""
         known = conversation.known
         self.truncate(conversation, len(conversation.tokens), 0)
         conversation.known = known
-        self.share_prefix(conversation, conversation.tokens)
 
     def drop_everything(self):
-        """Frees all KV, when no conversation is pinned, and when no copy moves any more, whether it is known to have ended or not."""
+        """Free all KV. No conversation may be running, and no copy may be moving any more (whether we have
+        heard of its end or not)."""
         for conversation in self.conversations.values():
             self.drop_all(conversation)
-        for chunk in self.designated.chunks:
-            self._discard(chunk)
         for ticket in list(self.in_flight):
             self.complete(ticket)
 
-    def set_waiting(self, conversation: Conversation, waiting: bool):
-        self._count(conversation, 0, waiting - conversation.waiting)
-
-    def take_cold(self) -> list[Conversation]:
-        """Those that are idle and have nothing cached: whoever keeps a history may forget them."""
-        self._index_changed()
+    def cold_conversations(self) -> list[Conversation]:
+        """Those that neither run nor wait nor have anything cached. Whoever keeps their tokens may forget
+        them."""
+        self._file_changes()
         return list(self.cold.values())
 
-    # ---- admission
+    # ---- while a conversation runs
 
     @property
     def available(self) -> int:
-        """Slots to be had at once: free, or of chunks that are not pinned and have a CPU copy or are condemned."""
+        """Slots that can be taken at once: free ones, and those of idle chunks that have a CPU copy or need
+        none."""
         return len(self.free_slots) + self.reclaimable
 
     def shortfall(self, conversation: Conversation, total: int, reserve: int) -> int:
-        """How many more slots must become available before `admit(conversation, total)` leaves `reserve` of them.
-        Its own chunks are no help: those on the GPU are used where they are, and pinned before anything is taken."""
-        own = sum(holder.reclaimable for holder in conversation.lineage() if not holder.pins)
-        return total - self._held(conversation) + reserve - (self.available - own)
+        """How many more slots must become available before `admit(conversation, total)` leaves `reserve` of
+        them.
+
+        Its own chunks are no help: they are pinned before any slot is taken. Example: 100 slots are
+        available, 20 of them in chunks of this conversation, which holds 50 slots. With total = 200 and
+        reserve = 10 it needs 150 more slots and finds 80, so the shortfall is 150 + 10 - 80 = 80."""
+        idle = [holder for holder in conversation.holders if not holder.pins]
+        own = sum(holder.reclaimable for holder in idle)
+        return total - self._slots_held(conversation) + reserve - (self.available - own)
 
     def admit(self, conversation: Conversation, total: int, now: float) -> list[Ticket]:
-        """Pins the conversation and takes every slot for positions [0, total) at once: for what comes back from the CPU, for
-        holes and for new tokens; writes its row of the slot table. None of its chunks is condemned or waiting any more.
-        The caller has seen that there is no shortfall and a free row. Returns the swap-ins, one ticket per chunk."""
+        """Pin the conversation and give it a row and a slot for every position below `total`: for chunks
+        that come back from the CPU, for holes and for new tokens. The caller has checked `shortfall` and
+        `free_rows`.
+
+        Returns the swap-ins, one ticket for each chunk in state CPU."""
         self._pin(conversation)
-        self.pinned[conversation.order] = conversation
-        conversation.row = self.free_rows.pop()
         self.set_waiting(conversation, False)
+        self.running[conversation.order] = conversation
+        conversation.row = self.free_rows.pop()
         for chunk in conversation.chunks:
-            if chunk.condemned:
-                with self._changing(chunk):
-                    chunk.condemned = False
+            if chunk.evictable_without_copy:
+                chunk.evictable_without_copy = False
+                self._update(chunk)
         arriving = [chunk for chunk in conversation.chunks if chunk.filled and not chunk.slots]
-        self._fill(conversation, 0, total, self._take_slots(total - self._held(conversation), now))
-        self._write_table(conversation.row, 0, [slot for chunk in conversation.chunks for slot in chunk.slots])
-        return [self._issue(conversation, chunk, "in", chunk.place) for chunk in arriving]
+        taken = self._take_slots(total - self._slots_held(conversation), now)
+        self._give_slots(conversation, 0, total, taken)
+        self._write_table(conversation, 0, [slot for chunk in conversation.chunks for slot in chunk.slots])
+        return [self._begin_copy(conversation, chunk, "in", chunk.place) for chunk in arriving]
 
     def grow(self, conversation: Conversation, now: float) -> bool:
-        """Slots for the tokens that a pinned conversation has grown by; False if there are none to be had."""
-        total, held = len(conversation.tokens), self._held(conversation)
-        if self.available < total - held:
+        """Give a running conversation slots for the tokens that it has grown by. False if there are not enough.
+
+        While every running conversation could get a whole chunk, this one gets all slots of its last chunk at
+        once. Then it asks again only 32 tokens later. When slots are rare, it gets one at a time."""
+        total = len(conversation.tokens)
+        if total <= conversation.room:
+            return True
+        room = total
+        if self.available >= self.chunk_size * len(self.running):
+            end_of_chunk = -(-total // self.chunk_size) * self.chunk_size
+            room = min(end_of_chunk, self.table.shape[1])
+        begin = conversation.room
+        if room - begin > self.available:
             return False
-        if held < total:
-            slots = self._take_slots(total - held, now)
-            self._fill(conversation, held // self.chunk_size, total, slots)
-            self._write_table(conversation.row, held, slots)
+        taken = self._take_slots(room - begin, now)
+        self._give_slots(conversation, begin // self.chunk_size, room, taken)
+        self._write_table(conversation, begin, taken)
         return True
 
+    def computed(self, conversation: Conversation, start: int, end: int):
+        """The model has computed the KV of positions [start, end) of a running conversation."""
+        size = self.chunk_size
+        for index in range(start // size, (end - 1) // size + 1):
+            chunk, filled = conversation.chunks[index], min(end - index * size, size)
+            assert chunk.filled >= max(start - index * size, 0), "spans fill a chunk from the left"
+            if filled > chunk.filled:               # else a request that shares the chunk was faster
+                counts_change = not chunk.filled or chunk.place is not None
+                chunk.filled = filled
+                if chunk.ticket:
+                    chunk.ticket.stale = True
+                if counts_change:
+                    self._give_up_place(chunk)      # the chunk has outgrown its copy
+                    self._update(chunk)
+        conversation.known = max(conversation.known, end)
+
     def release(self, conversation: Conversation, now: float):
-        """The end of admit: unpins. Slots that got no KV are free again, unless somebody else computes them; a hole that was not begun
-        is absent again."""
+        """The end of `admit`: unpin. Slots that got no KV are free again, so a hole that was not begun is
+        absent."""
+        del self.running[conversation.order]
         self.free_rows.append(conversation.row)
-        conversation.row = None
-        del self.pinned[conversation.order]
-        self._unpin(conversation)
-        for holder in conversation.lineage():
+        conversation.row, conversation.room = None, 0
+        for holder in conversation.holders:
             holder.last_active = now
+        self._unpin(conversation)
         for chunk in conversation.chunks:
             if len(chunk.slots) > chunk.filled and not chunk.holder.pins:
                 self._trim(chunk)
 
-    def computed(self, conversation: Conversation, start: int, end: int):
-        """Positions [start, end) have KV now. A chunk that grows outgrows its CPU copy, one in flight included. In a batch two may
-        have computed the same tokens of a chunk that they share, with the same result."""
-        for index in range(start // self.chunk_size, -(-end // self.chunk_size)):
-            chunk, first = conversation.chunks[index], index * self.chunk_size
-            assert first + chunk.filled == max(start, first) or chunk.holder is not conversation, "spans fill a chunk from the left"
-            if (filled := min(end - first, self.chunk_size)) > chunk.filled:
-                with self._changing(chunk):
-                    self._release_place(chunk)
-                    chunk.filled = filled
-                    if chunk.ticket:
-                        chunk.ticket.stale = True
-        conversation.known = max(conversation.known, end)
-
     def take_table_updates(self) -> list[tuple[int, int, np.ndarray]]:
-        """(row, start, slots): what was written to the slot table since the last call."""
+        """(row, start, slots): the entries of the slot table written since the last call."""
         updates, self.table_updates = self.table_updates, []
         return [(row, start, self.table[row, start:end].copy()) for row, start, end in updates]
 
     # ---- eviction
 
     def plan_swap_out(self, wanted: int, now: float) -> list[Ticket]:
-        """Copies ahead of time, cheapest first, until `wanted` more slots are available or on their way to be: copies in flight of
-        idle conversations count, and whole policy units go, so that it may be more. A GPU copy stays valid until its slots are
-        reclaimed. A chunk that wins no CPU place against the worth of what is there is condemned instead: available, not copied."""
+        """Copy idle chunks to the CPU, the cheapest first, until `wanted` more slots are available or will
+        be when these copies and those in flight have ended. Returns the new copies. The GPU copies stay
+        valid until someone takes their slots.
+
+        If every chunk in a full CPU tier is worth more, we do not copy a chunk. It stays usable on the GPU
+        until another request takes its slots; then it must be recomputed.
+
+        Three full chunks of 32 tokens are idle on the GPU, worth 1, 2 and 3; 60 slots are wanted; the CPU
+        tier has one place, and the chunk there is worth 1.5:
+
+            the chunk worth 1 is cheaper than the one in the tier: evictable without a copy     32 of 60 slots
+            the chunk worth 2 takes the place, and the one worth 1.5 is dropped                 64 of 60 slots
+            the chunk worth 3 is not needed
+
+        A policy may demand that chunks leave in larger units, so it can be more than `wanted`."""
         tickets = []
         if wanted > 0:
-            wanted -= sum(t.filled for t in self.in_flight if t.direction == "out" and not t.stale and not t.chunk.holder.pins)
-        while wanted > 0 and (holder := self._cheapest("swap_out", now)):
-            for _ in range(self.policy.unit(holder.count["swap_out"])):
-                chunk = holder.next("swap_out")
-                place = self._take_place(self._rank(holder, "swap_out", now), now)
+            wanted -= self._coming_available()
+        while wanted > 0 and (victim := self._cheapest("swap_out", now)):
+            for _ in range(self.policy.unit(victim.count["swap_out"])):
+                chunk = victim.next("swap_out")
+                place = self._take_place(self._rank(victim, "swap_out", now), now)
                 if place is None:
-                    with self._changing(chunk):
-                        chunk.condemned = True
+                    chunk.evictable_without_copy = True
+                    self._update(chunk)
                 else:
-                    tickets.append(self._issue(holder, chunk, "out", place))
+                    tickets.append(self._begin_copy(victim, chunk, "out", place))
                 wanted -= chunk.filled
         return tickets
 
-    def plan_swap_out_for(self, conversation: Conversation, total: int, reserve: int, now: float) -> list[Ticket]:
-        """Copies ahead of time what keeps `conversation` from being admitted, never its own chunks."""
-        if self.shortfall(conversation, total, reserve) <= 0:
+    def plan_swap_out_for(self, conversation: Conversation, total: int, reserve: int,
+                          now: float) -> list[Ticket]:
+        """`plan_swap_out` for the shortfall of a request that waits, at the expense of all others."""
+        wanted = self.shortfall(conversation, total, reserve)
+        if wanted <= 0:
             return []
         self._pin(conversation)
-        tickets = self.plan_swap_out(self.shortfall(conversation, total, reserve), now)
+        tickets = self.plan_swap_out(wanted, now)
         self._unpin(conversation)
         return tickets
 
-    def reclaim(self, holder: Stem):
-        """Frees the slots of one policy unit of the holder's reclaimable chunks (there is one at least), from the policy's end. A chunk
-        with a CPU copy lives on there; a condemned one is dropped."""
-        for _ in range(self.policy.unit(holder.count["reclaim"])):
-            chunk = holder.next("reclaim")
+    def complete(self, ticket: Ticket):
+        """The copy has ended. A copy out gives the chunk its place, unless the chunk changed meanwhile.
+        Slots and a place that were given up during the copy become free only now. (The statistics count
+        stale copies.)"""
+        self.in_flight.remove(ticket)
+        chunk = ticket.chunk
+        chunk.ticket = None
+        if ticket.direction == "out" and not ticket.stale:
+            chunk.place = ticket.place
+        if chunk.place != ticket.place:
+            heapq.heappush(self.free_places, ticket.place)
+        self.free_slots += ticket.orphans
+        self._update(chunk)
+        self.stats["chunks_swapped_" + ticket.direction] += 1
+
+    def reclaim(self, conversation: Conversation):
+        """Take the slots of one unit of an idle conversation's reclaimable chunks. A chunk with a CPU copy
+        lives on there. A chunk without one is dropped."""
+        for _ in range(self.policy.unit(conversation.count["reclaim"])):
+            chunk = conversation.next("reclaim")
             if chunk.place is None:
                 self._drop(chunk)
             else:
-                with self._changing(chunk):
-                    self._release_slots(chunk, 0)
+                self._give_up_slots(chunk, 0)
+                self._update(chunk)
 
-    def complete(self, ticket: Ticket):
-        """What follows a finished copy. A copy out gives the chunk its place, unless the chunk changed or was freed meanwhile
-        (stale). What was given up during the copy, slots and place, becomes free only now. Stale copies are counted, too."""
-        self.in_flight.remove(ticket)
-        chunk = ticket.chunk
-        with self._changing(chunk):
-            chunk.ticket = None
-            if ticket.direction == "out" and not ticket.stale:
-                chunk.place = ticket.place
-            if chunk.place != ticket.place:
-                heapq.heappush(self.free_places, ticket.place)
-            self.free_slots += ticket.orphans
-        self.stats["chunks_swapped_" + ticket.direction] += 1
+    def _coming_available(self) -> int:
+        """Slots that will be available when the copies out that are in flight have ended."""
+        return sum(ticket.filled for ticket in self.in_flight
+                   if ticket.direction == "out" and not ticket.stale and not ticket.chunk.holder.pins)
 
-    # ---- the small steps, each on one chunk
-
-    def _fill(self, conversation, first_index, total, slots):
-        """Gives one of `slots` to every position below `total` that has none, from chunk `first_index` on."""
-        slots, chunks = iter(slots), conversation.chunks
-        for index in range(first_index, -(-total // self.chunk_size)):
-            if index == len(chunks):
-                chunks.append(Chunk(conversation, index))
-            chunk = chunks[index]
-            with self._changing(chunk):
-                chunk.slots += islice(slots, min(self.chunk_size, total - index * self.chunk_size) - len(chunk.slots))
-
-    def _write_table(self, row, start, slots):
-        """Of the positions from `start` on."""
-        end = start + len(slots)
-        self.table[row, start:end] = slots
-        self.table_updates.append((row, start, end))
-
-    def _take_slots(self, count, now):
+    def _take_slots(self, count: int, now: float) -> list[int]:
+        """The caller has checked that so many are available."""
         while len(self.free_slots) < count:
             self.reclaim(self._cheapest("reclaim", now))
         cut = len(self.free_slots) - count
@@ -408,253 +416,234 @@ class KVCache:
         del self.free_slots[cut:]
         return taken
 
-    def _take_place(self, rank, now):
-        """A place in the CPU tier for a chunk of that rank: a free one, or one that a running conversation does not need for
-        now, or that of the cheapest chunk if that is worth less; else None."""
-        if not self.free_places:
-            for conversation in self.pinned.values():
-                if conversation.count["reclaim"]:
-                    chunk = conversation.next("reclaim")
-                    with self._changing(chunk):
-                        self._release_place(chunk)
-                    break
-            else:
-                holder = self._cheapest("drop", now)
-                if holder is None or self._rank(holder, "drop", now) >= rank:
-                    return None
-                self._drop(holder.next("drop"))
-        return heapq.heappop(self.free_places)
+    def _take_place(self, rank: tuple, now: float) -> int | None:
+        """A place in the CPU tier for a chunk of that rank. None if every chunk there is worth more."""
+        if self.free_places or self._free_spare_place() or self._drop_cheaper(rank, now):
+            return heapq.heappop(self.free_places)
+        return None
 
-    def _rank(self, holder, move, now):
-        """Orders the holder's next chunk among all: by value, then by holder, then by its distance from the end that goes first."""
-        index, policy = holder.next(move).index, self.policy
-        value = policy.value(policy.key(holder, index, holder.count[move]), policy.idle(now, policy.activity(holder)))
-        return holder.owners * value, holder.order, policy.toward * index
+    def _free_spare_place(self) -> bool:
+        """Give up a place that a running conversation does not need: it has the same KV on the GPU."""
+        for conversation in self.running.values():
+            if conversation.count["reclaim"]:
+                chunk = conversation.next("reclaim")
+                self._give_up_place(chunk)
+                self._update(chunk)
+                return True
+        return False
 
-    def _issue(self, conversation, chunk, direction, place):
-        ticket = Ticket(conversation, chunk, direction, chunk.index * self.chunk_size, chunk.filled, chunk.slots[:chunk.filled], place)
-        with self._changing(chunk):
-            chunk.ticket = ticket
-        self.in_flight.add(ticket)
-        return ticket
+    def _drop_cheaper(self, rank: tuple, now: float) -> bool:
+        """Drop the cheapest chunk of the CPU tier, if its rank is lower."""
+        loser = self._cheapest("drop", now)
+        if loser is None or self._rank(loser, "drop", now) >= rank:
+            return False
+        self._drop(loser.next("drop"))
+        return True
 
-    def _drop(self, chunk):
-        self._discard(chunk)
+    def _rank(self, conversation: Conversation, move: str, now: float) -> tuple[float, int, int]:
+        """Orders the conversation's next chunk among all chunks: the value comes first. Of equal values the
+        older conversation's is lower, and in one conversation that of the chunk that leaves first."""
+        value = worth(self.policy, self._member(conversation, move), now)
+        return value, conversation.order, self.policy.toward * conversation.next(move).index
+
+    # ---- the small steps, each on one chunk
+
+    def _begin_copy(self, conversation: Conversation, chunk: Chunk, direction: str, place: int) -> Ticket:
+        start, slots = chunk.index * self.chunk_size, chunk.slots[:chunk.filled]
+        chunk.ticket = Ticket(conversation, chunk, direction, start, chunk.filled, slots, place)
+        self.in_flight.add(chunk.ticket)
+        self._update(chunk)
+        return chunk.ticket
+
+    def _give_slots(self, conversation: Conversation, first_index: int, total: int, slots: list[int]):
+        """Hand out `slots` to every position below `total` that has none, from chunk `first_index` on."""
+        remaining, chunks = iter(slots), conversation.chunks
+        for index in range(first_index, -(-total // self.chunk_size)):
+            if index == len(chunks):
+                chunks.append(Chunk(conversation, index))
+            chunk, room = chunks[index], min(self.chunk_size, total - index * self.chunk_size)
+            if len(chunk.slots) < room:
+                chunk.slots += islice(remaining, room - len(chunk.slots))
+                self._update(chunk)
+
+    def _write_table(self, conversation: Conversation, start: int, slots: list[int]):
+        """The conversation's row from position `start` on."""
+        conversation.room = start + len(slots)
+        self.table[conversation.row, start:conversation.room] = slots
+        self.table_updates.append((conversation.row, start, conversation.room))
+
+    def _drop(self, chunk: Chunk):
+        self._empty(chunk)
         self.stats["chunks_dropped"] += 1
 
-    def _trim(self, chunk):
-        """Gives up what holds no KV: slots beyond `filled`, and the place of a chunk that has nothing left."""
+    def _trim(self, chunk: Chunk):
+        """Give up what holds no KV: slots beyond `filled`, and everything of a chunk that has nothing
+        left."""
         if not chunk.filled:
-            self._discard(chunk)
-        elif len(chunk.slots) > chunk.filled:
-            with self._changing(chunk):
-                self._release_slots(chunk, chunk.filled)
+            self._empty(chunk)
+        else:
+            self._give_up_slots(chunk, chunk.filled)
+            self._update(chunk)
 
-    def _discard(self, chunk):
-        """From now on it is absent."""
-        with self._changing(chunk):
-            self._release_slots(chunk, 0)
-            self._release_place(chunk)
-            chunk.filled = 0
+    def _empty(self, chunk: Chunk):
+        """The chunk is absent from now on."""
+        chunk.filled = 0
+        self._give_up_slots(chunk, 0)
+        self._give_up_place(chunk)
+        self._update(chunk)
 
-    def _release_slots(self, chunk, keep):
+    def _give_up_slots(self, chunk: Chunk, keep: int):
+        """All but the first `keep`. They stay busy while a copy is in flight."""
         (chunk.ticket.orphans if chunk.ticket else self.free_slots).extend(chunk.slots[keep:])
         del chunk.slots[keep:]
 
-    def _release_place(self, chunk):
+    def _give_up_place(self, chunk: Chunk):
+        """The place stays busy while a copy is in flight: then `complete` frees it."""
         if chunk.place is not None and not chunk.ticket:
             heapq.heappush(self.free_places, chunk.place)
         chunk.place = None
 
-    # ---- the tree of stems
+    # ---- totals and indexes, derived from the chunks
 
-    def _stem(self, holder, end):
-        """What holds the last of the holder's first `end` chunks, and none behind: there is such a stem in its lineage, or one is split off."""
-        while holder and holder.start >= end:
-            holder = holder.parent
-        if not holder or holder.branches and len(holder.chunks) == end:
-            return holder
-        stem = Stem(holder.name, next(self.orders), self.chunk_size, self.policy.toward)
-        stem.owners, stem.pins, stem.waiting, stem.last_active = holder.owners, holder.pins, holder.waiting, holder.last_active
-        stem.chunks = holder.chunks[:end]
-        self._hand_over(stem.chunks[holder.start:], stem)
-        stem.branch_off(holder.parent)
-        holder.branch_off(stem)
-        return stem
+    def _slots_held(self, conversation: Conversation) -> int:
+        return sum(holder.held for holder in conversation.holders)
 
-    def _graft(self, conversation, stem):
-        """Makes a conversation that has no chunks of its own branch off there, or (None) stand alone. A stem with one branch left
-        becomes one with it."""
-        old, waiting = conversation.parent, conversation.waiting
-        self._count(conversation, -1, -waiting)
-        conversation.branch_off(stem)
-        self._count(conversation, +1, waiting)
-        conversation.chunks = stem.chunks[:] if stem else []
-        if old and len(old.branches) == 1 and old.pins < math.inf:
-            (branch,) = old.branches
-            self._hand_over(old.chunks[old.start:], branch)
-            branch.branch_off(old.parent)
-            old.branch_off(None)
-            self._pin(old)
+    def _update(self, chunk: Chunk):
+        """The totals of the chunk's holder follow. To be called after every change of what is counted."""
+        before = chunk.counted
+        after = Counted(chunk.holder, chunk.next_move, len(chunk.slots), chunk.state is not None)
+        chunk.counted = after
+        self._add(before, -1)
+        self._add(after, +1)
+        if after.move:
+            nearer = min if chunk.holder.toward > 0 else max
+            frontier = chunk.holder.frontier
+            frontier[after.move] = nearer(frontier[after.move], chunk.index)
 
-    def _hand_over(self, chunks, holder):
-        for chunk in chunks:
-            self.changed[chunk.holder.order] = chunk.holder
-            with self._changing(chunk):
-                chunk.holder = holder
-
-    def _count(self, conversation, owners, waiting):
-        for holder in conversation.lineage():
-            holder.owners += owners
-            holder.waiting += waiting
-            self.changed[holder.order] = holder
-
-    def _held(self, holder):
-        """Slots in all chunks of its lineage."""
-        return holder.held + (self._held(holder.parent) if holder.parent else 0)
-
-    # ---- counts and indexes, derived from the chunks
-
-    def _changing(self, chunk):
-        """Every change of a chunk happens inside: counts, frontiers and the indexes of victims follow."""
-        return _Change(self, chunk)
-
-    def _tally(self, chunk, sign):
-        holder, slots, move = chunk.holder, sign * len(chunk.slots), chunk.move
-        holder.held += slots
-        if slots or chunk.place is not None:
-            holder.cached += sign
+    def _add(self, counted: Counted, sign: int):
+        holder, move, slots, cached = counted
+        holder.held += sign * slots
+        holder.cached += sign * cached
         if move:
             holder.count[move] += sign
-            if move == "reclaim":
-                holder.reclaimable += slots
-                self.reclaimable += slots * (not holder.pins)
+        if move == "reclaim":
+            holder.reclaimable += sign * slots
+            if not holder.pins:
+                self.reclaimable += sign * slots
+        self.unfiled[holder.order] = holder
 
-    def _pin(self, conversation):
-        """What it holds or shares is not evicted until `_unpin`."""
-        for holder in conversation.lineage():
+    def _pin(self, conversation: Conversation):
+        for holder in conversation.holders:
             if not holder.pins:
                 self.reclaimable -= holder.reclaimable
-                for index in self.indexes.values():
-                    index.discard(holder)
+                self._unfile(holder)
             holder.pins += 1
 
-    def _unpin(self, conversation):
-        for holder in conversation.lineage():
+    def _unpin(self, conversation: Conversation):
+        for holder in conversation.holders:
             holder.pins -= 1
             if not holder.pins:
                 self.reclaimable += holder.reclaimable
-            self.changed[holder.order] = holder
+            self.unfiled[holder.order] = holder
 
-    def _cheapest(self, move, now):
-        """The one whose next chunk for this move is worth least, or None."""
-        self._index_changed()
-        return self.indexes[move].cheapest(now)
+    def _cheapest(self, move: str, now: float) -> Conversation | None:
+        """The conversation whose next chunk for this move is worth least."""
+        self._file_changes()
+        member = self.indexes[move].cheapest(now)
+        return member and member.conversation
 
-    def _index_changed(self):
-        """Files what has changed since the last look: many changes of one holder are filed once."""
-        for holder in self.changed.values():
-            self._index(holder)
-            self._note_cold(holder)
-        self.changed.clear()
+    def _file_changes(self):
+        """File every conversation that has changed, once, however often it changed."""
+        for conversation in self.unfiled.values():
+            self._file(conversation)
+        self.unfiled.clear()
 
-    def _index(self, holder):
-        """Files it in the index of every move that a chunk of it can make. Under a trailing policy its stem may have its turn now."""
-        if not holder.pins:
-            policy = self.policy
-            for move, index in self.indexes.items():
-                count = holder.count[move]
-                if count and not (holder.branches and holder.followed(move)):
-                    index.file(holder, policy.key(holder, holder.next(move).index, count), policy.activity(holder))
-                else:
-                    index.discard(holder)
-            if holder.parent and policy.toward < 0:
-                self._index(holder.parent)
-
-    def _note_cold(self, holder):
-        """Conversations are cold that neither run nor wait nor have anything cached, what is never evicted aside."""
-        if holder.branches:
-            for branch in holder.branches if not holder.cached else ():
-                self._note_cold(branch)
-        elif holder.cached or holder.pins or holder.waiting or any(stem.cached for stem in holder.lineage() if stem.pins < math.inf):
-            self.cold.pop(holder.order, None)
+    def _file(self, conversation: Conversation):
+        """Bring the indexes and `cold` up to date."""
+        for move, index in self.indexes.items():
+            if conversation.count[move] and not conversation.pins:
+                index.file(self._member(conversation, move))
+            else:
+                index.discard(conversation.order)
+        if self._is_cold(conversation):
+            self.cold[conversation.order] = conversation
         else:
-            self.cold[holder.order] = holder
+            self.cold.pop(conversation.order, None)
+
+    def _unfile(self, conversation: Conversation):
+        for index in self.indexes.values():
+            index.discard(conversation.order)
+
+    def _member(self, conversation: Conversation, move: str) -> Member:
+        key = self.policy.key(conversation, conversation.next(move).index, conversation.count[move])
+        last_needed = self.policy.last_needed(conversation)
+        return Member(conversation.order, key, conversation.users, last_needed, conversation)
+
+    def _is_cold(self, conversation: Conversation) -> bool:
+        needed = conversation.pins or conversation.waiting or conversation.cached
+        return not needed and not conversation.forgotten
+
+    # ---- checking
 
     def check_integrity(self):
-        """Every invariant of the bookkeeping, from scratch. O(everything): for tests and `debug=True`."""
-        self._index_changed()
-        ends = [*self.conversations.values(), *self.pinned.values(), *(t.chunk.holder for t in self.in_flight), self.designated]
-        everyone = {id(holder): holder for end in ends for holder in end.lineage()}
-        slots, places = Counter(self.free_slots), Counter(self.free_places)
+        """Check every invariant of the books from scratch. O(everything): for tests and `debug=True`."""
+        self._file_changes()
+        slots, places, reclaimable = Counter(self.free_slots), Counter(self.free_places), 0
         for ticket in self.in_flight:
+            assert ticket.chunk.ticket is ticket
             slots.update(ticket.orphans)
             places.update([ticket.place] if ticket.chunk.place != ticket.place else [])
-            assert ticket.chunk.ticket is ticket
         filed = [dict(index.members) for index in self.indexes.values()]
-        for holder in everyone.values():
-            self._index(holder)
+        for holder in self._all_holders():
+            self._file(holder)
             self._check_holder(holder)
-            (self._check_conversation if isinstance(holder, Conversation) else self._check_stem)(holder)
-            for chunk in holder.chunks[holder.start:]:
+            reclaimable += 0 if holder.pins else holder.reclaimable
+            for chunk in held_by(holder):
                 slots.update(chunk.slots)
                 places.update([] if chunk.place is None else [chunk.place])
+        for conversation in self._all_conversations():
+            self._check_conversation(conversation)
         assert slots == Counter(range(self.num_slots)), "a slot is lost, or owned twice"
         assert places == Counter(range(self.num_places)), "a CPU place is lost, or owned twice"
         assert filed == [index.members for index in self.indexes.values()]
-        assert self.reclaimable == sum(holder.reclaimable for holder in everyone.values() if not holder.pins)
-        rows = [c.row for c in self.pinned.values()] + self.free_rows
+        assert self.reclaimable == reclaimable
+        rows = [conversation.row for conversation in self.running.values()] + self.free_rows
         assert sorted(rows) == list(range(len(self.table))), "a row is lost, or owned twice"
 
-    def _check_holder(self, holder):
-        chunks = holder.chunks[holder.start:]
-        assert [(chunk.holder, chunk.index) for chunk in chunks] == [(holder, index) for index in range(holder.start, len(holder.chunks))]
-        assert holder.cached == sum(chunk.state is not None for chunk in chunks) and holder.held == sum(len(chunk.slots) for chunk in chunks)
-        assert holder.count == {move: sum(c.next_move() == move for c in chunks) for move in MOVES}
-        assert holder.reclaimable == sum(len(c.slots) for c in chunks if c.next_move() == "reclaim")
+    def _all_conversations(self) -> set[Conversation]:
+        return {*self.conversations.values(), *self.running.values()}
+
+    def _all_holders(self) -> set[Conversation]:
+        """Whoever holds a chunk, those with nothing but a copy in flight included."""
+        used = {holder for conversation in self._all_conversations() for holder in conversation.holders}
+        return used | {ticket.chunk.holder for ticket in self.in_flight}
+
+    def _check_holder(self, holder: Conversation):
+        chunks = held_by(holder)
+        assert holder.held == sum(len(chunk.slots) for chunk in chunks)
+        assert holder.cached == sum(chunk.state is not None for chunk in chunks)
+        assert holder.count == {move: sum(chunk.next_move == move for chunk in chunks) for move in MOVES}
+        assert holder.reclaimable == sum(len(chunk.slots) for chunk in chunks if chunk.next_move == "reclaim")
         for chunk in chunks:
-            assert chunk.move == chunk.next_move() and chunk.filled <= self.chunk_size
+            assert chunk.filled <= self.chunk_size
             assert len(chunk.slots) in (0, chunk.filled) or holder.pins and len(chunk.slots) > chunk.filled
             assert (chunk.filled or chunk.place is None) and (chunk.state or not chunk.filled)
             assert chunk.ticket is None or chunk.place in (None, chunk.ticket.place)
-        assert not holder.pins or not any(holder.order in index.members for index in self.indexes.values())
 
-    def _check_stem(self, stem):
-        owners, waiting, pins = map(sum, zip((0, 0, 0), *((branch.owners, branch.waiting, branch.pins) for branch in stem.branches)))
-        assert (stem.owners, stem.waiting) == (owners, waiting)
-        assert stem.pins == math.inf or stem.pins == pins and len(stem.branches) > 1 and len(stem.chunks) > stem.start
-        for branch in stem.branches:
-            assert branch.parent is stem and branch.start == len(stem.chunks) and branch.chunks[:branch.start] == stem.chunks
-
-    def _check_conversation(self, conversation):
-        pinned = conversation.row is not None
-        assert pinned == (conversation.order in self.pinned) and pinned <= conversation.pins <= 1 and conversation.owners == 1
-        assert conversation.pins > pinned or self.conversations[conversation.name] is conversation
-        cached = any(holder.cached for holder in conversation.lineage() if holder.pins < math.inf)
-        assert cached or conversation.pins or conversation.waiting or conversation.order in self.cold
-        for chunk in conversation.chunks[conversation.start:]:
-            assert not chunk.filled or chunk.index * self.chunk_size + chunk.filled <= min(conversation.known, len(conversation.tokens))
-        if pinned:
+    def _check_conversation(self, conversation: Conversation):
+        runs = conversation.row is not None
+        assert runs == bool(conversation.pins) == (conversation.order in self.running)
+        assert runs or self.conversations[conversation.name] is conversation
+        for index, chunk in enumerate(conversation.chunks):
+            assert chunk.index == index and chunk.holder in conversation.holders
+            if chunk.filled and chunk.holder is conversation:
+                end = index * self.chunk_size + chunk.filled
+                assert end <= min(conversation.known, len(conversation.tokens))
+        if runs:
             slots = [slot for chunk in conversation.chunks for slot in chunk.slots]
-            assert len(slots) == self._held(conversation)
+            assert conversation.room == len(slots) == self._slots_held(conversation)
             assert self.table[conversation.row, :len(slots)].tolist() == slots, "the slot table disagrees"
 
 
-class _Change:
-    """What `KVCache._changing` returns. A class, since the decorator for generators takes twice as long, and this is what runs most."""
-    __slots__ = ("cache", "chunk")
-
-    def __init__(self, cache, chunk):
-        self.cache, self.chunk = cache, chunk
-
-    def __enter__(self):
-        self.cache._tally(self.chunk, -1)
-
-    def __exit__(self, kind, error, trace):
-        cache, chunk = self.cache, self.chunk
-        holder, chunk.move = chunk.holder, chunk.next_move()
-        cache._tally(chunk, +1)
-        if move := chunk.move:
-            nearer = min if holder.toward > 0 else max
-            holder.frontier[move] = nearer(holder.frontier[move], chunk.index)
-        cache.changed[holder.order] = holder
+def held_by(holder: Conversation) -> list[Chunk]:
+    return [chunk for chunk in holder.chunks if chunk.holder is holder]

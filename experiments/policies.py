@@ -3,13 +3,13 @@ import math
 from bisect import bisect_right
 from itertools import accumulate
 
-from eviction import SHORTEST_IDLE, Policy, RetentionValue
+from eviction import MIN_IDLE, Policy, RetentionValue
 
 
 class LiteralIdleness(RetentionValue):
     """The paper's letter: idle since the last answer, even for a conversation whose turn waits in the queue."""
 
-    def activity(self, conversation):
+    def last_needed(self, conversation):
         return conversation.last_active
 
 
@@ -75,14 +75,14 @@ class Oracle(RetentionValue):
         """How long the conversation will be idle after the turn that it is in; inf: for ever."""
         self.thinks[name] = think_seconds
 
-    def activity(self, conversation):
+    def last_needed(self, conversation):
         """Minus the time of its return: the less, the later."""
         if conversation.waiting:
             return math.inf
         return -(conversation.last_active + self.thinks.get(conversation.name, math.inf))
 
-    def idle(self, now, activity):
-        return max(-activity - now, SHORTEST_IDLE)
+    def idle(self, now, last_needed):
+        return max(-last_needed - now, MIN_IDLE)
 
 
 EXPERIMENTS = {"literal idleness": LiteralIdleness, "return hazard": ReturnHazard, "oracle": Oracle}

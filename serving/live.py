@@ -32,7 +32,7 @@ def picture(engine: Engine, owner: str = "") -> dict:
     """The engine's stats, and every conversation that has KV and is the owner's."""
     def read():
         policy, now = engine.cache.policy, engine.clock()
-        return [portrait(c, policy.idle(now, policy.activity(c))) for c in engine.cache.conversations.values() if any(c.sources())]
+        return [portrait(c, policy.idle(now, policy.last_needed(c))) for c in engine.cache.conversations.values() if any(c.sources())]
     return dict(stats=engine.stats(), conversations=outside(owner, engine.call(read), "id"))
 
 

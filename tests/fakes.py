@@ -7,6 +7,7 @@ import numpy as np
 from eviction import POLICIES, RecomputeCost
 from kv_cache import KVCache
 from scheduler import Batch, Request, Result, Scheduler
+from sharing import SharingCache
 
 COST = RecomputeCost({4: 1.0, 64: 6.0}, rest=1.0)        # rises within the few chunks of a test
 
@@ -86,7 +87,8 @@ class World:
 
     def __init__(self, slots=32, places=8, chunk=4, rows=4, limit=None, policy="retention", land=None, seed=0, prefix=(), **switches):
         """prefix: tokens that are designated."""
-        self.cache, self.prefix = KVCache(slots, places, chunk, rows, limit or slots, POLICIES[policy](COST, chunk)), list(prefix)
+        self.cache = SharingCache(slots, places, chunk, rows, limit or slots, POLICIES[policy](COST, chunk))
+        self.prefix = list(prefix)
         self.cache.designate(prefix)
         self.scheduler = Scheduler(self.cache, limit or slots - len(prefix), **{"max_batch_tokens": 16, **switches})
         self.worker = FakeWorker(self.cache, land or (lambda tickets: list(tickets)), seed)
@@ -97,7 +99,9 @@ class World:
         """prompt: ids, or how many. like: a request with this prompt."""
         self.salt += 11
         prompt = [(7 * i + self.salt) % 50 for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
-        request = Request(self.cache.open(name), prompt, max_tokens, like=like)
+        request = Request(self.cache.open(name), prompt, max_tokens)
+        if like:
+            self.cache.follow(request.conversation, like.conversation)
         self.scheduler.submit(request)
         return request
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from eviction import POLICIES, SHORTEST_IDLE, RecomputeCost, VictimIndex
+from eviction import MIN_IDLE, POLICIES, Member, RecomputeCost, VictimIndex, cheapest_by_scanning, worth
 from experiments.policies import LiteralIdleness, Oracle, ReturnHazard
 
 COST = RecomputeCost({32: 1.0, 64: 2.0, 128: 6.0}, rest=10.0)
@@ -76,7 +76,7 @@ def test_trailing_half_rounds_up():
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@given(st.integers(1, 500), st.floats(SHORTEST_IDLE, 1e6), st.floats(1, 1e3))
+@given(st.integers(1, 500), st.floats(MIN_IDLE, 1e6), st.floats(1, 1e3))
 def test_value_never_rises_with_idle(name, key, idle, factor):
     policy = POLICIES[name](COST, 32)
     assert policy.value(key, idle * factor) <= policy.value(key, idle)
@@ -84,13 +84,13 @@ def test_value_never_rises_with_idle(name, key, idle, factor):
 
 def test_idle_time_has_a_floor_and_a_conversation_that_waits_is_not_idle():
     policy, waits, rests = POLICIES["retention"](COST, 32), SimpleNamespace(waiting=True, last_active=4.0), SimpleNamespace(waiting=False, last_active=4.0)
-    assert policy.idle(10.0, policy.activity(rests)) == 6.0
-    assert policy.idle(4.0, policy.activity(rests)) == policy.idle(10.0, policy.activity(waits)) == SHORTEST_IDLE
+    assert policy.idle(10.0, policy.last_needed(rests)) == 6.0
+    assert policy.idle(4.0, policy.last_needed(rests)) == policy.idle(10.0, policy.last_needed(waits)) == MIN_IDLE
 
 
 def test_the_papers_letter_ignores_who_waits():
     policy = LiteralIdleness(COST, 32)
-    assert policy.idle(10.0, policy.activity(SimpleNamespace(waiting=True, last_active=4.0))) == 6.0
+    assert policy.idle(10.0, policy.last_needed(SimpleNamespace(waiting=True, last_active=4.0))) == 6.0
 
 
 def test_the_oracle_prefers_to_evict_who_returns_last():
@@ -98,14 +98,13 @@ def test_the_oracle_prefers_to_evict_who_returns_last():
     policy.foresee("soon", 5.0)
     policy.foresee("late", 50.0)
     soon, late = (SimpleNamespace(waiting=False, name=name, last_active=8.0) for name in ("soon", "late"))
-    assert policy.idle(10.0, policy.activity(soon)) == 3.0 and policy.idle(10.0, policy.activity(late)) == 48.0
+    assert policy.idle(10.0, policy.last_needed(soon)) == 3.0 and policy.idle(10.0, policy.last_needed(late)) == 48.0
     index = VictimIndex(policy)
     for order, conversation in enumerate((soon, late, last)):
-        conversation.order, conversation.owners = order, 1
-        index.file(conversation, 0, policy.activity(conversation))
-    assert index.cheapest(10.0) is last and policy.value(0, math.inf) == 0
-    index.discard(last)
-    assert index.cheapest(10.0) is late
+        index.file(Member(order, 0, 1, policy.last_needed(conversation), conversation))
+    assert index.cheapest(10.0).conversation is last and policy.value(0, math.inf) == 0
+    index.discard(2)
+    assert index.cheapest(10.0).conversation is late
 
 
 def test_the_hazard_of_return_is_learnt():
@@ -131,16 +130,17 @@ def test_the_hazard_of_return_is_learnt():
 # ---- VictimIndex.cheapest
 
 @dataclass(eq=False)
-class Member:
-    """A conversation as the index sees it: chunks [first, first + count) to give."""
+class Holder:
+    """A conversation as the cache sees it: chunks [first, first + count) to give."""
     order: int
     first: int = 0
     count: int = 0
     last_active: float = 0.0
-    owners: int = 1
+    users: int = 1
 
-    def key(self, policy):
-        return policy.key(self, self.first if policy.toward > 0 else self.first + self.count - 1, self.count)
+    def member(self, policy):
+        index = self.first if policy.toward > 0 else self.first + self.count - 1
+        return Member(self.order, policy.key(self, index, self.count), self.users, self.last_active, self)
 
     def evict(self, policy):
         unit = policy.unit(self.count)
@@ -148,16 +148,12 @@ class Member:
         self.count -= unit
 
 
-def file(index, member):
+def file(index, holder):
     """What the cache does after every change of a conversation."""
-    if member.count:
-        index.file(member, member.key(index.policy), member.last_active)
+    if holder.count:
+        index.file(holder.member(index.policy))
     else:
-        index.discard(member)
-
-
-def worth(policy, member, now):
-    return member.owners * policy.value(member.key(policy), policy.idle(now, member.last_active))
+        index.discard(holder.order)
 
 
 def drain(index, now, most=math.inf):
@@ -165,19 +161,28 @@ def drain(index, now, most=math.inf):
     evictions = []
     while len(evictions) < most and (member := index.cheapest(now)):
         evictions.append((worth(index.policy, member, now), member.order))
-        member.evict(index.policy)
-        file(index, member)
+        member.conversation.evict(index.policy)
+        file(index, member.conversation)
     return evictions
 
 
-def brute_force(policy, members, now, most):
-    """The same by a search of all conversations for every eviction."""
+def brute_force(policy, holders, now, most):
+    """The same by looking at all conversations for every eviction."""
     evictions = []
-    while len(evictions) < most and (living := [member for member in members if member.count]):
-        cheapest = min((worth(policy, m, now), m.order, m) for m in living)
-        evictions.append(cheapest[:2])
-        cheapest[2].evict(policy)
+    while len(evictions) < most and (living := [holder.member(policy) for holder in holders if holder.count]):
+        cheapest = cheapest_by_scanning(policy, living, now)
+        evictions.append((worth(policy, cheapest, now), cheapest.order))
+        cheapest.conversation.evict(policy)
     return evictions
+
+
+def test_cheapest_by_scanning_by_hand():
+    """retention: chunks cost 11, 12, 14, 16 s. The value decides, then the order; three users are worth three times."""
+    policy = POLICIES["retention"](COST, 32)
+    a, b, c, d = Member(3, 0, 1, 0.0, "a"), Member(1, 3, 1, 0.0, "b"), Member(2, 0, 1, 0.0, "c"), Member(0, 0, 3, 0.0, "d")
+    assert cheapest_by_scanning(policy, [a, b, c, d], 10.0) is c
+    assert cheapest_by_scanning(policy, [b, d], 10.0) is b and worth(policy, d, 10.0) == pytest.approx(3 * 1.1)
+    assert cheapest_by_scanning(policy, [], 10.0) is None
 
 
 ORDERS = range(12)
@@ -185,7 +190,7 @@ whole_seconds = st.one_of(st.integers(0, 20).map(float), st.just(math.inf))     
 changes = st.lists(max_size=60, elements=st.one_of(
     st.tuples(st.just("file"), st.sampled_from(ORDERS), st.integers(0, 3), st.integers(1, 6), whole_seconds, st.integers(1, 3)),
     st.tuples(st.just("discard"), st.sampled_from(ORDERS)),
-    st.tuples(st.just("evict"), st.integers(0, 8))))
+    st.tuples(st.just("evict"), st.integers(0, 8)), st.tuples(st.just("tick"))))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -193,16 +198,17 @@ changes = st.lists(max_size=60, elements=st.one_of(
 @given(changes)
 def test_victim_index_cheapest_is_a_sort_of_all(name, todo):
     policy, now = POLICIES[name](COST, 32), 20.5
-    index, members, twins = VictimIndex(policy), [Member(order) for order in ORDERS], [Member(order) for order in ORDERS]
+    index, holders, twins = VictimIndex(policy), [Holder(order) for order in ORDERS], [Holder(order) for order in ORDERS]
     for kind, *arguments in todo + [("evict", math.inf)]:
-        now += 1
-        if kind == "evict":
+        if kind == "tick":
+            now += 1
+        elif kind == "evict":
             assert drain(index, now, *arguments) == brute_force(policy, twins, now, *arguments)
         else:
             order, state = arguments[0], arguments[1:] or (0, 0, 0.0, 1)
-            for each in members[order], twins[order]:
-                each.first, each.count, each.last_active, each.owners = state
-            file(index, members[order])
+            for each in holders[order], twins[order]:
+                each.first, each.count, each.last_active, each.users = state
+            file(index, holders[order])
     assert not index.members
 
 
@@ -210,8 +216,8 @@ def test_victim_index_cheapest_by_hand():
     """retention: chunks cost 11, 12, 14, 16 s; a has been idle 10 s, b 5 s, c not at all (its turn waits)."""
     index = VictimIndex(POLICIES["retention"](COST, 32))
     for order, last_active in enumerate([0.0, 5.0, math.inf]):
-        file(index, Member(order, 0, 4 if order < 2 else 1, last_active))
-    values = [(11 / 10, 0), (12 / 10, 0), (14 / 10, 0), (16 / 10, 0), (11 / 5, 1), (12 / 5, 1), (14 / 5, 1), (16 / 5, 1), (11 / SHORTEST_IDLE, 2)]
+        file(index, Holder(order, 0, 4 if order < 2 else 1, last_active))
+    values = [(11 / 10, 0), (12 / 10, 0), (14 / 10, 0), (16 / 10, 0), (11 / 5, 1), (12 / 5, 1), (14 / 5, 1), (16 / 5, 1), (11 / MIN_IDLE, 2)]
     assert drain(index, now=10.0) == [(pytest.approx(value), order) for value, order in values]
 
 
@@ -219,39 +225,38 @@ def test_victim_index_cheapest_takes_turns():
     """Equal idleness: the leading chunks of all go before the second chunk of anyone, ties by order."""
     index = VictimIndex(POLICIES["retention"](COST, 32))
     for order in (2, 0, 1):
-        file(index, Member(order, 0, 2, 0.0))
+        file(index, Holder(order, 0, 2, 0.0))
     assert [order for _, order in drain(index, now=7.0)] == [0, 1, 2, 0, 1, 2]
 
 
 def test_victim_index_cheapest_depends_on_now():
     """Values cross as time goes by, while their idle times level out."""
     index = VictimIndex(POLICIES["retention"](COST, 32))
-    file(index, Member(0, 3, 1, 0.0))
-    file(index, Member(1, 0, 1, 1.0))
+    file(index, Holder(0, 3, 1, 0.0))
+    file(index, Holder(1, 0, 1, 1.0))
     assert index.cheapest(1.5).order == 0      # 16 / 1.5 < 11 / 0.5
     assert index.cheapest(9.0).order == 1      # 16 / 9 > 11 / 8
 
 
 def test_victim_index_of_nobody():
-    index, member = VictimIndex(POLICIES["lru"](COST, 32)), Member(0, 0, 1)
+    index, holder = VictimIndex(POLICIES["lru"](COST, 32)), Holder(0, 0, 1)
     assert index.cheapest(0.0) is None
-    file(index, member)
-    index.discard(member)
-    index.discard(member)
+    file(index, holder)
+    index.discard(0)
+    index.discard(0)
     assert index.cheapest(0.0) is None
 
 
 def test_victim_index_does_not_collect_stale_entries():
-    index, members = VictimIndex(POLICIES["retention"](COST, 32)), [Member(order, 0, 1) for order in range(50)]
+    index, holders = VictimIndex(POLICIES["retention"](COST, 32)), [Holder(order, 0, 1) for order in range(50)]
     most = 0
     for now in range(5000):
-        member = members[now % 50]
-        member.first, member.last_active = now % 7, float(now)
-        file(index, member)
+        holder = holders[now % 50]
+        holder.first, holder.last_active = now % 7, float(now)
+        file(index, holder)
         most = max(most, sum(map(len, index.heaps.values())))
     assert len(index.members) == 50 and most <= 3 * 50 + 65
-    assert sum(map(len, index.heaps.values())) == index.entries
-    twins = [replace(member) for member in members]
+    twins = [replace(holder) for holder in holders]
     assert drain(index, 6000.0) == brute_force(index.policy, twins, 6000.0, math.inf)
 
 
@@ -267,11 +272,11 @@ def test_victim_index_cheapest_costs_a_few_values_for_each_victim(name):
         return value(*arguments)
 
     for order in range(300):
-        file(index, Member(order, 0, 8, float(order)))
+        file(index, Holder(order, 0, 8, float(order)))
     policy.value = count
     now, victims = 5000.0, 0
     while member := index.cheapest(now):
-        member.evict(policy)
-        file(index, member)
+        member.conversation.evict(policy)
+        file(index, member.conversation)
         victims += 1
     assert victims >= 300 and calls < 5 * victims, (calls, victims)

@@ -3,7 +3,7 @@ from array import array
 
 import pytest
 
-from eviction import POLICIES
+from eviction import POLICIES, Member
 from fakes import COST
 from kv_cache import KVCache
 
@@ -149,7 +149,7 @@ def test_admit_acquits_condemned_chunks():
     a = idle(cache, "a", 4)
     assert cache.plan_swap_out(4, 10.0) == [] and cache.available == 8
     grow_to(cache, a, 6, 11.0)
-    assert states(a) == ["GPU", "GPU"] and cache.available == 2 and not a.chunks[0].condemned
+    assert states(a) == ["GPU", "GPU"] and cache.available == 2 and not a.chunks[0].evictable_without_copy
 
 
 def test_shortfall_does_not_count_what_the_conversation_itself_could_give():
@@ -174,7 +174,23 @@ def test_release_gives_up_what_got_no_kv():
     cache.check_integrity()
 
 
-def test_grow_takes_a_slot_at_a_time_and_says_when_there_is_none():
+def test_grow_takes_a_chunk_at_a_time_while_there_is_plenty():
+    cache = make(slots=16)
+    a, b = (cache.open(name, range(3)) for name in "ab")
+    for conversation in (a, b):
+        cache.admit(conversation, 3, 1.0)
+    for total, held in [(4, 4), (5, 8), (8, 8)]:
+        a.tokens.extend([0] * (total - len(a.tokens)))
+        assert cache.grow(a, 2.0) and len(slots_of(a)) == a.room == held
+        cache.check_integrity()
+    a.tokens.append(0)
+    assert cache.available == 5 and cache.grow(a, 2.0) and len(slots_of(a)) == 9      # b could want four of the five
+    cache.take_table_updates()
+    cache.release(a, 3.0)
+    assert len(cache.free_slots) == 13
+
+
+def test_grow_takes_a_slot_at_a_time_when_slots_are_rare_and_says_when_there_is_none():
     cache = make(slots=10)
     b = idle(cache, "b", 4)
     a = cache.open("a", range(3))
@@ -191,7 +207,7 @@ def test_grow_takes_a_slot_at_a_time_and_says_when_there_is_none():
     a.tokens.append(0)
     assert not cache.grow(a, 2.0) and len(slots_of(a)) == 6
     copy(cache, 1)
-    assert cache.grow(a, 2.0) and states(b) == ["CPU"] and len(cache.free_slots) == 3
+    assert cache.grow(a, 2.0) and states(b) == ["CPU"] and len(cache.free_slots) == 2
 
 
 # ---- KVCache.computed
@@ -314,7 +330,7 @@ def test_the_place_of_an_idle_chunk_in_both_tiers_is_never_taken():
     a, b = idle(cache, "a", 4, now=0.0), idle(cache, "b", 4, now=99.0)
     copy(cache, 4, now=100.0)
     assert states(a) == ["GPU_AND_CPU"]
-    assert cache.plan_swap_out(4, 100.0) == [] and states(a) == ["GPU_AND_CPU"] and b.chunks[0].condemned
+    assert cache.plan_swap_out(4, 100.0) == [] and states(a) == ["GPU_AND_CPU"] and b.chunks[0].evictable_without_copy
     cache.check_integrity()
 
 
@@ -332,7 +348,7 @@ def test_the_place_of_a_running_conversation_is_taken():
 def test_without_a_cpu_tier_everything_is_condemned_leading_end_first():
     cache = make(slots=16, places=0)
     a = idle(cache, "a", 14)
-    assert cache.plan_swap_out(6, 10.0) == [] and [chunk.condemned for chunk in a.chunks] == [True, True, False, False]
+    assert cache.plan_swap_out(6, 10.0) == [] and [chunk.evictable_without_copy for chunk in a.chunks] == [True, True, False, False]
     grow_to(cache, cache.open("b"), 7)
     assert states(a) == [None, None, "GPU", "GPU"]
 
@@ -363,14 +379,14 @@ def test_plan_swap_out_for_never_takes_the_heads_own_chunks():
 def test_cold_are_the_idle_that_have_nothing_cached():
     cache = make(slots=8, places=0)
     a, b = idle(cache, "a", 4), cache.open("b")
-    assert cache.take_cold() == [b]
+    assert cache.cold_conversations() == [b]
     cache.set_waiting(b, True)
-    assert not cache.take_cold()
+    assert not cache.cold_conversations()
     cache.plan_swap_out(4, 10.0)
     cache.reclaim(a)
-    assert cache.take_cold() == [a]
+    assert cache.cold_conversations() == [a]
     cache.forget(a)
-    assert not cache.take_cold()
+    assert not cache.cold_conversations()
 
 
 # ---- KVCache.complete: copies in flight that are overtaken by events
@@ -534,241 +550,13 @@ def test_forget_leaves_nothing():
     cache.check_integrity()
 
 
-# ---- KVCache.fork
-
-def forked(cache, shared=8, own=4, now=0.0):
-    """b shares the first `shared` tokens of a, which has 4 more; b computes `own` tokens of its own, and both are idle since `now`."""
-    a = idle(cache, "a", shared + 4, now)
-    b = cache.fork(a, "b", a.tokens[:shared + 1])
-    if own:
-        grow_to(cache, b, shared + own, now)
-    cache.check_integrity()
-    return a, b
-
-
-def test_fork_shares_full_chunks_and_the_child_computes_its_own_tail():
-    cache = make()
-    a = idle(cache, "a", 14)
-    b = cache.fork(a, "b", a.tokens[:11])                       # a[8:11) is part of a chunk: recomputed
-    assert b.chunks == a.chunks[:2] and b.sources() == (8, 0) and b.known == 10 and len(cache.free_slots) == 32 - 14
-    assert a.parent is b.parent and (a.parent.owners, a.held, a.parent.held) == (2, 6, 8)
-    assert cache.shortfall(b, 12, 0) == 4 - (32 - 14)
-    cache.take_table_updates()
-    assert cache.admit(b, 12, 1.0) == [] and len(cache.free_slots) == 32 - 14 - 4
-    ((row, start, slots),) = cache.take_table_updates()         # shared slots are in its row, too
-    assert (row, start, slots.tolist()) == (b.row, 0, slots_of(b)) and slots_of(b)[:8] == slots_of(a)[:8]
-    cache.check_integrity()
-
-
-@pytest.mark.parametrize("tokens, shared", [
-    (range(13), 3), (range(12), 2), (range(9), 2), (range(8), 1), (range(3), 0), ((), 0), ([*range(6), 99, *range(7, 13)], 1), ([99], 0),
-    (range(40), 3)])
-def test_fork_shares_no_more_than_both_begin_with(tokens, shared):
-    """The last token of the child was sampled, never fed: it is not shared."""
-    cache = make()
-    a = idle(cache, "a", 14)
-    b = cache.fork(a, "b", tokens)
-    assert b.chunks == a.chunks[:shared] and list(b.tokens) == list(tokens) and cache.open("b") is b
-    cache.check_integrity()
-
-
-@pytest.mark.parametrize("state", ["GPU", "leaving", "GPU_AND_CPU", "CPU", "arriving", None])
-def test_fork_shares_a_chunk_wherever_it_is(state):
-    cache = make()
-    a = idle(cache, "a", 9)
-    if state == "leaving":
-        cache.plan_swap_out(4, 10.0)
-    elif state == "GPU_AND_CPU":
-        copy(cache, 4)
-    elif state is None:
-        cache.drop_all(a)
-        cache.admit(a, 9, 10.0)                                 # it is being recomputed when b comes
-    elif state != "GPU":
-        move_to_cpu(cache, a, 1)
-        if state == "arriving":
-            cache.admit(a, 9, 10.0)
-    b = cache.fork(a, "b", range(9))
-    assert b.chunks == a.chunks[:2]
-    for ticket in list(cache.in_flight):
-        cache.complete(ticket)
-    assert states(b)[0] == states(a)[0] == {"leaving": "GPU_AND_CPU", "arriving": "GPU_AND_CPU", None: "GPU"}.get(state, state)
-    cache.check_integrity()
-    cache.admit(b, 9, 11.0)
-    assert slots_of(b)[:8] == slots_of(a)[:8]
-    cache.check_integrity()
-
-
-def test_a_shared_chunk_is_pinned_while_any_owner_runs():
-    cache = make(slots=16)
-    a, b = forked(cache)
-    cache.admit(a, 12, 10.0)
-    assert runs(cache.plan_swap_out(99, 10.0)) == [("b", 8, 12)] and cache.available == 0
-    finish(cache, list(cache.in_flight))
-    cache.admit(b, 12, 10.0)
-    cache.release(a, 11.0)
-    assert runs(cache.plan_swap_out(99, 12.0)) == [("a", 8, 12)]
-    cache.release(b, 12.0)
-    assert runs(cache.plan_swap_out(99, 12.0)) == [("a", 0, 4), ("a", 4, 8)]
-    finish(cache, list(cache.in_flight))
-    assert cache.available == 16 and cache.shortfall(a, 12, 0) == cache.shortfall(b, 12, 0) == -4      # what it has is no help
-
-
-def test_a_shared_chunk_is_worth_as_many_times_as_it_has_owners():
-    """Costs of chunks at 0, 4, 8 are 2, 2.3, 2.7 and more: three owners outweigh the position."""
-    cache = make(slots=32, chunk=4)
-    a, b = forked(cache)
-    grow_to(cache, cache.fork(a, "c", a.tokens[:9]), 12)
-    assert [ticket.conversation.name for ticket in cache.plan_swap_out(20, 10.0)] == ["a", "b", "c", "a", "a"]
-    assert [ticket.start for ticket in sorted(cache.in_flight, key=lambda t: t.place)] == [8, 8, 8, 0, 4]
-    cache.check_integrity()
-
-
-def test_what_a_shared_chunk_is_worth_counts_against_a_chunk_on_a_full_cpu_tier():
-    """old[0:4] has been idle for 10 s, what is shared for 15 s: worth more, but only because it is shared."""
-    cache = make(slots=16, places=1)
-    old = idle(cache, "old", 4, now=90.0)
-    move_to_cpu(cache, old, 1, now=100.0)
-    a, b = forked(cache, shared=4, own=0, now=85.0)
-    cache.truncate(a, 5, 4)
-    (ticket,) = copy(cache, 4, now=100.0)
-    assert ticket.chunk is a.chunks[0] is b.chunks[0] and states(old) == [None]
-
-
-def test_a_shared_chunk_is_as_idle_as_its_most_recently_active_owner():
-    cache = make()
-    forked(cache, now=0.0)
-    idle(cache, "other", 4, now=50.0)
-    grow_to(cache, cache.conversations["b"], 12, now=99.0)
-    assert runs(cache.plan_swap_out(8, 100.0)) == [("a", 8, 12), ("other", 0, 4)]
-    cache.set_waiting(cache.conversations["a"], True)
-    assert cache.conversations["b"].parent.waiting
-    cache.check_integrity()
-
-
-@pytest.mark.parametrize("policy", ["trailing", "trailing-half"])
-def test_a_trailing_policy_takes_a_shared_chunk_when_nothing_is_behind_it(policy):
-    cache = make(slots=64, places=16, policy=policy)
-    a, b = forked(cache, shared=28, own=4)                      # the longest first, says trailing-half
-    c = cache.fork(a, "c", a.tokens[:17])                       # shares the first half of that: a stem of a stem
-    grow_to(cache, c, 20)
-    copied = runs(cache.plan_swap_out(99, 10.0))
-    assert set(copied[:2]) <= {("a", 28, 32), ("b", 28, 32), ("c", 16, 20)} and len(copied) == 10
-    assert max(copied.index(name) for name in (("a", 28, 32), ("b", 28, 32))) < copied.index(("a", 24, 28))
-    assert max(copied.index(name) for name in (("c", 16, 20), ("a", 16, 20))) < copied.index(("a", 12, 16))
-    cache.check_integrity()
-    finish(cache, list(cache.in_flight))
-    while holder := cache.indexes["reclaim"].cheapest(10.0):    # and so it is with what is reclaimed
-        assert not any(branch.count["reclaim"] for branch in holder.branches)
-        cache.reclaim(holder)
-        cache.check_integrity()
-    assert cache.available == len(cache.free_slots) == 64
-
-
-def test_what_one_owner_gives_up_stays_with_the_others():
-    cache = make()
-    a, b = forked(cache)
-    cache.truncate(a, 7, 6)                                     # before the branch point, in the middle of a chunk
-    assert a.chunks == b.chunks[:1] and states(b) == ["GPU"] * 3 and a.parent.owners == 2
-    cache.forget(a)
-    assert b.parent is None and b.held == 12 and len(cache.free_slots) == 32 - 12 and not cache.take_cold()
-    assert runs(cache.plan_swap_out(4, 10.0)) == [("b", 0, 4)]   # its own frontier
-    cache.check_integrity()
-    cache.forget(b)
-    finish(cache, list(cache.in_flight))
-    assert len(cache.free_slots) == 32 and len(cache.free_places) == 8
-
-
-def test_drop_all_of_one_owner():
-    cache = make()
-    a, b = forked(cache)
-    cache.drop_all(a)
-    assert a.sources() == (0, 0) and a.known == 12 and b.sources() == (12, 0)
-    grow_to(cache, a, 13)                                       # a recomputes its own from now on
-    assert not set(slots_of(a)) & set(slots_of(b))
-
-
-def test_a_dropped_shared_chunk_is_recomputed_for_all():
-    cache = make(slots=16, places=0)
-    a, b = forked(cache)
-    copy(cache, 99)
-    grow_to(cache, cache.open("other"), 16, 11.0)
-    assert states(a) == states(b) == [None] * 3 and cache.stats["chunks_dropped"] == 4
-    cache.forget(cache.conversations["other"])
-    cache.admit(a, 12, 12.0)
-    cache.computed(a, 0, 4)
-    cache.admit(b, 12, 12.0)
-    assert b.sources() == (4, 0)
-    cache.computed(a, 4, 12)
-    cache.computed(b, 4, 6)                                     # in the same batch: a was further
-    assert b.sources() == (8, 0)
-    cache.check_integrity()
-
-
-def test_a_shared_chunk_that_is_being_recomputed_survives_whoever_began_with_it():
-    cache = make(slots=16, places=0)
-    a, b = forked(cache)
-    copy(cache, 99)
-    grow_to(cache, cache.open("other"), 16, 11.0)
-    cache.forget(cache.conversations["other"])
-    cache.admit(a, 12, 12.0)
-    cache.computed(a, 0, 2)
-    cache.admit(b, 12, 12.0)
-    cache.release(a, 13.0)                                      # suspended: b goes on where a stopped
-    cache.check_integrity()
-    assert [chunk.filled for chunk in b.chunks] == [2, 0, 0] and len(slots_of(b)) == 12
-    cache.computed(b, 2, 4)
-    cache.release(b, 14.0)
-    assert states(a) == ["GPU", None, None] and a.sources() == (4, 0) and len(cache.free_slots) == 12
-    cache.check_integrity()
-
-
-def test_a_conversation_is_not_cold_while_what_it_shares_is_cached():
-    cache = make(slots=16, places=0)
-    a, b = forked(cache, own=0)
-    cache.truncate(a, 9, 8)
-    assert not a.cached and not b.cached and not cache.take_cold()
-    cache.set_waiting(b, True)
-    copy(cache, 99)
-    grow_to(cache, cache.open("other"), 16, 11.0)
-    assert states(a) == states(b) == [None] * 2 and cache.take_cold() == [a]
-
-
-# ---- KVCache.designate
-
-def test_the_designated_prefix_is_shared_and_never_evicted():
-    cache = make(slots=24, places=8)
-    cache.designate(range(10))                                  # two full chunks
-    a = cache.open("a")
-    cache.share_prefix(a, range(12))
-    a.tokens.extend(range(12))
-    cache.admit(a, 12, 0.0)
-    cache.computed(a, 0, 12)
-    cache.release(a, 0.0)
-    b, c = cache.open("b", range(11)), cache.open("c", [7, *range(1, 20)])
-    assert b.chunks == a.chunks[:2] and b.sources() == (8, 0) and not c.chunks
-    assert runs(cache.plan_swap_out(99, 10.0)) == [("a", 8, 12)] and cache.shortfall(c, 16, 0) == 4
-    cache.check_integrity()
-    assert cache.take_cold() == [b, c]                          # what is never evicted keeps nobody
-    for conversation in (a, b, c):
-        cache.forget(conversation)
-    finish(cache, list(cache.in_flight))
-    assert len(cache.free_slots) == 24 - 8 and cache.open("d", range(9)).sources() == (8, 0)
-
-
-def test_a_designated_prefix_of_more_than_half_of_the_slots_is_refused():
-    with pytest.raises(ValueError, match="36 tokens .* half of 64 slots"):
-        make(slots=64).designate(range(36))
-
-
 def test_drop_everything():
     cache = make()
-    cache.designate(range(4))
-    a, b = forked(cache)
+    a, b = idle(cache, "a", 12), idle(cache, "b", 8)
     cache.plan_swap_out(8, 10.0)
     cache.drop_everything()
     cache.check_integrity()
     assert len(cache.free_slots) == 32 and len(cache.free_places) == 8 and not cache.in_flight and a.known == 12
-    assert a.parent is cache.designated
     grow_to(cache, b, 13)
 
 
@@ -835,15 +623,15 @@ def unpin_a_running_conversation(cache, a, b):
 
 
 def unpin_behind_its_back(cache, a, b):
-    del cache.pinned[a.order]
+    del cache.running[a.order]
 
 
 def lose_a_victim(cache, a, b):
-    cache.indexes["reclaim"].discard(b.parent)
+    cache.indexes["reclaim"].discard(b.order)
 
 
 def file_a_victim_wrongly(cache, a, b):
-    cache.indexes["swap_out"].file(b, 7, b.last_active)
+    cache.indexes["swap_out"].file(Member(b.order, 7, 1, b.last_active, b))
 
 
 def misplace_a_chunk(cache, a, b):
@@ -862,16 +650,8 @@ def forget_a_ticket(cache, a, b):
     b.chunks[1].ticket = None
 
 
-def miscount_owners(cache, a, b):
-    b.parent.owners += 1
-
-
 def share_a_chunk_with_a_stranger(cache, a, b):
     a.chunks[0] = b.chunks[0]
-
-
-def forget_a_branch(cache, a, b):
-    b.parent.branches.discard(b)
 
 
 def forget_half(cache, a, b):
@@ -883,8 +663,7 @@ def forget_half(cache, a, b):
     lose_a_slot, free_a_slot_in_use, share_a_slot, lose_a_place, share_a_place, believe_in_a_copy, believe_in_kv, wrong_table_entry,
     wrong_count, wrong_held, wrong_reclaimable, wrong_reclaimable_of_a_conversation, wrong_cached, lose_a_row,
     unpin_a_running_conversation, unpin_behind_its_back, lose_a_victim, file_a_victim_wrongly, misplace_a_chunk,
-    know_less_than_is_cached, lose_a_ticket, forget_a_ticket, miscount_owners, share_a_chunk_with_a_stranger,
-    forget_a_branch, forget_half])
+    know_less_than_is_cached, lose_a_ticket, forget_a_ticket, share_a_chunk_with_a_stranger, forget_half])
 def test_check_integrity_notices(corrupt):
     cache = make(slots=32)
     a = cache.open("a", range(6))
@@ -893,7 +672,6 @@ def test_check_integrity_notices(corrupt):
     b = idle(cache, "b", 14)
     copy(cache, 4)
     cache.plan_swap_out(8, 10.0)
-    cache.fork(b, "c", range(9))                                # shares what has been copied and what is being copied
     assert states(b) == ["GPU_AND_CPU", "GPU", "GPU", "GPU"] and b.chunks[1].ticket
     cache.check_integrity()
     corrupt(cache, a, b)

@@ -75,5 +75,5 @@ def test_anything_in_any_order(parameters, todo, random):
         assert tokens.tolist() == expected
         assert [r.arrival for r in finished] == sorted(r.arrival for r in finished)
     chunks = set(world.cache.designated.chunks).union(*(conversation.chunks for conversation in world.cache.conversations.values()))
-    kept = sum(len(chunk.slots) for chunk in chunks if chunk.move == "swap_out" or chunk.holder.pins)
+    kept = sum(len(chunk.slots) for chunk in chunks if chunk.next_move == "swap_out" or chunk.holder.pins)
     assert world.cache.available == world.cache.num_slots - kept

@@ -1,0 +1,212 @@
+"""Conversations that begin alike share chunks: a layer over kv_cache.py.
+
+Two replies to one message have the whole conversation before it in common. The KV of a position depends on
+the tokens up to there and on nothing else, so both conversations can use the same chunks:
+
+    chunk            0        1        2        3        4
+    a              [ s0 ]   [ s1 ]   [ s2 ]   [ a3 ]   [ a4 ]
+    b, a fork        ^        ^        ^      [ b3 ]              a.chunks[2] is b.chunks[2]
+
+To the core every chunk has one *holder*, and eviction looks at holders only. The holder of a chunk that is
+not shared is its conversation. When we share a chunk, we hand it over to a *stem*: a holder that nobody
+talks to, with that one chunk and several users. A stem is pinned while any of its users runs, waits while a
+turn of any of them waits, and is as idle as its most recently active user. A chunk with three users is
+worth three times as much. Whoever recomputes a shared chunk does it for all. The stem goes with its last
+user.
+
+The *designated prefix* (the operator's system prompt) is a conversation that is pinned for good. Whoever
+begins like it shares its chunks.
+
+Invariant: the shared chunks of a conversation come first, and chunk i of them is held by holders[1 + i].
+"""
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from eviction import Policy
+from kv_cache import Chunk, Conversation, KVCache
+
+
+class Stem(Conversation):
+    """Holds one chunk for several conversations. It has no tokens and never runs."""
+
+    def __init__(self, chunk: Chunk, number: int):
+        """number: no other stem has it. In a trace the stem bears the name of its oldest user."""
+        holder, toward = chunk.holder, chunk.holder.toward
+        # Order decides between equal values: conversations give first, then stems, from the policy's end.
+        distance = chunk.index if toward > 0 else 2**20 - chunk.index
+        super().__init__(holder.name, (1 + distance << 40) + number, (), holder.chunk_size, toward)
+        self.chunks = [chunk]
+        self.used_by: dict[int, Conversation] = {}       # by order
+        self.last_active = holder.last_active
+
+    @property
+    def users(self) -> int:
+        return len(self.used_by)
+
+    def next(self, move: str) -> Chunk:
+        return self.chunks[0]
+
+
+class SharingCache(KVCache):
+    """A KVCache whose conversations may share their first chunks."""
+
+    def __init__(self, num_slots: int, num_places: int, chunk_size: int, rows: int, max_context: int,
+                 policy: Policy):
+        super().__init__(num_slots, num_places, chunk_size, rows, max_context, policy)
+        self.leaders: dict[int, Conversation] = {}      # by the order of who follows, see `follow`
+        self.designate(())
+
+    # ---- what can be shared
+
+    def designate(self, tokens: Sequence[int]):
+        """From now on conversations that begin with these tokens share them (the full chunks of them). The
+        first such conversation computes them, and they are never evicted.
+
+        ValueError if they would fill more than half of the slots."""
+        full = len(tokens) // self.chunk_size
+        if 2 * full * self.chunk_size > self.num_slots:
+            raise ValueError(f"a prefix of {len(tokens)} tokens would fill more than half of "
+                             f"{self.num_slots} slots: shorten it")
+        self.prefix = array("i", tokens[:full * self.chunk_size])
+        order, toward = next(self.orders), self.policy.toward
+        self.designated = Conversation("prefix", order, self.prefix, self.chunk_size, toward)
+        self.designated.known = len(self.prefix)
+        self.designated.pins = math.inf
+        self.designated.chunks = [Chunk(self.designated, index) for index in range(full)]
+
+    def open(self, name: str | None, tokens: Iterable[int] = ()) -> Conversation:
+        conversation = super().open(name, tokens)
+        self._share(conversation, conversation.tokens[:-1], self.designated)
+        return conversation
+
+    def fork(self, parent: Conversation, name: str | None, tokens: Iterable[int]) -> Conversation:
+        """A new conversation made from `tokens`, which begin like those of `parent`.
+
+        It shares the full chunks of what they have in common, wherever these are and whatever the parent is
+        doing. It computes the rest itself."""
+        assert name not in self.conversations
+        child = self.open(name, tokens)
+        self._share(child, child.tokens[:child.known], parent)
+        return child
+
+    def follow(self, conversation: Conversation, leader: Conversation):
+        """The next prompt of `conversation` is, after the same tokens, the one that `leader` computes just
+        now or has computed. It waits for the leader, and then shares what that has computed: one prompt, n
+        replies."""
+        self.leaders[conversation.order] = leader
+
+    def extend(self, conversation: Conversation, prompt: Sequence[int]) -> bool:
+        """The prompt joins the conversation's tokens, and what it has in common with others is shared.
+        False while the leader still computes it: then the caller asks again later.
+
+        The last token of the prompt stays the conversation's own, since its reply is sampled there. With
+        chunks of 4 and a prompt of 8, chunk 0 is shared and chunk 1 is not."""
+        tokens = conversation.tokens + array("i", prompt)
+        shareable = tokens[:-1]
+        leader = self.leaders.get(conversation.order, self.designated)
+        if leader.row is not None and leader.known < len(shareable):
+            return False
+        self.leaders.pop(conversation.order, None)
+        self._share(conversation, shareable, leader)
+        self._share(conversation, shareable, self.designated)
+        return super().extend(conversation, prompt)
+
+    def _share(self, child: Conversation, tokens: Sequence[int], parent: Conversation):
+        """The child, whose context begins with `tokens`, shares the full chunks that these have in common
+        with what the parent knows. Nothing happens if the child holds chunks of its own already."""
+        shared = len(child.holders) - 1
+        if len(child.chunks) > shared:
+            return
+        known = min(len(tokens), parent.known)
+        same = np.equal(tokens[:known], parent.tokens[:known])
+        common = known if same.all() else int(same.argmin())
+        for chunk in parent.chunks[:common // self.chunk_size]:
+            if chunk.holder is parent:
+                stem = Stem(chunk, next(self.orders))
+                self._join(parent, stem)
+                chunk.holder = stem
+                self._update(chunk)             # the totals of both holders follow
+            if chunk.index >= shared:
+                self._join(child, chunk.holder)
+                child.chunks.append(chunk)
+
+    # ---- who uses a stem
+
+    def _join(self, conversation: Conversation, stem: Stem):
+        conversation.holders.append(stem)
+        stem.used_by[conversation.order] = conversation
+        self._count_user(conversation, stem, +1)
+
+    def _leave(self, conversation: Conversation, stem: Stem):
+        del stem.used_by[conversation.order]
+        self._count_user(conversation, stem, -1)
+        if stem.used_by:
+            stem.name = next(iter(stem.used_by.values())).name
+        else:
+            self.forget(stem)
+
+    def _count_user(self, user: Conversation, stem: Stem, sign: int):
+        stem.pins += sign * user.pins
+        stem.waiting += sign * user.waiting
+        self.unfiled[stem.order] = stem
+
+    # ---- what the core does, with shared chunks
+
+    def truncate(self, conversation: Conversation, length: int, known: int):
+        """What is shared stays with its other users."""
+        full, shared = known // self.chunk_size, len(conversation.holders) - 1
+        super().truncate(conversation, length, max(known, shared * self.chunk_size))
+        conversation.known = min(conversation.known, known)
+        if full < shared:
+            for stem in conversation.holders[1 + full:]:
+                self._leave(conversation, stem)
+            del conversation.holders[1 + full:], conversation.chunks[full:]
+
+    def drop_all(self, conversation: Conversation):
+        """It goes on sharing the designated prefix."""
+        super().drop_all(conversation)
+        self._share(conversation, conversation.tokens[:-1], self.designated)
+
+    def drop_everything(self):
+        for chunk in self.designated.chunks:
+            self._empty(chunk)
+        super().drop_everything()
+
+    def forget(self, conversation: Conversation):
+        self.leaders.pop(conversation.order, None)
+        super().forget(conversation)
+
+    def _file(self, conversation: Conversation):
+        super()._file(conversation)
+        if isinstance(conversation, Stem) and not conversation.cached:
+            for user in conversation.used_by.values():          # they may be cold now
+                super()._file(user)
+
+    def _is_cold(self, conversation: Conversation) -> bool:
+        """No stem is cold, and no conversation while a chunk that it shares is cached and may be evicted."""
+        if isinstance(conversation, Stem):
+            return False
+        shares = any(stem.cached and stem.pins < math.inf for stem in conversation.holders[1:])
+        return super()._is_cold(conversation) and not shares
+
+    # ---- checking
+
+    def check_integrity(self):
+        super().check_integrity()
+        users: dict[Stem, list[Conversation]] = {}
+        for conversation in self._all_conversations() | {self.designated}:
+            stems = conversation.holders[1:]
+            assert [chunk.holder for chunk in conversation.chunks[:len(stems)]] == stems
+            assert all(chunk.holder is conversation for chunk in conversation.chunks[len(stems):])
+            for stem in stems:
+                users.setdefault(stem, []).append(conversation)
+        for stem, its in users.items():
+            assert stem.used_by == {user.order: user for user in its}
+            assert stem.pins == sum(user.pins for user in its)
+            assert stem.waiting == sum(user.waiting for user in its)
+
+    def _all_holders(self) -> set[Conversation]:
+        return super()._all_holders() | {*self.designated.holders}
