@@ -302,8 +302,9 @@ class KVCache:
         """The model has computed the KV of positions [start, end) of a running conversation."""
         size = self.chunk_size
         for index in range(start // size, (end - 1) // size + 1):
-            chunk, filled = conversation.chunks[index], min(end - index * size, size)
-            assert chunk.filled >= max(start - index * size, 0), "spans fill a chunk from the left"
+            chunk, first = conversation.chunks[index], index * size
+            assert chunk.filled >= start - first, "spans fill a chunk from the left"
+            filled = min(end - first, size)
             if filled > chunk.filled:               # else a request that shares the chunk was faster
                 counts_change = not chunk.filled or chunk.place is not None
                 chunk.filled = filled
@@ -312,7 +313,8 @@ class KVCache:
                 if counts_change:
                     self._give_up_place(chunk)      # the chunk has outgrown its copy
                     self._update(chunk)
-        conversation.known = max(conversation.known, end)
+        if end > conversation.known:
+            conversation.known = end
 
     def release(self, conversation: Conversation, now: float):
         """The end of `admit`: unpin. Slots that got no KV are free again, so a hole that was not begun is

@@ -106,9 +106,9 @@ class Batch:
         The last one may stop early: with a budget of 6, the runs (0, 4) and (10, 14) become [0:4) and
         [10:12)."""
         for start, end in request.missing():
-            if self.budget <= 0:
-                return
             end = min(end, start + self.budget)
+            if end == start:
+                return
             self.spans.append(Span(request, start, end))
             self.budget -= end - start
 
@@ -225,9 +225,11 @@ class Scheduler:
         self.steps += 1
         for ticket in result.landed:
             self.cache.complete(ticket)
-        sampling = [span.request for span in batch.spans if span.samples]
+        sampling = []
         for request, start, end in batch.spans:
             self.cache.computed(request.conversation, start, end)
+            if end == len(request.conversation.tokens):
+                sampling.append(request)
         self.stats["generated_tokens"] += len(sampling)
         for n, (request, token) in enumerate(zip(sampling, result.tokens, strict=True)):
             request.conversation.tokens.append(token)
