@@ -146,8 +146,8 @@ class WholeConversation(Policy):
         return count
 
 
-POLICIES = {"retention": RetentionValue, "lru": Policy, "trailing": Trailing, "trailing-half": TrailingHalf,
-            "conversation": WholeConversation}
+POLICIES = {"retention": RetentionValue, "lru": Policy, "trailing-half": TrailingHalf,
+            "conversation": WholeConversation, "trailing": Trailing}
 
 
 class Member(NamedTuple):
