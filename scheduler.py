@@ -83,7 +83,7 @@ class Span(NamedTuple):
     @property
     def samples(self) -> bool:
         """Is its last position the last of the context? Then the next token is sampled there."""
-        return self.end == len(self.request.conversation.tokens)
+        return self.end == self.request.total
 
 
 class Batch:
