@@ -205,7 +205,8 @@ class Scheduler:
            that finds none sits out this step; we call it starved.
         2. The queue, first come first served, while the budget, rows and slots last.
         3. Copies to the CPU ahead of need, so that starved requests and the head of the queue find slots
-           later. """
+           later.
+        """
         batch, starved = Batch(self.steps, self.max_batch_tokens), 0
         for request in decodes_first(self.running):
             if self.cache.grow(request.conversation, now):
