@@ -1,4 +1,5 @@
-"""A worker without a model, whose memory can be checked: each slot and each place remembers which prefix of tokens its KV stands for."""
+"""A worker without a model, whose memory can be checked: each slot and each place remembers which prefix of
+tokens its KV stands for."""
 import random
 import zlib
 
@@ -23,8 +24,9 @@ def answer(tokens) -> int:
 
 
 class FakeWorker:
-    """Computes prefixes instead of KV. Copies end late and out of step: `land` says which of those in flight end now.
-    A copy out reads its slots, and a copy in reads its place, at the beginning or at the end of the copy, as chance will have it."""
+    """Computes prefixes instead of KV. Copies end late and out of step: `land` says which of those in
+    flight end now. A copy out reads its slots, and a copy in reads its place, at the beginning or at the
+    end of the copy, as chance will have it."""
     vocab_size, stop_ids = 50, frozenset()
 
     def __init__(self, cache: KVCache, land=lambda tickets: list(tickets), seed=0):
@@ -42,8 +44,10 @@ class FakeWorker:
             self.flying[ticket] = self.read(ticket) if self.random.random() < 0.5 else None
         for span in batch.spans:
             self.wait(span.request.conversation)
+            conversation = span.request.conversation
             for position in range(span.start, span.end):
-                self.slots[self.table[span.request.conversation.row, position]] = prefix(span.request.conversation.tokens, position + 1)
+                slot = self.table[conversation.row, position]
+                self.slots[slot] = prefix(conversation.tokens, position + 1)
         for span in batch.spans:
             self.check(span)
         tokens = [answer(span.request.conversation.tokens) for span in batch.spans if span.samples]
@@ -55,7 +59,8 @@ class FakeWorker:
         conversation = span.request.conversation
         for position in range(span.end):
             content = self.slots.get(self.table[conversation.row, position])
-            assert content == prefix(conversation.tokens, position + 1), f"{conversation.name}[{position}] is not in its slot"
+            expected = prefix(conversation.tokens, position + 1)
+            assert content == expected, f"{conversation.name}[{position}] is not in its slot"
 
     def wait(self, conversation):
         for ticket in self.flying:
@@ -85,12 +90,14 @@ class FakeWorker:
 class World:
     """A scheduler and a fake worker with a clock of our own."""
 
-    def __init__(self, slots=32, places=8, chunk=4, rows=4, limit=None, policy="retention", land=None, seed=0, prefix=(), **switches):
+    def __init__(self, slots=32, places=8, chunk=4, rows=4, limit=None, policy="retention", land=None,
+                 seed=0, prefix=(), **switches):
         """prefix: tokens that are designated."""
         self.cache = SharingCache(slots, places, chunk, rows, limit or slots, POLICIES[policy](COST, chunk))
         self.prefix = list(prefix)
         self.cache.designate(prefix)
-        self.scheduler = Scheduler(self.cache, limit or slots - len(prefix), **{"max_batch_tokens": 16, **switches})
+        self.scheduler = Scheduler(self.cache, limit or slots - len(prefix),
+                                   **{"max_batch_tokens": 16, **switches})
         self.worker = FakeWorker(self.cache, land or (lambda tickets: list(tickets)), seed)
         self.now = 0.0
         self.salt = 0                          # tells one prompt from the next
@@ -98,7 +105,9 @@ class World:
     def submit(self, name, prompt, max_tokens=4, like=None):
         """prompt: ids, or how many. like: a request with this prompt."""
         self.salt += 11
-        prompt = [(7 * i + self.salt) % 50 for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
+        if isinstance(prompt, int):
+            prompt = [(7 * i + self.salt) % 50 for i in range(prompt)]
+        prompt = list(prompt)
         request = Request(self.cache.open(name), prompt, max_tokens)
         if like:
             self.cache.follow(request.conversation, like.conversation)

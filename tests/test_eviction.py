@@ -1,4 +1,5 @@
-"""What a chunk is worth, and in which order conversations give way: against hand-worked figures and a brute-force sort."""
+"""What a chunk is worth, and in which order conversations give way: against hand-worked figures and a
+brute-force sort."""
 import math
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -29,7 +30,8 @@ def test_recompute_cost_takes_its_profile_in_any_order():
 
 def test_recompute_cost_is_a_running_maximum_under_noise():
     cost = RecomputeCost({32: 2.0, 64: 1.5, 128: 3.0, 256: 2.5}, rest=0.0)
-    assert [cost(length) for length in (32, 48, 64, 96, 128, 200, 1000)] == [2.0, 2.0, 2.0, 2.5, 3.0, 3.0, 3.0]
+    lengths = 32, 48, 64, 96, 128, 200, 1000
+    assert [cost(length) for length in lengths] == [2.0, 2.0, 2.0, 2.5, 3.0, 3.0, 3.0]
 
 
 def test_recompute_cost_of_a_single_length_is_constant():
@@ -50,7 +52,8 @@ def test_recompute_cost_refuses_a_profile_without_sense(profile, rest):
 
 # ---- policies
 
-@pytest.mark.parametrize("name, step, key, unit, value", [      # of a conversation with 5 chunks to give, chunk 3 the next; idle for 4 s
+# of a conversation with 5 chunks to give, chunk 3 the next; idle for 4 s
+@pytest.mark.parametrize("name, step, key, unit, value", [
     ("retention", +1, 3, 1, 16.0 / 4), ("lru", +1, 0, 1, 1 / 4), ("trailing", -1, 0, 1, 1 / 4),
     ("trailing-half", -1, 5, 3, 1 / (5 * 4)), ("conversation", +1, 0, 5, 1 / 4)])
 def test_policy_end_key_unit_value(name, step, key, unit, value):
@@ -64,10 +67,12 @@ def test_there_are_the_five_policies_of_the_command_line():
 
 
 def test_retention_value_weighs_cost_against_idleness():
-    """A late chunk goes before an early one once its conversation has been idle longer by more than the ratio of their costs."""
+    """A late chunk goes before an early one once its conversation has been idle longer by more than the
+    ratio of their costs."""
     policy = POLICIES["retention"](COST, 32)
     early, late = policy.key(None, 0, 9), policy.key(None, 3, 9)             # they cost 11 and 16
-    assert policy.value(early, 10) < policy.value(late, 10) and policy.value(early, 10) < policy.value(late, 14)
+    assert policy.value(early, 10) < policy.value(late, 10)
+    assert policy.value(early, 10) < policy.value(late, 14)
     assert policy.value(late, 15) < policy.value(early, 10)
 
 
@@ -83,9 +88,11 @@ def test_value_never_rises_with_idle(name, key, idle, factor):
 
 
 def test_idle_time_has_a_floor_and_a_conversation_that_waits_is_not_idle():
-    policy, waits, rests = POLICIES["retention"](COST, 32), SimpleNamespace(waiting=True, last_active=4.0), SimpleNamespace(waiting=False, last_active=4.0)
+    policy = POLICIES["retention"](COST, 32)
+    waits, rests = (SimpleNamespace(waiting=waiting, last_active=4.0) for waiting in (True, False))
     assert policy.idle(10.0, policy.last_needed(rests)) == 6.0
-    assert policy.idle(4.0, policy.last_needed(rests)) == policy.idle(10.0, policy.last_needed(waits)) == MIN_IDLE
+    assert policy.idle(4.0, policy.last_needed(rests)) == MIN_IDLE
+    assert policy.idle(10.0, policy.last_needed(waits)) == MIN_IDLE
 
 
 def test_the_papers_letter_ignores_who_waits():
@@ -98,7 +105,8 @@ def test_the_oracle_prefers_to_evict_who_returns_last():
     policy.foresee("soon", 5.0)
     policy.foresee("late", 50.0)
     soon, late = (SimpleNamespace(waiting=False, name=name, last_active=8.0) for name in ("soon", "late"))
-    assert policy.idle(10.0, policy.last_needed(soon)) == 3.0 and policy.idle(10.0, policy.last_needed(late)) == 48.0
+    assert policy.idle(10.0, policy.last_needed(soon)) == 3.0
+    assert policy.idle(10.0, policy.last_needed(late)) == 48.0
     index = VictimIndex(policy)
     for order, conversation in enumerate((soon, late, last)):
         index.file(Member(order, 0, 1, policy.last_needed(conversation), conversation))
@@ -108,7 +116,8 @@ def test_the_oracle_prefers_to_evict_who_returns_last():
 
 
 def test_the_hazard_of_return_is_learnt():
-    """Of conversations with one turn, every second one returns after 6 s; of those with two, all do after 100 s."""
+    """Of conversations with one turn, every second one returns after 6 s; of those with two, all do after
+    100 s."""
     policy = ReturnHazard(COST, 32)
     def idle(turns, last_active):
         return SimpleNamespace(turns=turns, last_active=last_active, waiting=False)
@@ -122,7 +131,8 @@ def test_the_hazard_of_return_is_learnt():
                 policy.returned(conversation, 10.0 + seconds)
     policy.returned(idle(0, 0.0), 50.0)                             # a first turn is no return
     assert policy.value(1, 4.0) == pytest.approx(32.5 / 65 / 4, rel=0.2)              # 32 of 64 in [4, 8) s
-    assert policy.value(1, 5.0) > policy.value(2, 5.0) > 5 * policy.value(1, 20.0)    # who has had two turns returns later, but returns
+    # who has had two turns returns later, but returns
+    assert policy.value(1, 5.0) > policy.value(2, 5.0) > 5 * policy.value(1, 20.0)
     values = [policy.value(2, 2.0 ** n) for n in range(-3, 20)]
     assert values == sorted(values, reverse=True) and values[-1] > 0
 
@@ -177,18 +187,23 @@ def brute_force(policy, holders, now, most):
 
 
 def test_cheapest_by_scanning_by_hand():
-    """retention: chunks cost 11, 12, 14, 16 s. The value decides, then the order; three users are worth three times."""
+    """retention: chunks cost 11, 12, 14, 16 s. The value decides, then the order; three users are worth
+    three times."""
     policy = POLICIES["retention"](COST, 32)
-    a, b, c, d = Member(3, 0, 1, 0.0, "a"), Member(1, 3, 1, 0.0, "b"), Member(2, 0, 1, 0.0, "c"), Member(0, 0, 3, 0.0, "d")
+    a, b = Member(3, 0, 1, 0.0, "a"), Member(1, 3, 1, 0.0, "b")
+    c, d = Member(2, 0, 1, 0.0, "c"), Member(0, 0, 3, 0.0, "d")
     assert cheapest_by_scanning(policy, [a, b, c, d], 10.0) is c
-    assert cheapest_by_scanning(policy, [b, d], 10.0) is b and worth(policy, d, 10.0) == pytest.approx(3 * 1.1)
+    assert cheapest_by_scanning(policy, [b, d], 10.0) is b
+    assert worth(policy, d, 10.0) == pytest.approx(3 * 1.1)
     assert cheapest_by_scanning(policy, [], 10.0) is None
 
 
 ORDERS = range(12)
-whole_seconds = st.one_of(st.integers(0, 20).map(float), st.just(math.inf))      # inf: its turn waits in the queue; ties are common
+# inf: its turn waits in the queue; ties are common
+whole_seconds = st.one_of(st.integers(0, 20).map(float), st.just(math.inf))
 changes = st.lists(max_size=60, elements=st.one_of(
-    st.tuples(st.just("file"), st.sampled_from(ORDERS), st.integers(0, 3), st.integers(1, 6), whole_seconds, st.integers(1, 3)),
+    st.tuples(st.just("file"), st.sampled_from(ORDERS), st.integers(0, 3), st.integers(1, 6), whole_seconds,
+              st.integers(1, 3)),
     st.tuples(st.just("discard"), st.sampled_from(ORDERS)),
     st.tuples(st.just("evict"), st.integers(0, 8)), st.tuples(st.just("tick"))))
 
@@ -198,7 +213,8 @@ changes = st.lists(max_size=60, elements=st.one_of(
 @given(changes)
 def test_victim_index_cheapest_is_a_sort_of_all(name, todo):
     policy, now = POLICIES[name](COST, 32), 20.5
-    index, holders, twins = VictimIndex(policy), [Holder(order) for order in ORDERS], [Holder(order) for order in ORDERS]
+    index = VictimIndex(policy)
+    holders, twins = [Holder(order) for order in ORDERS], [Holder(order) for order in ORDERS]
     for kind, *arguments in todo + [("evict", math.inf)]:
         if kind == "tick":
             now += 1
@@ -217,7 +233,8 @@ def test_victim_index_cheapest_by_hand():
     index = VictimIndex(POLICIES["retention"](COST, 32))
     for order, last_active in enumerate([0.0, 5.0, math.inf]):
         file(index, Holder(order, 0, 4 if order < 2 else 1, last_active))
-    values = [(11 / 10, 0), (12 / 10, 0), (14 / 10, 0), (16 / 10, 0), (11 / 5, 1), (12 / 5, 1), (14 / 5, 1), (16 / 5, 1), (11 / MIN_IDLE, 2)]
+    values = [(11 / 10, 0), (12 / 10, 0), (14 / 10, 0), (16 / 10, 0), (11 / 5, 1), (12 / 5, 1), (14 / 5, 1),
+              (16 / 5, 1), (11 / MIN_IDLE, 2)]
     assert drain(index, now=10.0) == [(pytest.approx(value), order) for value, order in values]
 
 
@@ -248,7 +265,8 @@ def test_victim_index_of_nobody():
 
 
 def test_victim_index_does_not_collect_stale_entries():
-    index, holders = VictimIndex(POLICIES["retention"](COST, 32)), [Holder(order, 0, 1) for order in range(50)]
+    index = VictimIndex(POLICIES["retention"](COST, 32))
+    holders = [Holder(order, 0, 1) for order in range(50)]
     most = 0
     for now in range(5000):
         holder = holders[now % 50]
@@ -262,7 +280,8 @@ def test_victim_index_does_not_collect_stale_entries():
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_victim_index_cheapest_costs_a_few_values_for_each_victim(name):
-    """Thousands of victims at one moment: each needs the value of its key's next member and perhaps of its own next key, no more."""
+    """Thousands of victims at one moment: each needs the value of its key's next member and perhaps of its
+    own next key, no more."""
     policy, calls = POLICIES[name](COST, 32), 0
     index, value = VictimIndex(policy), policy.value
 

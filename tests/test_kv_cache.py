@@ -1,4 +1,5 @@
-"""Who is where, without a scheduler: the life of a chunk, pinning, copies in flight that are overtaken by events."""
+"""Who is where, without a scheduler: the life of a chunk, pinning, copies in flight that are overtaken by
+events."""
 from array import array
 
 import pytest
@@ -75,7 +76,8 @@ def test_life_of_a_chunk():
     finish(cache, tickets)
     assert states(a) == ["GPU_AND_CPU"] and (len(cache.free_slots), cache.available) == (4, 8)
     cache.reclaim(a)
-    assert states(a) == ["CPU"] and (len(cache.free_slots), cache.available) == (8, 8) and cache.free_places == []
+    assert states(a) == ["CPU"] and (len(cache.free_slots), cache.available) == (8, 8)
+    assert cache.free_places == []
     b = idle(cache, "b", 4, now=9.0)
     copy(cache, 1)                                              # worth more: takes the only place
     assert states(a) == [None] and states(b) == ["GPU_AND_CPU"]
@@ -144,7 +146,7 @@ def test_admit_never_reclaims_its_own_chunks():
     cache.check_integrity()
 
 
-def test_admit_acquits_condemned_chunks():
+def test_admit_clears_evictable_without_copy():
     cache = make(slots=8, places=0)
     a = idle(cache, "a", 4)
     assert cache.plan_swap_out(4, 10.0) == [] and cache.available == 8
@@ -170,7 +172,8 @@ def test_release_gives_up_what_got_no_kv():
     cache.computed(a, 0, 6)
     cache.release(a, 1.0)
     assert [chunk.filled for chunk in a.chunks] == [4, 2, 0, 0] and states(a)[2:] == [None, None]
-    assert len(slots_of(a)) == 6 and len(cache.free_slots) == 10 and len(cache.free_rows) == 4 and a.last_active == 1.0
+    assert len(slots_of(a)) == 6 and len(cache.free_slots) == 10 and len(cache.free_rows) == 4
+    assert a.last_active == 1.0
     cache.check_integrity()
 
 
@@ -184,7 +187,8 @@ def test_grow_takes_a_chunk_at_a_time_while_there_is_plenty():
         assert cache.grow(a, 2.0) and len(slots_of(a)) == a.room == held
         cache.check_integrity()
     a.tokens.append(0)
-    assert cache.available == 5 and cache.grow(a, 2.0) and len(slots_of(a)) == 9      # b could want four of the five
+    # b could want four of the five
+    assert cache.available == 5 and cache.grow(a, 2.0) and len(slots_of(a)) == 9
     cache.take_table_updates()
     cache.release(a, 3.0)
     assert len(cache.free_slots) == 13
@@ -218,7 +222,8 @@ def test_computed_outgrows_the_copy_of_a_tail():
     copy(cache, 8)
     assert states(a) == ["GPU_AND_CPU", "GPU_AND_CPU"] and len(cache.free_places) == 6
     grow_to(cache, a, 7)
-    assert states(a) == ["GPU_AND_CPU", "GPU"] and a.chunks[1].filled == 3 and a.known == 7 and len(cache.free_places) == 7
+    assert states(a) == ["GPU_AND_CPU", "GPU"] and a.chunks[1].filled == 3 and a.known == 7
+    assert len(cache.free_places) == 7
 
 
 def test_computed_books_each_chunk_of_a_span():
@@ -246,12 +251,13 @@ def test_plan_swap_out_is_cheapest_first_and_no_more_than_wanted():
     cache = make()
     idle(cache, "a", 8, now=8.0)
     idle(cache, "b", 8, now=0.0)
-    tickets = cache.plan_swap_out(9, 10.0)                      # retention: b's leading chunk, its second, then a's
+    # retention: b's leading chunk, its second, then a's
+    tickets = cache.plan_swap_out(9, 10.0)
     assert runs(tickets) == [("b", 0, 4), ("b", 4, 8), ("a", 0, 4)]
     assert [ticket.place for ticket in tickets] == [0, 1, 2]    # neighbours: one copy
     assert cache.plan_swap_out(9, 10.0) == []                   # what is on its way counts
     assert runs(cache.plan_swap_out(13, 10.0)) == [("a", 4, 8)]
-    assert cache.plan_swap_out(0, 10.0) == cache.plan_swap_out(-5, 10.0) == cache.plan_swap_out(99, 10.0) == []
+    assert all(cache.plan_swap_out(wanted, 10.0) == [] for wanted in (0, -5, 99))
     cache.check_integrity()
 
 
@@ -264,7 +270,8 @@ def test_plan_swap_out_takes_the_tail_as_it_is():
 
 @pytest.mark.parametrize("policy, copied", [
     ("retention", [("b", 0, 4)]), ("lru", [("b", 0, 4)]), ("trailing", [("b", 12, 14)]),
-    ("trailing-half", [("b", 12, 14), ("b", 8, 12)]), ("conversation", [("b", 0, 4), ("b", 4, 8), ("b", 8, 12), ("b", 12, 14)])])
+    ("trailing-half", [("b", 12, 14), ("b", 8, 12)]),
+    ("conversation", [("b", 0, 4), ("b", 4, 8), ("b", 8, 12), ("b", 12, 14)])])
 def test_the_unit_and_the_end_are_the_policys(policy, copied):
     cache = make(policy=policy)
     idle(cache, "a", 8, now=8.0)
@@ -290,11 +297,12 @@ def test_reclaim_frees_slots_and_keeps_the_copy():
     cache.check_integrity()
 
 
-def test_reclaim_drops_a_condemned_chunk():
+def test_reclaim_drops_a_chunk_that_has_no_copy():
     cache = make(slots=8, places=0)
     a = idle(cache, "a", 8)
     assert cache.plan_swap_out(3, 10.0) == []
-    assert states(a) == ["GPU", "GPU"] and cache.available == 4 and cache.stats["chunks_dropped"] == 0     # valid as long as nobody needs it
+    # valid as long as nobody needs it
+    assert states(a) == ["GPU", "GPU"] and cache.available == 4 and cache.stats["chunks_dropped"] == 0
     cache.reclaim(a)
     assert states(a) == [None, "GPU"] and len(cache.free_slots) == 4 and cache.stats["chunks_dropped"] == 1
     cache.check_integrity()
@@ -303,14 +311,15 @@ def test_reclaim_drops_a_condemned_chunk():
 # ---- a CPU tier that is full, of one chunk, or absent
 
 def full_cpu_tier(worth_more):
-    """One place, taken by an old[0:4] of idle time 10 s; `other` has one chunk worth more, or less, than that."""
+    """One place, taken by an old[0:4] of idle time 10 s; `other` has one chunk worth more, or less, than
+    that."""
     cache = make(slots=16, places=1)
     old = idle(cache, "old", 4, now=90.0)
     move_to_cpu(cache, old, 1, now=100.0)
     return cache, old, idle(cache, "other", 4, now=99.0 if worth_more else 0.0)
 
 
-def test_a_chunk_worth_less_does_not_displace_and_is_condemned():
+def test_a_chunk_worth_less_does_not_displace_and_is_evictable_without_copy():
     cache, old, other = full_cpu_tier(worth_more=False)
     assert copy(cache, 4, now=100.0) == [] and states(old) == ["CPU"]
     assert states(other) == ["GPU"] and cache.available == 16                 # to be had, but still there
@@ -330,7 +339,8 @@ def test_the_place_of_an_idle_chunk_in_both_tiers_is_never_taken():
     a, b = idle(cache, "a", 4, now=0.0), idle(cache, "b", 4, now=99.0)
     copy(cache, 4, now=100.0)
     assert states(a) == ["GPU_AND_CPU"]
-    assert cache.plan_swap_out(4, 100.0) == [] and states(a) == ["GPU_AND_CPU"] and b.chunks[0].evictable_without_copy
+    assert cache.plan_swap_out(4, 100.0) == [] and states(a) == ["GPU_AND_CPU"]
+    assert b.chunks[0].evictable_without_copy
     cache.check_integrity()
 
 
@@ -345,10 +355,11 @@ def test_the_place_of_a_running_conversation_is_taken():
     cache.check_integrity()
 
 
-def test_without_a_cpu_tier_everything_is_condemned_leading_end_first():
+def test_without_a_cpu_tier_everything_is_evictable_without_copy_leading_end_first():
     cache = make(slots=16, places=0)
     a = idle(cache, "a", 14)
-    assert cache.plan_swap_out(6, 10.0) == [] and [chunk.evictable_without_copy for chunk in a.chunks] == [True, True, False, False]
+    assert cache.plan_swap_out(6, 10.0) == []
+    assert [chunk.evictable_without_copy for chunk in a.chunks] == [True, True, False, False]
     grow_to(cache, cache.open("b"), 7)
     assert states(a) == [None, None, "GPU", "GPU"]
 
@@ -432,7 +443,8 @@ def test_slots_given_up_during_a_copy_out_are_busy_until_it_ends():
     cache, a, ticket = leaving_tail()
     slots, free = ticket.slots[:], len(cache.free_slots)
     cache.truncate(a, 4, 4)
-    assert states(a) == ["GPU_AND_CPU"] and len(cache.free_slots) == free and not set(slots) & set(cache.free_slots)
+    assert states(a) == ["GPU_AND_CPU"] and len(cache.free_slots) == free
+    assert not set(slots) & set(cache.free_slots)
     cache.check_integrity()
     cache.complete(ticket)
     assert len(cache.free_slots) == free + 2 and len(cache.free_places) == 7
@@ -475,9 +487,11 @@ def test_release_and_truncate_during_a_copy_in():
     cache.release(a, 11.0)
     cache.truncate(a, 5, 5)                                     # one token of the arriving tail survives
     cache.check_integrity()
-    assert len(cache.free_slots) == 8                           # what else the tail had is busy until the copy ends
+    # what else the tail had is busy until the copy ends
+    assert len(cache.free_slots) == 8
     finish(cache, [tail, first])
-    assert states(a) == ["GPU_AND_CPU", "GPU_AND_CPU"] and a.sources() == (5, 0) and len(cache.free_slots) == 11
+    assert states(a) == ["GPU_AND_CPU", "GPU_AND_CPU"] and a.sources() == (5, 0)
+    assert len(cache.free_slots) == 11
 
 
 def test_a_tail_that_grows_while_it_arrives():
@@ -510,7 +524,8 @@ def test_truncate_keeps_what_is_known(known, filled):
     cache = make(slots=16)
     a = idle(cache, "a", 10)
     cache.truncate(a, known + (known > 0), known)
-    assert [chunk.filled for chunk in a.chunks] == filled and a.known == known == len(slots_of(a)) == 16 - len(cache.free_slots)
+    assert [chunk.filled for chunk in a.chunks] == filled
+    assert a.known == known == len(slots_of(a)) == 16 - len(cache.free_slots)
     assert a.tokens.tolist() == list(range(min(known + (known > 0), 10)))
     cache.check_integrity()
 
@@ -545,7 +560,8 @@ def test_forget_leaves_nothing():
     a = idle(cache, "a", 10)
     move_to_cpu(cache, a, 1)
     cache.forget(a)
-    assert not cache.conversations and len(cache.free_slots) == 16 and len(cache.free_places) == 8 and cache.available == 16
+    assert not cache.conversations and len(cache.free_slots) == 16 and len(cache.free_places) == 8
+    assert cache.available == 16
     assert all(not index.members for index in cache.indexes.values())
     cache.check_integrity()
 
@@ -556,7 +572,8 @@ def test_drop_everything():
     cache.plan_swap_out(8, 10.0)
     cache.drop_everything()
     cache.check_integrity()
-    assert len(cache.free_slots) == 32 and len(cache.free_places) == 8 and not cache.in_flight and a.known == 12
+    assert len(cache.free_slots) == 32 and len(cache.free_places) == 8 and not cache.in_flight
+    assert a.known == 12
     grow_to(cache, b, 13)
 
 
@@ -660,9 +677,11 @@ def forget_half(cache, a, b):
 
 
 @pytest.mark.parametrize("corrupt", [
-    lose_a_slot, free_a_slot_in_use, share_a_slot, lose_a_place, share_a_place, believe_in_a_copy, believe_in_kv, wrong_table_entry,
+    lose_a_slot, free_a_slot_in_use, share_a_slot, lose_a_place, share_a_place, believe_in_a_copy,
+    believe_in_kv, wrong_table_entry,
     wrong_count, wrong_held, wrong_reclaimable, wrong_reclaimable_of_a_conversation, wrong_cached, lose_a_row,
-    unpin_a_running_conversation, unpin_behind_its_back, lose_a_victim, file_a_victim_wrongly, misplace_a_chunk,
+    unpin_a_running_conversation, unpin_behind_its_back, lose_a_victim, file_a_victim_wrongly,
+    misplace_a_chunk,
     know_less_than_is_cached, lose_a_ticket, forget_a_ticket, share_a_chunk_with_a_stranger, forget_half])
 def test_check_integrity_notices(corrupt):
     cache = make(slots=32)

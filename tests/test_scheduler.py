@@ -1,4 +1,5 @@
-"""Who runs in which step: hand-worked traces, and the scenarios that break such designs. Chunks of 4, at most 16 tokens a step, unless said otherwise."""
+"""Who runs in which step: hand-worked traces, and the scenarios that break such designs. Chunks of 4, at
+most 16 tokens a step, unless said otherwise."""
 import signal
 import sys
 
@@ -30,14 +31,16 @@ class Landing:
 
 
 def demote(world, name, drop=0, cpu=0, both=0):
-    """Of an idle conversation that has all its KV on the GPU: drops the first chunks, then moves some to the CPU, then copies some.
-    It must be the cheapest of all that could give some."""
-    cache, conversation, known = world.cache, world.cache.conversations[name], world.cache.conversations[name].known
+    """Of an idle conversation that has all its KV on the GPU: drops the first chunks, then moves some to
+    the CPU, then copies some. It must be the cheapest of all that could give some."""
+    cache, conversation = world.cache, world.cache.conversations[name]
+    known = conversation.known
     if drop:
         cache.drop_all(conversation)
         cache.admit(conversation, known, world.now)
         transfer(world, spans=[Span(Request(conversation, [], usage={}), 0, known)])
-        cache.computed(conversation, drop * cache.chunk_size, known)      # as if the first chunks had not been
+        # as if the first chunks had not been
+        cache.computed(conversation, drop * cache.chunk_size, known)
         cache.release(conversation, conversation.last_active)
     transfer(world, swap_out=cache.plan_swap_out((cpu + both) * cache.chunk_size, world.now))
     for _ in range(cpu):
@@ -48,7 +51,8 @@ def demote(world, name, drop=0, cpu=0, both=0):
 def transfer(world, spans=(), swap_out=()):
     """A step of the worker alone."""
     batch = Batch(0, 0)
-    batch.spans, batch.swap_out, batch.table_updates = list(spans), list(swap_out), world.cache.take_table_updates()
+    batch.spans, batch.swap_out = list(spans), list(swap_out)
+    batch.table_updates = world.cache.take_table_updates()
     for ticket in world.worker.execute(batch).landed:
         world.cache.complete(ticket)
 
@@ -80,7 +84,8 @@ def usage(gpu=0, cpu=0, recomputed=0, new=0):
 
 
 def all_free(world):
-    return len(world.cache.free_slots) == world.cache.num_slots and len(world.cache.free_places) == world.cache.num_places
+    cache = world.cache
+    return len(cache.free_slots) == cache.num_slots and len(cache.free_places) == cache.num_places
 
 
 # ---- Request.missing
@@ -98,8 +103,10 @@ def admitted(total, filled, chunk=4):
 
 @pytest.mark.parametrize("total, filled, runs", [
     (6, [0, 0], [(0, 6)]),                                      # a new prompt
-    (9, [4, 4, 0], [(8, 9)]), (8, [4, 3], [(7, 8)]),            # a decode, at the beginning of a chunk and at the end
-    (11, [0, 4, 2], [(0, 4), (10, 11)]),                        # dropped tokens at the front, the new prompt at the end
+    # a decode, at the beginning of a chunk and at the end
+    (9, [4, 4, 0], [(8, 9)]), (8, [4, 3], [(7, 8)]),
+    # dropped tokens at the front, the new prompt at the end
+    (11, [0, 4, 2], [(0, 4), (10, 11)]),
     (22, [0, 0, 4, 1, 4, 0], [(0, 8), (13, 16), (20, 22)]),     # a hole of which a part has been recomputed
     (20, [4, 0, 2, 0, 1], [(4, 8), (10, 16), (17, 20)]),        # runs are maximal
     (12, [4, 4, 4], [])])
@@ -107,7 +114,11 @@ def test_missing_by_hand(total, filled, runs):
     assert list(admitted(total, filled).missing()) == runs
 
 
-@given(st.integers(1, 5).flatmap(lambda size: st.tuples(st.just(size), st.lists(st.integers(0, size), min_size=1, max_size=8), st.integers(1, size))))
+def cases(size):
+    return st.tuples(st.just(size), st.lists(st.integers(0, size), min_size=1, max_size=8), st.integers(1, size))
+
+
+@given(st.integers(1, 5).flatmap(cases))
 def test_missing_is_every_position_without_kv_in_maximal_runs(case):
     chunk, filled, tail = case
     total = (len(filled) - 1) * chunk + tail
@@ -129,12 +140,13 @@ def test_missing_does_not_yield_what_is_arriving():
 # ---- Span, Batch.take, Batch.__str__
 
 @pytest.mark.parametrize("budget, spans, left", [
-    (20, [(0, 8), (12, 16), (18, 21)], 5), (15, [(0, 8), (12, 16), (18, 21)], 0), (13, [(0, 8), (12, 16), (18, 19)], 0),
+    (20, [(0, 8), (12, 16), (18, 21)], 5), (15, [(0, 8), (12, 16), (18, 21)], 0),
+    (13, [(0, 8), (12, 16), (18, 19)], 0),
     (12, [(0, 8), (12, 16)], 0), (8, [(0, 8)], 0), (3, [(0, 3)], 0), (0, [], 0)])
 def test_batch_take_is_left_to_right_within_the_budget(budget, spans, left):
     request, batch = admitted(21, [0, 0, 4, 0, 2, 0]), Batch(0, budget)
     batch.take(request)
-    assert [(span.request, span.start, span.end) for span in batch.spans] == [(request, start, end) for start, end in spans]
+    assert batch.spans == [(request, start, end) for start, end in spans]
     assert batch.budget == left
 
 
@@ -151,7 +163,8 @@ def test_a_span_samples_where_it_ends_its_context():
 
 
 def test_batch_str_is_the_trace():
-    """The line of the docstring. Neighbouring chunks are one run, whatever the order of the tickets; conversations by their order."""
+    """The line of the docstring. Neighbouring chunks are one run, whatever the order of the tickets;
+    conversations by their order."""
     world = World()
     a, b, d = (Request(world.cache.open(name), []) for name in "abd")
     batch = Batch(45, 16)
@@ -176,7 +189,8 @@ def test_batch_with_transfers_alone_is_true():
 # ---- the paper's figures
 
 def test_figure_5_a_context_in_four_parts():
-    """When a returns: [0:4) was dropped, [4:12) is on the CPU, [12:16) on the GPU, [16:23) is its last token and the new prompt."""
+    """When a returns: [0:4) was dropped, [4:12) is on the CPU, [12:16) on the GPU, [16:23) is its last
+    token and the new prompt."""
     world = World(slots=64, swap_threshold=0)
     world.turn("a", 13, 4)
     demote(world, "a", drop=1, cpu=2)
@@ -196,7 +210,8 @@ def test_figure_8_two_sub_requests_and_a_decode_in_one_batch():
     steps(world, 5)
     a = world.submit("a", 6, 2)
     assert traces(world) == [
-        "b[31:32] a[0:4] a[16:23] | in a[4:16] | out d[4:8]",   # 23 slots for a leave 5 to be had; the threshold wants 16
+        # 23 slots for a leave 5 to be had; the threshold wants 16
+        "b[31:32] a[0:4] a[16:23] | in a[4:16] | out d[4:8]",
         "b[32:33] a[23:24]", "b[33:34]", "b[34:35]"]
     assert a.usage == usage(cpu=12, recomputed=4, new=7)
 
@@ -248,7 +263,8 @@ def test_compose_prefills_go_on_by_arrival():
 
 
 def test_decodes_first_then_by_arrival():
-    requests = [Request(None, [], arrival=arrival, prefilling=prefilling) for arrival, prefilling in [(0, True), (1, False), (2, True), (3, False)]]
+    requests = [Request(None, [], arrival=arrival, prefilling=prefilling)
+                for arrival, prefilling in [(0, True), (1, False), (2, True), (3, False)]]
     assert [request.arrival for request in decodes_first(requests)] == [1, 3, 0, 2]
 
 
@@ -275,7 +291,8 @@ def test_compose_separate_phases_never_mixes():
 
 
 def test_a_decode_that_finds_no_slot_sits_out():
-    """b is still recovering, so a step has work without a; then both have no slot, and b, the latest, gives way."""
+    """b is still recovering, so a step has work without a; then both have no slot, and b, the latest, gives
+    way."""
     world = World(slots=20, places=0, max_batch_tokens=8, swap_threshold=0, reserve=0)
     a, b = world.submit("a", 5, 10), world.submit("b", 14, 4)
     assert traces(world, 5) == ["a[0:5] b[0:3]", "a[5:6] b[3:10]", "b[10:14]", "a[6:7]", "a[7:8]"]
@@ -322,14 +339,16 @@ def test_admit_leaves_a_reserve_for_the_growth_of_running_requests():
 
 
 def test_a_request_that_needs_nearly_the_whole_gpu_tier_among_idle_conversations():
-    """Two places: a is copied, what is worth less than that waits to be dropped, and the best 4 tokens of d are kept."""
+    """Two places: a is copied, what is worth less than that waits to be dropped, and the best 4 tokens of d
+    are kept."""
     world = World(slots=32, places=2, max_batch_tokens=32)
     for name in "abcd":
         world.turn(name, 7, 2)
     assert [states(world, name) for name in "abcd"] == [["GPU_AND_CPU"] * 2] + [["GPU"] * 2] * 3
     request = world.submit("x", 28, 4)
     assert traces(world) == ["x[0:28] | out d[4:8]", "x[28:29]", "x[29:30]", "x[30:31]"]
-    assert [states(world, name) for name in "abcd"] == [[None, "CPU"], [None, None], [None, None], [None, "CPU"]]
+    assert [states(world, name) for name in "abcd"] == [[None, "CPU"], [None, None], [None, None],
+                                                        [None, "CPU"]]
     assert request.usage == usage(new=28) and world.cache.stats["chunks_dropped"] == 6
 
 
@@ -368,7 +387,8 @@ def test_admit_does_not_count_what_the_head_itself_could_give():
     demote(world, "a", both=2)
     world.turn("b", 7, 2)
     a = world.submit("a", 3, 2)
-    assert traces(world) == [" | out b[0:4]", "a[8:12] | out b[4:8]", "a[12:13]"] and a.usage == usage(gpu=8, new=4)
+    assert traces(world) == [" | out b[0:4]", "a[8:12] | out b[4:8]", "a[12:13]"]
+    assert a.usage == usage(gpu=8, new=4)
 
 
 def test_a_chunk_in_both_tiers_costs_nothing_when_it_returns():
@@ -381,7 +401,8 @@ def test_a_chunk_in_both_tiers_costs_nothing_when_it_returns():
 
 
 def test_a_cpu_tier_of_one_chunk():
-    """Two requests grow until b gives way; b[4:8] is worth more than b[0:4] and takes the only place: b comes back in three parts."""
+    """Two requests grow until b gives way; b[4:8] is worth more than b[0:4] and takes the only place: b
+    comes back in three parts."""
     world = World(slots=16, places=1, swap_threshold=0, reserve=0)
     a, b = world.submit("a", 6, 8), world.submit("b", 6, 8)
     assert traces(world) == [
@@ -390,7 +411,8 @@ def test_a_cpu_tier_of_one_chunk():
         "a[8:9]", "a[9:10]", "a[10:11]", "a[11:12]",
         " | out b[4:8]", "a[12:13]",
         "b[0:4] b[8:9] | in b[4:8]", "b[9:10]", "b[10:11]",
-        " | out a[8:12]", "b[11:12]", "b[12:13]"]               # a[8:12] takes the place that b, running, does not need for now
+        # a[8:12] takes the place that b, running, does not need for now
+        " | out a[8:12]", "b[11:12]", "b[12:13]"]
     assert b.generated == undisturbed((b.prompt, 8))[0] and a.generated == undisturbed((a.prompt, 8))[0]
 
 
@@ -402,12 +424,14 @@ def test_without_a_cpu_tier_a_suspended_request_is_recomputed():
         "a[0:6] b[0:6]", "a[6:7] b[6:7]", "a[7:8] b[7:8]",
         "a[8:9]", "a[9:10]", "a[10:11]", "a[11:12]", "a[12:13]",
         "b[0:9]", "b[9:10]", "b[10:11]", "b[11:12]", "b[12:13]"]
-    assert b.usage == usage(new=6) and b.generated == undisturbed((b.prompt, 8))[0]      # usage is that of its first admission
+    # usage is that of its first admission
+    assert b.usage == usage(new=6) and b.generated == undisturbed((b.prompt, 8))[0]
     assert world.scheduler.stats["suspensions"] == 1 and world.scheduler.stats["prompt_tokens_new"] == 12
 
 
 def test_a_full_cpu_tier_keeps_what_is_worth_more():
-    """Both places hold late chunks of old; young's leading one is worth less: dropped when its slots are taken, not before."""
+    """Both places hold late chunks of old; young's leading one is worth less: dropped when its slots are
+    taken, not before."""
     world = World(slots=32, places=2, swap_threshold=0)
     world.turn("old", 22, 3)
     demote(world, "old", drop=4, cpu=2)
@@ -417,7 +441,8 @@ def test_a_full_cpu_tier_keeps_what_is_worth_more():
     assert traces(world, 1) == ["x[0:16]"] and states(world, "young") == ["GPU", "GPU"]
     world.scheduler.threshold_slots = 4
     assert traces(world) == ["x[16:24]"] and states(world, "young") == ["GPU", "GPU"]
-    assert world.cache.conversations["young"].chunks[0].evictable_without_copy and world.cache.stats["chunks_dropped"] == 0
+    assert world.cache.conversations["young"].chunks[0].evictable_without_copy
+    assert world.cache.stats["chunks_dropped"] == 0
     world.cache.forget(world.cache.conversations["x"])
     world.submit("y", 25, 1)
     world.run()
@@ -435,7 +460,8 @@ def test_nobody_overtakes_the_head():
     steps(world, 1)
     world.submit("b", 8, 2)
     world.submit("c", 1, 2)
-    assert traces(world) == ["a[12:13]", "a[13:14]", " | out a[0:4]", "b[0:8] | out a[4:8]", "b[8:9] | out a[8:12]",
+    assert traces(world) == ["a[12:13]", "a[13:14]", " | out a[0:4]", "b[0:8] | out a[4:8]",
+                             "b[8:9] | out a[8:12]",
                              "c[0:1]", "c[1:2]"]
 
 
@@ -461,7 +487,8 @@ def test_a_waiting_conversation_is_not_a_victim_while_an_idle_one_is_there():
         world.turn(name, 7, 2)
     world.submit("x", 8, 2)
     world.submit("a", 1, 2)
-    assert traces(world) == [" | out b[0:8]", "x[0:8] | out c[0:4]", "x[8:9] | out c[4:8]", "a[8:10]", "a[10:11]"]
+    assert traces(world) == [" | out b[0:8]", "x[0:8] | out c[0:4]", "x[8:9] | out c[4:8]", "a[8:10]",
+                             "a[10:11]"]
 
 
 def test_a_turn_that_outgrows_the_limit_while_it_waits_fails_alone():
@@ -470,7 +497,8 @@ def test_a_turn_that_outgrows_the_limit_while_it_waits_fails_alone():
     other = world.submit("b", 5, 3)
     world.run()
     assert second.finish_reason == "failed" and isinstance(second.error, ValueError) and second.usage is None
-    assert "16 tokens" in str(second.error) and "max_tokens=4" in str(second.error) and "limit of 16" in str(second.error)
+    assert "16 tokens" in str(second.error) and "max_tokens=4" in str(second.error)
+    assert "limit of 16" in str(second.error)
     assert second.outbox.get_nowait() is None
     assert [first.generated, third.generated] == undisturbed((first.prompt, 6), (third.prompt, 2))
     assert third.usage == usage(gpu=10, new=2) and len(other.generated) == 3
@@ -510,7 +538,8 @@ def test_stop_ids_and_stop_strings_end_a_reply():
         world.scheduler.submit(request)
     world.run()
     for request in by_id, by_text:
-        assert request.generated == expected[:4] and request.finish_reason == "stop" and request.outbox.get_nowait() is None
+        assert request.generated == expected[:4] and request.finish_reason == "stop"
+        assert request.outbox.get_nowait() is None
         assert request.conversation.tokens.tolist() == list(range(6)) + expected[:4]
 
 
@@ -522,19 +551,22 @@ def test_a_prompt_that_is_asked_several_times_is_computed_once():
     prompt = list(range(22))
     first = world.submit("a", prompt, 2)
     others = [world.submit(name, prompt, 2, like=first) for name in "bd"]
-    assert world.run() == ["step 0  a[0:16]", "step 1  a[16:22]", "step 2  a[22:23] b[20:22] d[20:22]", "step 3  b[22:23] d[22:23]"]
+    assert world.run() == ["step 0  a[0:16]", "step 1  a[16:22]", "step 2  a[22:23] b[20:22] d[20:22]",
+                           "step 3  b[22:23] d[22:23]"]
     assert [request.usage["gpu"] for request in (first, *others)] == [0, 20, 20]
     assert len({tuple(request.generated) for request in (first, *others)}) == 1
     assert [request.times for request in (first, *others)] == [[2, 3], [3, 4], [3, 4]]
 
 
 def test_a_prompt_that_fills_most_slots_is_shared_at_once():
-    """What the others share is their own when they ask for slots: it is neither copied out for them nor has to fit once more."""
+    """What the others share is their own when they ask for slots: it is neither copied out for them nor has
+    to fit once more."""
     world = World(slots=32, rows=4, swap_threshold=0)
     first = world.submit("a", list(range(22)), 2)
     for name in "bd":
         world.submit(name, list(range(22)), 2, like=first)
-    assert world.run() == ["step 0  a[0:16]", "step 1  a[16:22]", "step 2  a[22:23] b[20:22] d[20:22]", "step 3  b[22:23] d[22:23]"]
+    assert world.run() == ["step 0  a[0:16]", "step 1  a[16:22]", "step 2  a[22:23] b[20:22] d[20:22]",
+                           "step 3  b[22:23] d[22:23]"]
 
 
 def test_whoever_repeats_a_prompt_does_not_wait_for_one_that_has_ended():
@@ -544,7 +576,8 @@ def test_whoever_repeats_a_prompt_does_not_wait_for_one_that_has_ended():
     other = world.submit("b", list(range(22)), 2, like=first)
     world.step()
     world.scheduler.cancel(first, world.now)
-    assert world.run() == ["step 1  b[0:16]", "step 2  b[16:22]", "step 3  b[22:23]"] and other.usage["new"] == 22
+    assert world.run() == ["step 1  b[0:16]", "step 2  b[16:22]", "step 3  b[22:23]"]
+    assert other.usage["new"] == 22
     stateless = World(slots=64, stateless=True)
     first = stateless.submit("a", list(range(10)), 1)
     other = stateless.submit("b", list(range(10)), 1, like=first)
@@ -566,16 +599,19 @@ def test_account_yields_each_token_and_counts():
     a, b = world.submit("a", 4, 2), world.submit("b", 20, 1)
     while world.scheduler.busy:
         batch = world.scheduler.schedule(0.0)
-        pairs += [(request, token) for request, token in world.scheduler.account(batch, world.worker.execute(batch), 0.0)]
-    assert pairs == [(a, a.generated[0]), (a, a.generated[1]), (b, b.generated[0])] and world.scheduler.steps == 2
-    assert world.scheduler.stats == dict(prompt_tokens_gpu=0, prompt_tokens_cpu=0, prompt_tokens_recomputed=0, prompt_tokens_new=24,
+        pairs += world.scheduler.account(batch, world.worker.execute(batch), 0.0)
+    assert pairs == [(a, a.generated[0]), (a, a.generated[1]), (b, b.generated[0])]
+    assert world.scheduler.steps == 2
+    assert world.scheduler.stats == dict(prompt_tokens_gpu=0, prompt_tokens_cpu=0,
+                                         prompt_tokens_recomputed=0, prompt_tokens_new=24,
                                          generated_tokens=3, suspensions=0, finished=2, cancelled=0)
 
 
 # ---- give_way, suspend
 
 def recovering_pair():
-    """a and b, both recovering a dropped history of 8 tokens, 4 a step; together they need all slots but two."""
+    """a and b, both recovering a dropped history of 8 tokens, 4 a step; together they need all slots but
+    two."""
     world = World(slots=24, places=0, max_batch_tokens=4, swap_threshold=0, reserve=0)
     for name in "ab":
         world.turn(name, 7, 2)
@@ -584,10 +620,12 @@ def recovering_pair():
 
 
 def test_two_half_recovered_requests_exhaust_the_slots():
-    """Each gets all its slots or none at admission, so both recover; when both need one more, the latest arrival gives way, not the oldest."""
+    """Each gets all its slots or none at admission, so both recover; when both need one more, the latest
+    arrival gives way, not the oldest."""
     world, a, b = recovering_pair()
     trace = traces(world)
-    assert trace[:9] == ["a[0:4]", "a[4:8]", "a[8:11] b[0:1]", "a[11:12] b[1:4]", "a[12:13] b[4:7]", "b[7:11]", "a[13:14]", "a[14:15]", "a[15:16]"]
+    assert trace[:9] == ["a[0:4]", "a[4:8]", "a[8:11] b[0:1]", "a[11:12] b[1:4]", "a[12:13] b[4:7]",
+                         "b[7:11]", "a[13:14]", "a[14:15]", "a[15:16]"]
     assert world.scheduler.stats["suspensions"] == 1
     assert [r.usage for r in (a, b)] == [usage(recomputed=8, new=3)] * 2
     for request in a, b:
@@ -596,7 +634,8 @@ def test_two_half_recovered_requests_exhaust_the_slots():
 
 
 def test_give_way_suspends_nobody_while_an_idle_conversation_has_a_chunk():
-    """No copy can be made, so idle's only chunk is dropped when b finds no slot; when that is used up, b, the latest, gives way."""
+    """No copy can be made, so idle's only chunk is dropped when b finds no slot; when that is used up, b,
+    the latest, gives way."""
     world = World(slots=16, places=0, swap_threshold=0, reserve=0)
     world.turn("idle", 3, 2)
     a, b = world.submit("a", 6, 8), world.submit("b", 5, 8)
@@ -604,7 +643,8 @@ def test_give_way_suspends_nobody_while_an_idle_conversation_has_a_chunk():
     assert states(world, "idle") == ["GPU"]
     assert traces(world, 2) == ["a[7:8] b[5:6]", "a[8:9] b[6:7]"]
     assert states(world, "idle") == [None] and world.scheduler.stats["suspensions"] == 0
-    assert traces(world, 1) == ["a[9:10]"] and world.scheduler.stats["suspensions"] == 1 and world.scheduler.running == [a]
+    assert traces(world, 1) == ["a[9:10]"] and world.scheduler.stats["suspensions"] == 1
+    assert world.scheduler.running == [a]
     world.run()
     assert world.scheduler.stats["suspensions"] == 1 and [b.generated] == undisturbed((b.prompt, 8))
 
@@ -629,11 +669,14 @@ def test_suspend_in_the_middle_of_a_hole():
     free = len(world.cache.free_slots)
     world.scheduler.suspend(b, world.now)
     world.cache.check_integrity()
-    assert states(world, "b") == ["GPU", "GPU", None] and [c.filled for c in b.conversation.chunks] == [4, 3, 0]
-    assert len(world.cache.free_slots) == free + 4 and world.scheduler.running == [a] and b.conversation.waiting
+    assert states(world, "b") == ["GPU", "GPU", None]
+    assert [c.filled for c in b.conversation.chunks] == [4, 3, 0]
+    assert len(world.cache.free_slots) == free + 4 and world.scheduler.running == [a]
+    assert b.conversation.waiting
     assert world.scheduler.stats["suspensions"] == 1
     world.run()
-    assert b.usage == usage(recomputed=8, new=3) and b.generated == [answer(b.conversation.tokens[:11 + i]) for i in range(8)]
+    assert b.usage == usage(recomputed=8, new=3)
+    assert b.generated == [answer(b.conversation.tokens[:11 + i]) for i in range(8)]
 
 
 def test_suspend_returns_the_request_to_its_place_in_the_queue():
@@ -672,17 +715,20 @@ def history():
 
 def snapshot(world):
     a = world.cache.conversations["a"]
-    return a.tokens.tolist(), a.known, [c and (c.filled, c.state) for c in a.chunks], len(world.cache.free_slots), len(world.cache.free_places)
+    chunks, cache = [(chunk.filled, chunk.state) for chunk in a.chunks], world.cache
+    return a.tokens.tolist(), a.known, chunks, len(cache.free_slots), len(cache.free_places)
 
 
 def check_no_trace(world, before, request):
     """All is as before the turn, and the next one runs as if it had not been."""
     assert request.finish_reason == "cancelled" and snapshot(world) == before
-    assert not world.scheduler.busy and not world.cache.conversations["a"].waiting and not world.scheduler.running
+    assert not world.scheduler.busy and not world.cache.conversations["a"].waiting
+    assert not world.scheduler.running
     world.cache.check_integrity()
     again, twin = world.turn("a", 3, 2)[0], history()
     twin.turn("a", again.prompt, 2)
-    assert again.usage == usage(gpu=6, new=4) and again.conversation.tokens == twin.cache.conversations["a"].tokens
+    assert again.usage == usage(gpu=6, new=4)
+    assert again.conversation.tokens == twin.cache.conversations["a"].tokens
 
 
 def test_cancel_a_queued_request():
@@ -740,7 +786,8 @@ def test_cancel_twice_or_too_late_is_nothing():
     world.run()
     after = snapshot(world)
     world.scheduler.cancel(request, world.now)
-    assert snapshot(world) == after and request.finish_reason == "length" and world.scheduler.stats["cancelled"] == 0
+    assert snapshot(world) == after and request.finish_reason == "length"
+    assert world.scheduler.stats["cancelled"] == 0
 
 
 def test_cancel_with_an_error_has_failed():
@@ -760,7 +807,8 @@ def test_a_tail_that_grows_while_it_is_being_copied_out():
     world.submit("b", 2, 9)
     assert traces(world, 1) == ["b[0:2] | out a[0:6]"]
     world.submit("a", 1, 1)
-    assert traces(world, 1) == ["b[2:3] a[6:8]"]                # its tail is full now, the copy of two tokens is on its way
+    # its tail is full now, the copy of two tokens is on its way
+    assert traces(world, 1) == ["b[2:3] a[6:8]"]
     world.worker.land.open = True
     steps(world, 1)
     assert states(world, "a") == ["GPU_AND_CPU", "GPU"]
@@ -772,7 +820,8 @@ def test_a_tail_that_grows_while_it_is_being_copied_out():
 
 
 def test_a_tail_truncated_and_regrown_to_the_same_length_while_it_is_being_copied_out():
-    """ABA: a turn is suspended, its tail is being copied; it is cancelled, and another turn fills the tail as far, with other tokens."""
+    """ABA: a turn is suspended, its tail is being copied; it is cancelled, and another turn fills the tail
+    as far, with other tokens."""
     world = World(slots=32, land=Landing(), swap_threshold=0)
     world.turn("a", 5, 1)
     first = world.submit("a", 1, 4)
@@ -780,7 +829,8 @@ def test_a_tail_truncated_and_regrown_to_the_same_length_while_it_is_being_copie
     world.scheduler.suspend(first, world.now)
     demote(world, "a", both=1)                                  # a[0:4] has landed
     tail = world.cache.conversations["a"].chunks[1]
-    idle_span = Span(Request(world.cache.open("nobody"), []), 0, 0)         # so that the worker waits for no copy
+    # so that the worker waits for no copy
+    idle_span = Span(Request(world.cache.open("nobody"), []), 0, 0)
     transfer(world, spans=[idle_span], swap_out=world.cache.plan_swap_out(8, world.now))
     ticket = tail.ticket
     world.scheduler.cancel(first, world.now)
@@ -835,7 +885,8 @@ def test_a_conversation_that_goes_away_during_a_copy_in(way):
     world.scheduler.cancel(request, world.now)
     if way == "forget":
         world.cache.forget(world.cache.conversations["a"])
-        assert len(world.cache.free_slots) == 32 - 12 and len(world.cache.free_places) == 8 - 3      # busy until the copies end
+        # busy until the copies end
+        assert len(world.cache.free_slots) == 32 - 12 and len(world.cache.free_places) == 8 - 3
     world.cache.check_integrity()
     again = world.submit("a", 3, 2)
     steps(world, 1)
@@ -848,8 +899,10 @@ def test_ahead_of_time_copying_never_destroys_a_valid_gpu_copy():
     world = World(slots=32, places=2, swap_threshold=1.0)
     world.turn("a", 15, 2)
     world.submit("b", 2, 9)
-    steps(world, 5)                                             # two chunks copied, two condemned, for want of places; slots are free
-    assert states(world, "a") == ["GPU_AND_CPU"] * 2 + ["GPU"] * 2 and world.cache.conversations["a"].sources() == (16, 0)
+    # two chunks copied, two evictable without a copy, for want of places; slots are free
+    steps(world, 5)
+    assert states(world, "a") == ["GPU_AND_CPU"] * 2 + ["GPU"] * 2
+    assert world.cache.conversations["a"].sources() == (16, 0)
     a = world.submit("a", 1, 1)
     world.run()
     assert a.usage == usage(gpu=16, new=2)
@@ -862,7 +915,8 @@ def test_the_place_of_an_idle_copied_chunk_is_not_taken_that_of_a_running_conver
     world.turn("b", 7, 2)
     world.scheduler.threshold_slots = 40
     world.submit("c", 2, 9)
-    assert traces(world, 2) == ["c[0:2]", "c[2:3]"] and states(world, "a") == ["GPU_AND_CPU"] * 2      # b is condemned instead
+    # b is evictable without a copy instead
+    assert traces(world, 2) == ["c[0:2]", "c[2:3]"] and states(world, "a") == ["GPU_AND_CPU"] * 2
     world.turn("b", 1, 1)
     world.submit("d", 2, 9)
     a = world.submit("a", 1, 9)
@@ -892,8 +946,10 @@ def bytecodes(function):
 
 
 def world_of_idlers(others, context):
-    """A request that decodes with so many tokens of context, among idle conversations with a chunk on the CPU and one on the GPU."""
-    world = World(slots=8 * others + context + 64, places=2 * others, max_batch_tokens=2 * context, swap_threshold=0)
+    """A request that decodes with so many tokens of context, among idle conversations with a chunk on the
+    CPU and one on the GPU."""
+    world = World(slots=8 * others + context + 64, places=2 * others, max_batch_tokens=2 * context,
+                  swap_threshold=0)
     cache = world.cache
     for i in range(others):
         conversation = cache.open(f"idle{i}", range(8))

@@ -14,7 +14,8 @@ def make(slots=32, places=8, chunk=4, rows=4, policy="retention", max_context=64
 # ---- KVCache.fork
 
 def forked(cache, shared=8, own=4, now=0.0):
-    """b shares the first `shared` tokens of a, which has 4 more; b computes `own` tokens of its own, and both are idle since `now`."""
+    """b shares the first `shared` tokens of a, which has 4 more; b computes `own` tokens of its own, and
+    both are idle since `now`."""
     a = idle(cache, "a", shared + 4, now)
     b = cache.fork(a, "b", a.tokens[:shared + 1])
     if own:
@@ -27,8 +28,10 @@ def test_fork_shares_full_chunks_and_the_child_computes_its_own_tail():
     cache = make()
     a = idle(cache, "a", 14)
     b = cache.fork(a, "b", a.tokens[:11])                       # a[8:11) is part of a chunk: recomputed
-    assert b.chunks == a.chunks[:2] and b.sources() == (8, 0) and b.known == 10 and len(cache.free_slots) == 32 - 14
-    assert a.holders[1:] == b.holders[1:] and [(stem.users, stem.held) for stem in b.holders[1:]] == [(2, 4)] * 2
+    assert b.chunks == a.chunks[:2] and b.sources() == (8, 0) and b.known == 10
+    assert len(cache.free_slots) == 32 - 14
+    assert a.holders[1:] == b.holders[1:]
+    assert [(stem.users, stem.held) for stem in b.holders[1:]] == [(2, 4)] * 2
     assert (a.held, b.held) == (6, 0)
     assert cache.shortfall(b, 12, 0) == 4 - (32 - 14)
     cache.take_table_updates()
@@ -39,7 +42,8 @@ def test_fork_shares_full_chunks_and_the_child_computes_its_own_tail():
 
 
 @pytest.mark.parametrize("tokens, shared", [
-    (range(13), 3), (range(12), 2), (range(9), 2), (range(8), 1), (range(3), 0), ((), 0), ([*range(6), 99, *range(7, 13)], 1), ([99], 0),
+    (range(13), 3), (range(12), 2), (range(9), 2), (range(8), 1), (range(3), 0), ((), 0),
+    ([*range(6), 99, *range(7, 13)], 1), ([99], 0),
     (range(40), 3)])
 def test_fork_shares_no_more_than_both_begin_with(tokens, shared):
     """The last token of the child was sampled, never fed: it is not shared."""
@@ -69,7 +73,8 @@ def test_fork_shares_a_chunk_wherever_it_is(state):
     assert b.chunks == a.chunks[:2]
     for ticket in list(cache.in_flight):
         cache.complete(ticket)
-    assert states(b)[0] == states(a)[0] == {"leaving": "GPU_AND_CPU", "arriving": "GPU_AND_CPU", None: "GPU"}.get(state, state)
+    assert states(b)[0] == states(a)[0] == {"leaving": "GPU_AND_CPU", "arriving": "GPU_AND_CPU",
+                                            None: "GPU"}.get(state, state)
     cache.check_integrity()
     cache.admit(b, 9, 11.0)
     assert slots_of(b)[:8] == slots_of(a)[:8]
@@ -88,7 +93,8 @@ def test_a_shared_chunk_is_pinned_while_any_owner_runs():
     cache.release(b, 12.0)
     assert runs(cache.plan_swap_out(99, 12.0)) == [("a", 0, 4), ("a", 4, 8)]
     finish(cache, list(cache.in_flight))
-    assert cache.available == 16 and cache.shortfall(a, 12, 0) == cache.shortfall(b, 12, 0) == -4      # what it has is no help
+    # what it has is no help
+    assert cache.available == 16 and cache.shortfall(a, 12, 0) == cache.shortfall(b, 12, 0) == -4
 
 
 def test_a_shared_chunk_is_worth_as_many_times_as_it_has_owners():
@@ -127,7 +133,8 @@ def test_a_shared_chunk_is_as_idle_as_its_most_recently_active_owner():
 def test_a_trailing_policy_takes_a_shared_chunk_when_nothing_is_behind_it(policy):
     cache = make(slots=64, places=16, policy=policy)
     a, b = forked(cache, shared=28, own=4)                      # the longest first, says trailing-half
-    c = cache.fork(a, "c", a.tokens[:17])                       # shares the first half of that: a stem of a stem
+    # shares the first half of that: a stem of a stem
+    c = cache.fork(a, "c", a.tokens[:17])
     grow_to(cache, c, 20)
     copied = runs(cache.plan_swap_out(99, 10.0))
     assert set(copied[:2]) <= {("a", 28, 32), ("b", 28, 32), ("c", 16, 20)} and len(copied) == 10
@@ -148,10 +155,13 @@ def test_a_trailing_policy_takes_a_shared_chunk_when_nothing_is_behind_it(policy
 def test_what_one_owner_gives_up_stays_with_the_others():
     cache = make()
     a, b = forked(cache)
-    cache.truncate(a, 7, 6)                                     # before the branch point, in the middle of a chunk
-    assert a.chunks == b.chunks[:1] and states(b) == ["GPU"] * 3 and [stem.users for stem in a.holders[1:]] == [2]
+    # before the branch point, in the middle of a chunk
+    cache.truncate(a, 7, 6)
+    assert a.chunks == b.chunks[:1] and states(b) == ["GPU"] * 3
+    assert [stem.users for stem in a.holders[1:]] == [2]
     cache.forget(a)
-    assert [stem.users for stem in b.holders[1:]] == [1] * 2 and len(cache.free_slots) == 32 - 12 and not cache.cold_conversations()
+    assert [stem.users for stem in b.holders[1:]] == [1] * 2 and len(cache.free_slots) == 32 - 12
+    assert not cache.cold_conversations()
     assert runs(cache.plan_swap_out(4, 10.0)) == [("b", 0, 4)]   # its own frontier
     cache.check_integrity()
     cache.forget(b)
@@ -247,7 +257,8 @@ def test_drop_everything():
     cache.plan_swap_out(8, 10.0)
     cache.drop_everything()
     cache.check_integrity()
-    assert len(cache.free_slots) == 32 and len(cache.free_places) == 8 and not cache.in_flight and a.known == 12
+    assert len(cache.free_slots) == 32 and len(cache.free_places) == 8 and not cache.in_flight
+    assert a.known == 12
     assert a.chunks == b.chunks[:1] == cache.designated.chunks and not a.sources()[0]
     grow_to(cache, b, 13)
 
@@ -256,7 +267,8 @@ def test_drop_everything():
 
 @pytest.mark.parametrize("length, shared", [(7, 1), (8, 1), (9, 2), (4, 0)])
 def test_a_child_keeps_the_last_token_of_a_shared_prompt_for_itself(length, shared):
-    """Its reply is sampled there. A prompt of whole chunks that was shared entirely would leave nothing to compute."""
+    """Its reply is sampled there. A prompt of whole chunks that was shared entirely would leave nothing to
+    compute."""
     cache = make()
     leader, child = cache.open("leader"), cache.open("child")
     cache.extend(leader, range(length))
@@ -305,13 +317,15 @@ def lose_a_stem(cache, stem, b):
     cache.indexes["reclaim"].discard(stem.order)
 
 
-@pytest.mark.parametrize("corrupt", [miscount_users, miscount_pins, miscount_waiting, forget_a_holder, lose_a_stem])
+@pytest.mark.parametrize("corrupt", [miscount_users, miscount_pins, miscount_waiting, forget_a_holder,
+                                     lose_a_stem])
 def test_check_integrity_notices(corrupt):
     cache = make()
     b = idle(cache, "b", 14)
     copy(cache, 4)
     cache.plan_swap_out(4, 10.0)
-    cache.fork(b, "c", range(9))                                # shares what has been copied and what is being copied
+    # shares what has been copied and what is being copied
+    cache.fork(b, "c", range(9))
     cache.check_integrity()
     corrupt(cache, b.holders[1], b)
     with pytest.raises(AssertionError):
