@@ -279,7 +279,7 @@ class KVCache:
         return [self._begin_copy(conversation, chunk, "in", chunk.place) for chunk in arriving]
 
     def grow(self, conversation: Conversation, now: float) -> bool:
-        """Give a running conversation slots for the tokens that it has grown by. False if there are not enough.
+        """Give a running conversation slots for the tokens that it has grown by. False if there are too few.
 
         While every running conversation could get a whole chunk, this one gets all slots of its last chunk at
         once. Then it asks again only 32 tokens later. When slots are rare, it gets one at a time."""

@@ -39,7 +39,7 @@ class Request:
     generated: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)        # when each of them was sampled
     logprobs: list = field(default_factory=list)   # what the worker reports of each of them, if asked to
-    before: tuple[int, int] | None = None          # the conversation's (tokens, known) before the prompt joined
+    before: tuple[int, int] | None = None          # (tokens, known) before the prompt joined them
     usage: dict | None = None                      # by SOURCES, fixed at first admission
     admitted: float | None = None                  # when that was
     prefilling: bool = False                       # admitted, and no token sampled since

@@ -115,7 +115,8 @@ def test_missing_by_hand(total, filled, runs):
 
 
 def cases(size):
-    return st.tuples(st.just(size), st.lists(st.integers(0, size), min_size=1, max_size=8), st.integers(1, size))
+    filled = st.lists(st.integers(0, size), min_size=1, max_size=8)
+    return st.tuples(st.just(size), filled, st.integers(1, size))
 
 
 @given(st.integers(1, 5).flatmap(cases))
