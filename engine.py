@@ -164,8 +164,7 @@ class Engine(Chat):
                 watcher(batch)
             if batch or self.cache.in_flight:
                 if result := self._execute(batch):
-                    for request, token in self.scheduler.account(batch, result, self.clock()):
-                        request.outbox.put(token)
+                    self.scheduler.account(batch, result, self.clock())
             self._let_go_of_the_cold()
             if self.debug:
                 self.cache.check_integrity()
@@ -433,7 +432,7 @@ class Engine(Chat):
 
     def _forget_kv(self, name):
         if conversation := self.cache.conversations.get(name):
-            for request in list(self.scheduler.turns.get(conversation.order, ())):
+            for request in list(self.scheduler.unfinished.get(conversation.order, ())):
                 self.scheduler.cancel(request, self.clock())
             self.cache.forget(conversation)
 
@@ -444,7 +443,7 @@ class Engine(Chat):
             cache, scheduler = self.cache, self.scheduler
             return dict(**scheduler.stats, **cache.stats, **getattr(self.worker, "stats", dict)(), steps=scheduler.steps, slots_total=cache.num_slots, slots_free=len(cache.free_slots),
                         cpu_chunks_total=cache.num_places, cpu_chunks_free=len(cache.free_places), running=len(scheduler.running),
-                        waiting=sum(map(len, scheduler.turns.values())) - len(scheduler.running), conversations=len(cache.conversations))
+                        waiting=sum(map(len, scheduler.unfinished.values())) - len(scheduler.running), conversations=len(cache.conversations))
         return self.call(read)
 
     def close(self):

@@ -506,6 +506,5 @@ def timed_step(engine: Engine) -> tuple[float, float]:
     scheduled = time.perf_counter()
     result = engine.worker.execute(batch)
     executed = time.perf_counter()
-    for request, token in engine.scheduler.account(batch, result, engine.clock()):
-        request.outbox.put(token)
+    engine.scheduler.account(batch, result, engine.clock())
     return time.perf_counter() - executed + scheduled - begin, engine.clock() - now
