@@ -770,6 +770,7 @@ def test_cancel_a_suspended_request():
     steps(world, 2)
     world.scheduler.suspend(request, world.now)
     world.scheduler.cancel(request, world.now)
+    world.scheduler.prepare_head(world.now)
     assert world.scheduler.head() is None
     check_no_trace(world, before, request)
 
