@@ -230,7 +230,7 @@ class KVCache:
         conversation.known = min(conversation.known, known)
         for chunk in conversation.chunks[known // self.chunk_size:]:
             kept = max(known - chunk.index * self.chunk_size, 0)
-            chunk.filled = min(chunk.filled, kept)      # of a copy on the CPU the first `kept` tokens stay right
+            chunk.filled = min(chunk.filled, kept)      # a copy on the CPU stays right for these
             self._trim(chunk)
         del conversation.chunks[chunks_for(known, self.chunk_size):]
 
@@ -586,6 +586,9 @@ class KVCache:
                 index.file(self._member(conversation, move))
             else:
                 index.discard(conversation.order)
+        self._note_cold(conversation)
+
+    def _note_cold(self, conversation: Conversation):
         if self._is_cold(conversation):
             self.cold[conversation.order] = conversation
         else:

@@ -189,9 +189,9 @@ class SharingCache(KVCache):
 
     def _reindex(self, conversation: Conversation):
         super()._reindex(conversation)
-        if isinstance(conversation, Stem) and not conversation.present:
-            for user in conversation.used_by.values():          # they may be cold now
-                super()._reindex(user)
+        if isinstance(conversation, Stem) and conversation.pins < math.inf:
+            for user in conversation.used_by.values():          # they may be cold now, or cold no more
+                self._note_cold(user)
 
     def _is_cold(self, conversation: Conversation) -> bool:
         """No stem is cold, and no conversation while a chunk that it shares is cached and may be evicted."""
