@@ -2,17 +2,17 @@
 
 A figure is a function (device, seed) -> (rows, ratios):
 
-    kernel        attention: the paper's Figure 12, decodes, prompts, a mixed batch (the rivals are in rivals.py)
+    kernel        attention: Figure 12, decodes, prompts, a mixed batch (rivals.py has the baselines)
     swap          copies between the tiers: alone, and behind a step
     step          decodes and prompts through the whole engine
     scheduling    the host's work for a step, beside many idle conversations
 
-On CUDA the sizes are the paper's; on a CPU they are small, so the same code runs anywhere in a minute or two.
-`machine` measures the rates that a simulation of this machine needs.
+On CUDA the sizes are the paper's; on a CPU they are small, so the same code runs anywhere in a minute
+or two. `machine` measures the rates that a simulation of this machine needs.
 
 Rules of measuring: systems that we compare run in turns, and we take medians. The same run measures the
-device's own bandwidth of copies and rate of matrix products. `share` is the time that the bytes and the flops
-need at those rates, whichever is longer, divided by the time taken: 1.0 is the limit of the hardware.
+device's own bandwidth of copies and rate of matrix products. `share` is the time that the bytes and the
+flops need at those rates, whichever is longer, divided by the time taken: 1.0 is the hardware's limit.
 """
 import math
 import time
@@ -95,7 +95,10 @@ class Bench:
     def __init__(self, device: str):
         self.device, self.cuda = device, device != "cpu"
         self.rows, self.ratios = [], []
-        self.dtype, size, width = (torch.bfloat16, 2**31, 8192) if self.cuda else (torch.float32, 2**27, 1024)
+        if self.cuda:
+            self.dtype, size, width = torch.bfloat16, 2**31, 8192
+        else:
+            self.dtype, size, width = torch.float32, 2**27, 1024
         source = torch.ones(size, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         # Random, because a product of ones takes less power, and so runs faster than any real one.
@@ -105,7 +108,8 @@ class Bench:
         self.bandwidth = 2 * size / taken["copy"]
         self.flops = 2 * width**3 / taken["product"]
 
-    def scene(self, model: str, q_len: list[int], kv_len: list[int], seed: int, shuffled: bool = True) -> Scene:
+    def scene(self, model: str, q_len: list[int], kv_len: list[int], seed: int,
+              shuffled: bool = True) -> Scene:
         return Scene(self.device, self.dtype, model, q_len, kv_len, seed, shuffled)
 
     def row(self, system: str, model: str, dataset: str, context: int, seconds: float,
@@ -113,13 +117,14 @@ class Bench:
         """Add a row and return it. moved: bytes that must be read or written."""
         floor = max(moved / self.bandwidth, flops / self.flops)
         self.rows.append(dict(
-            system=system, model=model, dataset=dataset, context=context, seconds=seconds, share=floor / seconds,
+            system=system, model=model, dataset=dataset, context=context, seconds=seconds,
+            share=floor / seconds,
             gbytes_per_second=moved / seconds / 1e9, copy_gbytes_per_second=self.bandwidth / 1e9,
             tflops=flops / seconds / 1e12, matmul_tflops=self.flops / 1e12))
         return self.rows[-1]
 
     def ratio(self, name: str, ours: float, must: float | None = None, on: str = "cuda"):
-        """Add a ratio. must: the value that we want to reach on the device `on` (a Hopper GPU, or a CPU)."""
+        """Add a ratio. must: the value that we want to reach on `on`: "cuda" (a Hopper GPU) or "cpu"."""
         if on != self.device:
             must = None
         self.ratios.append(dict(name=name, paper=None, ours=ours, how="measured", must=must))
@@ -130,7 +135,8 @@ class Bench:
 def compare(bench: Bench, dataset: str, scene: Scene, runs: dict[str, Callable]) -> dict[str, dict]:
     """Measure the runs in turns -> their rows, by name."""
     taken = in_turns(bench.device, runs, repeats=20 if bench.cuda else 5)
-    return {name: bench.row(name, scene.model, dataset, max(scene.kv_len), seconds, scene.moved, scene.flops)
+    context = max(scene.kv_len)
+    return {name: bench.row(name, scene.model, dataset, context, seconds, scene.moved, scene.flops)
             for name, seconds in taken.items()}
 
 
@@ -259,8 +265,10 @@ def one_way(bench: Bench, model: str, pool: KVPool, slots: list[int], chunks: in
     for name, seconds in taken.items():
         moved = 2 * host.nbytes if name == "both ways" else host.nbytes
         bench.row(name, model, "one way", CHUNK * chunks, seconds, moved)
-    bench.ratio("swap in, shuffled slots / one copy in", taken["one copy in"] / taken["swap in"], must=0.9)
-    bench.ratio("swap out, shuffled slots / one copy out", taken["one copy out"] / taken["swap out"], must=0.9)
+    bench.ratio("swap in, shuffled slots / one copy in",
+                taken["one copy in"] / taken["swap in"], must=0.9)
+    bench.ratio("swap out, shuffled slots / one copy out",
+                taken["one copy out"] / taken["swap out"], must=0.9)
     bench.ratio("swap in, scattered places / neighbouring ones",
                 taken["swap in"] / taken["swap in, scattered places"])
     bench.ratio("both ways: time / one after the other",
@@ -268,7 +276,7 @@ def one_way(bench: Bench, model: str, pool: KVPool, slots: list[int], chunks: in
 
 
 def cached_request(worker: Worker, row: int, slots: list[int], seed: int) -> Request:
-    """A request in this row of the slot table, whose context is as long as `slots` and is cached there."""
+    """A request in this row of the slot table, whose whole context is cached in `slots`."""
     tokens = np.random.default_rng([seed, row]).integers(worker.vocab_size, size=len(slots))
     conversation = Conversation(str(row), row, tokens, CHUNK, toward=1)
     conversation.row = row
@@ -276,13 +284,13 @@ def cached_request(worker: Worker, row: int, slots: list[int], seed: int) -> Req
     return Request(conversation, [], sampling=Sampling(seed=seed))
 
 
-def overlap(bench: Bench, model: str, worker: Worker, slots: list[int], batch: int, context: int, chunks: int,
-            prompt: int, seed: int):
+def overlap(bench: Bench, model: str, worker: Worker, slots: list[int], batch: int, context: int,
+            chunks: int, prompt: int, seed: int):
     """How well copies hide behind the computation of a step.
 
-    `batch` requests decode behind `context` tokens each. One more request returns: its history of `chunks`
-    chunks is copied in, and its new prompt is computed. Then the same requests decode while other chunks are
-    copied out.
+    `batch` requests decode behind `context` tokens each. One more request returns: its history of
+    `chunks` chunks is copied in, and its new prompt is computed. Then the same requests decode while
+    other chunks are copied out.
 
         slots    | request 0 | request 1 | ... | history, arrives | prompt |
         places                                 | arriving         | leaving    |
@@ -303,12 +311,14 @@ def overlap(bench: Bench, model: str, worker: Worker, slots: list[int], batch: i
             "step with copies in": stepping(worker, returning, swap_in=arriving),
             "decode": stepping(worker, decoding),
             "decode with copies out": stepping(worker, decoding, swap_out=leaving)}
-    taken = in_turns(bench.device, runs, repeats=10, seconds=host_seconds, after=partial(drain, worker.pool))
+    taken = in_turns(bench.device, runs, repeats=10, seconds=host_seconds,
+                     after=partial(drain, worker.pool))
     for name, seconds in taken.items():
         bench.row(name, model, "overlap", history + prompt, seconds)
     bench.ratio("step with copies in / max(copy, step)",
                 taken["step with copies in"] / max(taken["copy"], taken["step"]), must=1.15)
-    bench.ratio("decode with copies out / decode", taken["decode with copies out"] / taken["decode"], must=1.10)
+    bench.ratio("decode with copies out / decode",
+                taken["decode with copies out"] / taken["decode"], must=1.10)
 
 
 def swap(device: str, seed: int) -> Found:
@@ -335,8 +345,8 @@ def time_steps(engine: Engine, batch: int, prompt: int, new: int, seed: int, dur
                ) -> tuple[float, float]:
     """Serve `batch` requests of `prompt` random tokens, `new` tokens each.
 
-    Returns seconds of the first step, which computes all prompts, and the median of the later ones, in which
-    all requests decode. during: a context manager around the decodes."""
+    Returns seconds of the first step, which computes all prompts, and the median of the later ones, in
+    which all requests decode. during: a context manager around the decodes."""
     def step() -> float:
         start = time.perf_counter()
         engine.step()
@@ -357,7 +367,7 @@ def time_transformers(model, batch: int, prompt: int, new: int, seed: int) -> tu
     tokens = torch.randint(model.config.vocab_size, (batch, prompt), generator=generator)
     times = []
 
-    def note(ids, scores, **others):            # transformers asks after every token whether it should stop
+    def note(ids, scores, **others):    # transformers asks after every token whether it should stop
         times.append(time.perf_counter())
         return torch.zeros(batch, dtype=torch.bool)
 
@@ -393,14 +403,13 @@ def opt_125m_of_transformers():
 
 
 def small_steps(bench: Bench, seed: int, prompt: int = 128, new: int = 16, whole: int = 1024):
-    """On a CPU: our decodes against reading the weights, our decodes and a long prompt against transformers."""
+    """On a CPU: decodes against reading the weights, decodes and a long prompt against transformers."""
     engine = Engine("opt-125m", random_weights=True, device="cpu", gpu_cache_tokens=4 * whole,
                     cpu_cache_tokens=0, max_batch_tokens=whole)
     systems = {"ours": partial(time_steps, engine, seed=seed)}
     if library := opt_125m_of_transformers():
         systems["transformers"] = partial(time_transformers, library, seed=seed)
-    single, eight, long = (1, prompt, new), (8, prompt, new), (1, whole, 2)     # batch, prompt, new tokens
-    cases = single, eight, long
+    cases = single, eight, long = (1, prompt, new), (8, prompt, new), (1, whole, 2)    # batch, prompt, new
 
     for case, run in product(cases, systems.values()):
         run(*case)                          # the first write of memory is slow
@@ -448,7 +457,8 @@ def large_steps(bench: Bench, seed: int, model: str = "llama2-13b", prompt: int 
         time_steps(engine, batch, prompt, new, seed, during=profile)
         busy_us = sum(event.self_device_time_total for event in profile.key_averages())
         busy = busy_us / 1e6 / (new - 1)
-        bench.ratio(f"decode, batch {batch}: share of the step in which the GPU is idle", 1 - busy / decode)
+        bench.ratio(f"decode, batch {batch}: share of the step in which the GPU is idle",
+                    1 - busy / decode)
 
 
 def step(device: str, seed: int) -> Found:
@@ -464,10 +474,10 @@ def step(device: str, seed: int) -> Found:
 # ---- scheduling: the host's work before any tensor moves
 
 def scheduling(device: str, seed: int) -> Found:
-    """Seconds of scheduling and accounting in a step of 256 decodes, beside more and more idle conversations.
+    """Seconds of scheduling and accounting in a step of 256 decodes, beside many idle conversations.
 
-    For scale: the seconds that OPT-13B would take for that step on an H200. (The measurement needs neither
-    device nor seed.)"""
+    For scale: the seconds that OPT-13B would take for that step on an H200. (The measurement needs
+    neither device nor seed.)"""
     steps, rows = 100, []
     for idle in (100, 10_000, 100_000):
         engine = decoding_engine(idle, running=256, context=500, steps=steps)
@@ -478,18 +488,18 @@ def scheduling(device: str, seed: int) -> Found:
         rows.append(dict(system="the step, simulated on an H200", **row, seconds=median(simulated)))
 
     few, h200_step, many = rows[0]["seconds"], rows[1]["seconds"], rows[-2]["seconds"]
-    return rows, [
-        dict(name="scheduling: 100,000 idle conversations / 100", paper=None, ours=many / few, how="measured",
-             must=1.5),
-        dict(name="scheduling: share of an OPT-13B step", paper=None, ours=few / h200_step, how="measured",
-             must=0.05)]
+    kind = dict(paper=None, how="measured")
+    ratios = [
+        dict(name="scheduling: 100,000 idle conversations / 100", ours=many / few, must=1.5, **kind),
+        dict(name="scheduling: share of an OPT-13B step", ours=few / h200_step, must=0.05, **kind)]
+    return rows, ratios
 
 
 def decoding_engine(idle: int, running: int, context: int, steps: int) -> Engine:
     """An engine whose cache holds `idle` short conversations, and in which `running` requests decode.
 
-    Each request has `context` tokens behind it and at least `steps` to come. With many idle conversations the
-    slots are full, so every new token takes a slot from one of them."""
+    Each request has `context` tokens behind it and at least `steps` to come. With many idle
+    conversations the slots are full, so every new token takes a slot from one of them."""
     clock = VirtualClock()
     num_slots = 2 * running * (context + 2 * steps) + 8 * idle
     worker = SimulatedWorker(PRESETS["opt-13b"], HARDWARE["h200"], OPERATORS["eager"], clock, num_slots,
@@ -505,8 +515,10 @@ def decoding_engine(idle: int, running: int, context: int, steps: int) -> Engine
 
 
 def timed_step(engine: Engine) -> tuple[float, float]:
-    """One engine.step(), in its parts: seconds of scheduling and accounting on this machine, and seconds of the
-    worker by its own clock."""
+    """One engine.step(), taken apart.
+
+    Returns seconds of scheduling and accounting on this machine, seconds of the worker by its own
+    clock."""
     begin, now = time.perf_counter(), engine.clock()
     batch = engine.scheduler.schedule(now)
     scheduled = time.perf_counter()
@@ -523,14 +535,15 @@ def timed_step(engine: Engine) -> tuple[float, float]:
 def machine(engine: Engine, cost: RecomputeCost, seed: int) -> tuple[Hardware, Operators]:
     """The figures with which a SimulatedWorker imitates this machine and the engine's model.
 
-    Rates are measured, so the operators' shares are 1. The exception is attention: the profile `cost` tells how
-    fast a chunk behind the longest context attends. Launches count per step, and the host's work per span."""
+    Rates are measured, so the operators' shares are 1. The exception is attention: the profile `cost`
+    tells how fast a chunk behind the longest context attends. Launches count per step, and the host's
+    work per span."""
     worker, batch = engine.worker, engine.config.max_running
     bench = Bench(worker.device.type)
     host = torch.ones(2**27, dtype=torch.uint8, pin_memory=bench.cuda)
     there = torch.empty(2**27, dtype=torch.uint8, device=worker.device)
-    copied = in_turns(bench.device, {"copy": lambda n: there.copy_(host)}, repeats=10, seconds=host_seconds)
-    link = host.nbytes / copied["copy"]
+    runs = {"copy": lambda n: there.copy_(host)}
+    link = host.nbytes / in_turns(bench.device, runs, repeats=10, seconds=host_seconds)["copy"]
     hardware = Hardware(bench.flops, read_bandwidth(bench.device), link, link, worker.dtype.itemsize)
     ideal = Operators(matmul=1, attention=1, memory=1, link=1, per_layer=0, per_step=0)
 

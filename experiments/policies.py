@@ -4,11 +4,11 @@
     return hazard       our own try: learns when conversations return, and ignores the cost of recomputing
     oracle              knows when each conversation returns; shows how far any policy is from the best
 
-A policy of your own is a class like these and a line in `EXPERIMENTS`; then `bench.py fig14` compares it, too.
-`eviction.Policy` says what a policy answers.
+A policy of your own is a class like these and a line in `EXPERIMENTS`; then `bench.py fig14` compares
+it, too. `eviction.Policy` says what a policy answers.
 
-Invariant, as for every policy: `value` never rises with `idle`. The longer idle of two conversations with equal
-keys leaves first, now and later. (To the oracle, `idle` is the time until the return.)
+Invariant, as for every policy: `value` never rises with `idle`. The longer idle of two conversations
+with equal keys leaves first, now and later. (To the oracle, `idle` is the time until the return.)
 """
 import math
 from bisect import bisect_right
@@ -18,18 +18,18 @@ from eviction import SHORTEST_IDLE, Policy, RecomputeCost, RetentionValue
 
 
 class LiteralIdleness(RetentionValue):
-    """The paper's letter: a conversation is idle since its last answer, even while its next turn waits."""
+    """The paper's letter: idle since the last answer, even while the conversation's next turn waits."""
 
     def activity(self, conversation):
         return conversation.last_active
 
 
 class ReturnHazard(Policy):
-    """Evict first what is least likely to return soon. A chunk's value is its conversation's hazard of return.
+    """Evict first the chunks of the conversation that is least likely to return soon.
 
-    The hazard is the rate at which idle conversations return. We estimate one for each interval of idle time
-    (the intervals double: 0 to 1 s, 1 to 2 s, 2 to 4 s, ...), apart for conversations that have had 1, 2, ...
-    turns:
+    A chunk's value is its conversation's hazard: the rate at which idle conversations return. We
+    estimate one hazard for each interval of idle time (0 to 1 s, 1 to 2 s, 2 to 4 s, ...), and for
+    conversations that have had 1, 2, ..., 6 or more turns:
 
         hazard = returns in the interval / (conversations still idle at its beginning * its seconds)
 
@@ -39,13 +39,13 @@ class ReturnHazard(Policy):
     The cost of recomputing a chunk plays no part, so this policy saves tokens, not seconds.
     """
     EDGES = [0.0] + [2.0 ** n for n in range(14)]       # seconds at which the intervals begin
-    TURNS = 6                                           # conversations with this many turns or more are one class
+    TURNS = 6                                           # so many turns, and more, are one class
     EVERY = 64                                          # returns between two estimates
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
         super().__init__(cost, chunk_size)
         classes = self.TURNS + 1
-        self.left = [0] * classes                                       # how often a conversation became idle
+        self.left = [0] * classes                                       # [turns]: how many became idle
         self.returns = [[0] * len(self.EDGES) for _ in range(classes)]  # [turns][interval]
         self.hazards = None                                             # [turns][interval], per second
 
@@ -63,8 +63,9 @@ class ReturnHazard(Policy):
     def estimate(self, left: int, returns: list[int]) -> list[float]:
         """The hazard of each interval, per second.
 
-        Half a return is added to each interval, so that a return that we have not seen is not impossible. A
-        running maximum from the longest interval down keeps the hazard from rising with idle time."""
+        We add half a return to each interval, because a return that we have not seen yet is still
+        possible. A running maximum from the longest interval down keeps the hazard from rising with
+        idle time."""
         ends = [*self.EDGES[1:], 2 * self.EDGES[-1]]
         hazards = []
         for interval, (begin, end) in enumerate(zip(self.EDGES, ends)):
@@ -81,7 +82,7 @@ class ReturnHazard(Policy):
     def value(self, key, idle):
         """The hazard, linear from the beginning of one interval to the beginning of the next one.
 
-        All chunks of a conversation are worth the same. Before the first estimate: least recently used."""
+        All chunks of a conversation are worth the same. Until the first estimate, LRU decides."""
         if not self.hazards:
             return 1 / idle
         n = self._interval(idle)
@@ -94,8 +95,9 @@ class ReturnHazard(Policy):
 class Oracle(RetentionValue):
     """No real policy can do this: recomputation cost per second until the conversation *returns*.
 
-    The experiment calls `foresee`, because it plans the turns. `activity` is minus the time of the return, so
-    that the order is as for all policies: the later a conversation returns, the less active it counts."""
+    The experiment, which has planned the turns, calls `foresee`. `activity` is minus the time of the
+    return. So the order is as for all policies: a conversation that returns later counts as less
+    active."""
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
         super().__init__(cost, chunk_size)

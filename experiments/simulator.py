@@ -1,20 +1,20 @@
-"""The engine on machines that we do not own: a worker that only computes times, and a clock that it moves.
+"""The engine on machines that we do not own: a worker that computes only times, and a clock to move.
 
     clock = VirtualClock()
     Engine(worker=SimulatedWorker(PRESETS["opt-13b"], HARDWARE["a100"], ..., clock, ...), clock=clock)
 
-Scheduler, cache, policies and the step loop are the real ones; only the tensors are missing. `execute` adds
-up the seconds that the batch would take, and moves the clock by them (paper §6, at the paper's scale). It
-counts the matrix products of all tokens together, the attention of each span, a fixed price per layer and per
-step, and the copies, which overlap the computation layer by layer:
+Scheduler, cache, policies and the step loop are the real ones; only the tensors are missing. `execute`
+adds up the seconds that the batch would take, and moves the clock by them (paper §6, at the paper's
+scale). It counts the matrix products of all tokens together, the attention of each span, a fixed price
+per layer and per step, and the copies, which overlap the computation layer by layer:
 
     copies in    |0|1|2|3|...              layer l starts when its KV has arrived and layer l - 1 is done
     layers         |  0  |  1  |  2  |     a step takes max(first copy + all layers, all copies + last layer)
 
 Each product takes its arithmetic or its reading from memory, whichever is longer (the roofline model).
 
-Invariant: the figures of the hardware come from data sheets or from measurements, and the operators' shares
-of them were chosen once. No experiment has figures of its own.
+Invariant: the figures of the hardware come from data sheets or from measurements, and the operators'
+shares of them were chosen once. No experiment has figures of its own.
 """
 from typing import NamedTuple
 
@@ -44,8 +44,8 @@ class Hardware(NamedTuple):
     element_size: int = 2   # bytes of a number in all of this: bfloat16
 
 
-# From NVIDIA's data sheets: A100 80GB PCIe, H100 SXM5, H200 SXM5. In the paper's machine (Azure NC A100 v4)
-# only pairs of PCIe cards are bridged, so a reduction over four cards goes through PCIe.
+# From NVIDIA's data sheets: A100 80GB PCIe, H100 SXM5, H200 SXM5. In the paper's machine (Azure NC A100
+# v4) only pairs of PCIe cards are bridged, so a reduction over four cards goes through PCIe.
 HARDWARE = {
     "a100": Hardware(flops=312e12, memory=1935e9, host_link=32e9, peer_link=32e9),
     "h100": Hardware(flops=989e12, memory=3350e9, host_link=64e9, peer_link=450e9),
@@ -64,10 +64,10 @@ class Operators(NamedTuple):
     per_span: float = 0.0   # seconds of the host for each span of a batch
 
 
-# On an A100, matrix products of large batches, long copies and FlashAttention-2 (190 of 312 TFLOP/s) reach
-# about these shares; gathered attention in Triton is somewhat slower. An eager engine in Python makes ten
-# launches of 5 us per layer, and takes 3 ms per step. "fused" stands for an engine of compiled operators, such
-# as TensorRT-LLM; nothing in it was measured on one.
+# On an A100, matrix products of large batches, long copies and FlashAttention-2 (190 of 312 TFLOP/s)
+# reach about these shares; gathered attention in Triton is somewhat slower. An eager engine in Python
+# makes ten launches of 5 us per layer, and takes 3 ms per step. "fused" stands for an engine of
+# compiled operators, such as TensorRT-LLM; nothing in it was measured on one.
 OPERATORS = {
     "eager": Operators(matmul=0.65, attention=0.45, memory=0.80, link=0.80, per_layer=50e-6, per_step=3e-3),
     "fused": Operators(matmul=0.75, attention=0.55, memory=0.90, link=0.80, per_layer=15e-6, per_step=1e-3),
@@ -75,9 +75,9 @@ OPERATORS = {
 
 
 class SimulatedWorker:
-    """A worker that answers every sample with token 0, after the time that `gpus` GPUs together would take.
+    """A worker that answers every sample with token 0, and says how long that would have taken.
 
-    The GPUs share each matrix product and the attention heads, as tensor parallelism does.
+    `gpus` GPUs share each matrix product and the attention heads, as tensor parallelism does.
     """
     stop_ids = frozenset()
 
@@ -103,10 +103,10 @@ class SimulatedWorker:
         self.flights = []                   # (end, tickets) of the copies under way, the first to end first
 
     def execute(self, batch: Batch) -> Result:
-        """Move the clock to the end of the batch. A batch without spans ends with the oldest copy under way.
+        """Move the clock to the end of the batch. A batch without spans waits for the oldest copy.
 
-        Copies out start after this batch's copies in and after all earlier copies out. They may last longer
-        than the step; their tickets land in the first step that ends later."""
+        Copies out start after this batch's copies in and after all earlier copies out. They may last
+        longer than the step; their tickets land in the first step that ends later."""
         begin = self.clock()
         arriving = self.copy_seconds(batch.swap_in)
         if batch.swap_in:
@@ -128,7 +128,7 @@ class SimulatedWorker:
         return Result([0] * sum(span.samples for span in batch.spans), landed)
 
     def overlapped(self, copy: float, compute: float) -> float:
-        """Seconds of a step whose copies in take `copy` and whose layers take `compute`, all layers together.
+        """Seconds of a step; copy: of all its copies in; compute: of all its layers.
 
         2 layers, copy 10 ms, compute 4 ms: the last layer starts after 10 ms and takes 2 ms, so 12 ms."""
         if not self.pipeline:
@@ -143,9 +143,9 @@ class SimulatedWorker:
         return self.linear_seconds(tokens, samples) + attention + len(spans) * self.operators.per_span
 
     def linear_seconds(self, tokens: int, samples: int) -> float:
-        """Seconds of everything but attention: matrix products, or reading their weights; reductions; launches.
+        """Seconds of everything but attention. samples: tokens that go through the output layer, too.
 
-        samples: how many of the tokens go through the output layer."""
+        The matrix products of all layers, or reading their weights; reductions between GPUs; launches."""
         shape = self.shape
         head = shape.vocab_size * shape.width
         compute = 2 * (shape.matmul_parameters * tokens + head * samples) / self.matmul_flops

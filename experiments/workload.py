@@ -1,22 +1,22 @@
 """Conversations, and when their turns happen: the load of every experiment (paper §6.1, Table 2).
 
-An experiment needs no text. A planned turn is three numbers: the tokens that the user adds, the tokens that
-the model answers, and the seconds that the user thinks before. A planned conversation is a list of turns and
-the arrival time of the first one.
+An experiment needs no text. A planned turn is three numbers: the tokens that the user adds, the tokens
+that the model answers, and the seconds that the user thinks before. A planned conversation is a list of
+turns and the arrival time of the first one.
 
     arrival          reply ends           reply ends
        | turn 1 ........| think | turn 2 ....| think | turn 3 ...
 
-Sources (synthetic data, a dataset of texts, a request trace) make conversations. `cut_to_context` shortens
-them to the model's context. `with_arrivals` adds the times:
+Sources (synthetic data, a dataset of texts, a request trace) make conversations. `cut_to_context`
+shortens them to the model's context. `with_arrivals` adds the times:
 
     with_arrivals(synthetic("sharegpt", 1000, seed=0), request_rate=2.0, seed=0)
     with_arrivals(cut_to_context(sharegpt("sharegpt.json", count_tokens), 16_384), request_rate=2.0, seed=0)
     list(cut_to_context(mooncake("conversation_trace.jsonl"), 131_072))      # a trace has its own times
 
-Invariants: turns of one conversation never overlap, because the next turn comes `think_seconds` after the
-reply, however late the reply is; a turn's context is the sum of all tokens before it; the same seed gives the
-same load.
+Invariants: turns of one conversation never overlap, because the next turn comes `think_seconds` after
+the reply, however late the reply is; a turn's context is the sum of all tokens before it; the same seed
+gives the same load.
 """
 import json
 from contextlib import contextmanager
@@ -57,8 +57,9 @@ def numbered(turn_lists: Iterable[list[PlannedTurn]]) -> Iterator[PlannedConvers
 def cut_to_context(conversations: Iterable[PlannedConversation], limit: int) -> Iterator[PlannedConversation]:
     """End each conversation before its context would grow above `limit` tokens.
 
-    The turn that does not fit is lost, and so are all later turns, which build on it. With limit 100, turns of
-    60, 30 and 20 tokens become turns of 60 and 30. A conversation whose first turn is too long disappears.
+    The turn that does not fit is lost, and so are all later turns, which build on it. With limit 100,
+    turns of 60, 30 and 20 tokens become turns of 60 and 30. A conversation whose first turn is too long
+    disappears.
     """
     for conversation in conversations:
         contexts = accumulate(turn.tokens for turn in conversation.turns)
@@ -82,11 +83,11 @@ def reading_think(rng: np.random.Generator, reply_tokens: int) -> float:
 def with_arrivals(conversations: Iterable[PlannedConversation], request_rate: float, seed: int,
                   think: Callable[[np.random.Generator, int], float] = exponential_think
                   ) -> list[PlannedConversation]:
-    """Poisson arrivals, so that turns come at `request_rate` per second; a think time before each later turn.
+    """Give every conversation an arrival time (Poisson) and every later turn a think time.
 
-    Only conversations arrive; their later turns follow. So conversations arrive at request_rate / mean turns:
-    2 turns per second and 5 turns per conversation make 0.4 conversations per second. After a while the later
-    turns of old conversations mix with the first turns of new ones, and turns come at `request_rate`.
+    request_rate: turns per second. Conversations arrive at request_rate / mean turns: 2 turns per second
+    and 5 turns per conversation make 0.4 conversations per second. After a while the later turns of old
+    conversations mix with the first turns of new ones, and together they come at `request_rate`.
     think: (rng, tokens of the previous reply) -> seconds.
     ValueError: there are no conversations, or the rate is not positive.
     """
@@ -111,7 +112,8 @@ def with_arrivals(conversations: Iterable[PlannedConversation], request_rate: fl
 def many_turns(limit: int, rate: float, think: Callable, seed: int) -> list[PlannedConversation]:
     """24 users who come within a few seconds and stay for about 16 short turns.
 
-    Contexts grow to some 800 tokens. limit: the longest context, in tokens. rate, think: see `with_arrivals`.
+    Their contexts grow to some 800 tokens.
+    limit: the longest context, in tokens. rate, think: see `with_arrivals`.
     """
     rng = np.random.default_rng(seed)
     conversations = []
@@ -123,11 +125,12 @@ def many_turns(limit: int, rate: float, think: Callable, seed: int) -> list[Plan
 
 
 class Shape(NamedTuple):
-    """A dataset as papers describe it: its means, the longest context used, the spread of message lengths.
+    """A dataset as papers describe it: mean lengths, the longest context used, the spread of lengths.
 
-    The papers give no spread, so the sigmas (of the logarithm of a length) are our choice. People send one
-    word or paste a page: at 1.2 the mean is twice the median, and one message in a hundred is eight times as
-    long as the mean. A model's replies vary less: 0.8. In UltraChat both sides are models: 0.7 and 0.5.
+    The papers give no spread, so the sigmas (of the logarithm of a length) are our choice. People send
+    one word or paste a page: at 1.2 the mean is twice the median, and one message in a hundred is eight
+    times as long as the mean. A model's replies vary less: 0.8. In UltraChat both sides are models: 0.7
+    and 0.5.
     """
     turns: float
     input_tokens: float
@@ -164,10 +167,11 @@ def draw(shape: Shape, means: np.ndarray, count: int, rng: np.random.Generator
          ) -> tuple[np.ndarray, np.ndarray]:
     """Draw `count` conversations, and cut them to the shape's max_context as `cut_to_context` does.
 
-    means [3]: of turns, input and output tokens, before the cut. The number of turns is geometric: after each
-    turn the user leaves with the same probability. Lengths are lognormal, at least 1 and at most half of
-    max_context, so that the first turn always fits.
-    Returns owner [turns], the number of each turn's conversation, and lengths [turns, 2], input and output.
+    The number of turns is geometric: after each turn the user leaves with the same probability. Lengths
+    are lognormal, at least 1 and at most half of max_context, so that the first turn always fits.
+    means [3]: of turns, input tokens and output tokens, before the cut.
+    Returns owner [turns]: the number of each turn's conversation; and lengths [turns, 2]: its input and
+    output tokens.
     """
     sigma = np.array([shape.input_sigma, shape.output_sigma])
     turns = rng.geometric(1 / means[0], count)                                              # [count]
@@ -183,12 +187,12 @@ def draw(shape: Shape, means: np.ndarray, count: int, rng: np.random.Generator
 
 
 def means_before_cut(shape: Shape) -> np.ndarray:
-    """The means [3] of turns, input and output to draw with, so that after the cut the shape's means remain.
+    """The means [3] that `draw` needs, so that the shape's means remain after the cut.
 
     The cut takes late turns, and conversations with long messages lose more of them. So all three means
-    shrink: of sharegpt-draft's 7.58 turns only 5.5 would be left. We draw, measure the means that are left,
-    scale each mean by its shortfall, and repeat until all are within 0.5%. The seed here is fixed, so the
-    correction is the same for every load.
+    shrink: of sharegpt-draft's 7.58 turns only 5.5 would be left. We draw, measure the means that are
+    left, scale each mean by its shortfall, and repeat until all are within 0.5%. The seed here is
+    fixed, so the correction is the same for every load.
     ValueError: contexts that short cannot have these means.
     """
     wanted, count = np.array(shape[:3]), 20_000
@@ -213,9 +217,9 @@ ASSISTANT = {"assistant", "gpt", "chatgpt", "bing", "bard"}
 def turns_of(messages: Iterable[tuple[str, str]], count_tokens: Callable[[str], int]) -> list[PlannedTurn]:
     """The turns of a conversation's (role, text) messages.
 
-    Consecutive messages of one side count as one message, so a system prompt belongs to the user's first
-    message. Empty messages do not count. We drop a reply at the start, which nobody asked for, and a prompt at
-    the end, which nobody answered.
+    Consecutive messages of one side count as one message, so a system prompt belongs to the user's
+    first message. Empty messages do not count. We drop a reply at the start, which nobody asked for,
+    and a prompt at the end, which nobody answered.
     """
     counted = [(role in ASSISTANT, count_tokens(text)) for role, text in messages]
     counted = [(is_reply, tokens) for is_reply, tokens in counted if tokens]
@@ -228,7 +232,7 @@ def turns_of(messages: Iterable[tuple[str, str]], count_tokens: Callable[[str], 
 
 
 def sharegpt(path: str, count_tokens: Callable[[str], int]) -> Iterator[PlannedConversation]:
-    """A JSON array of {"conversations": [{"from": "human" or "gpt", "value": text}, ...]}."""
+    """ShareGPT: an array of {"conversations": [{"from": "human" or "gpt", "value": text}, ...]}."""
     def turns(record):
         messages = ((message["from"], message["value"]) for message in record["conversations"])
         return turns_of(messages, count_tokens)
@@ -236,14 +240,15 @@ def sharegpt(path: str, count_tokens: Callable[[str], int]) -> Iterator[PlannedC
 
 
 def ultrachat(path: str, count_tokens: Callable[[str], int]) -> Iterator[PlannedConversation]:
-    """JSON lines of {"data": [user text, assistant text, user text, ...]}."""
+    """UltraChat: lines of {"data": [user text, assistant text, user text, ...]}."""
     def turns(record):
         return turns_of(zip(cycle(["user", "assistant"]), record["data"]), count_tokens)
     return numbered(json_lines(path, turns))
 
 
 def lmsys(path: str, count_tokens: Callable[[str], int]) -> Iterator[PlannedConversation]:
-    """JSON lines of {"conversation": [{"role": "user" or "assistant", "content": text}, ...]} (LMSYS-Chat-1M)."""
+    """LMSYS-Chat-1M: lines of {"conversation": [{"role": "user" or "assistant", "content": text},
+    ...]}."""
     def turns(record):
         messages = ((message["role"], message["content"]) for message in record["conversation"])
         return turns_of(messages, count_tokens)
@@ -259,7 +264,7 @@ class TraceRequest(NamedTuple):
     arrival: float                  # seconds
     input_tokens: int               # the whole context
     output_tokens: int
-    prefix: list[int]               # an id for each full piece of the input; equal ids: equal input up to there
+    prefix: list[int]               # an id for each full piece of input; equal ids: equal input up to here
 
     @property
     def context(self) -> int:
@@ -269,10 +274,10 @@ class TraceRequest(NamedTuple):
 def mooncake(path: str) -> list[PlannedConversation]:
     """The conversations of a request trace, with the trace's own times.
 
-    The file has JSON lines of {"timestamp": ms, "input_length", "output_length", "hash_ids"}: one id for every
-    512 tokens of input, the last one perhaps for fewer. Every request keeps exactly its context of the trace.
-    The trace does not tell when a reply ended. So a think time is the whole gap between two requests, and a
-    replay falls behind by the time that the answers take.
+    The file has JSON lines of {"timestamp": ms, "input_length", "output_length", "hash_ids"}: one id
+    for every 512 tokens of input, the last one perhaps for fewer. Every request keeps exactly its
+    context of the trace. The trace does not tell when a reply ended. So a think time is the whole gap
+    between two requests, and a replay falls behind by the time that the answers take.
     """
     requests = sorted(json_lines(path, trace_request), key=lambda request: request.arrival)
     return [PlannedConversation(str(number), replay(chain), chain[0].arrival)
@@ -288,12 +293,12 @@ def trace_request(record: dict) -> TraceRequest:
 
 
 def rebuild(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
-    """Find which request continues which: requests in order of arrival -> the requests of each conversation.
+    """Find out which request continues which. requests: in order of arrival. Returns conversations.
 
     A request continues a conversation if it begins with the whole prefix of that conversation's latest
-    request, and is longer than that request with its reply. (A request that is not longer repeats or edits
-    the question; it does not answer the reply.) Of several such conversations we take the one with the
-    longest prefix.
+    request, and is longer than that request with its reply. (A request that is not longer repeats or
+    edits the question; it does not answer the reply.) Of several such conversations we take the one
+    with the longest prefix.
 
         request   input   output   prefix
         1           600       50   [7]
@@ -303,7 +308,7 @@ def rebuild(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
     Some prefixes are everybody's: a system prompt, or a document that many people ask about. If a new
     conversation's prefix was seen before, it cannot tell who continues it, so nobody does.
     """
-    ends: dict[int, list[TraceRequest]] = {}        # last id of a conversation's latest prefix -> its requests
+    ends: dict[int, list[TraceRequest]] = {}    # last id of a conversation's latest prefix -> its requests
     seen: set[int] = set()
     conversations = []
     for request in requests:
@@ -363,7 +368,7 @@ def load(path: str, tokenizer: str) -> list[PlannedConversation]:
 
 
 def first_record(path: str):
-    """The first line as JSON. A file that is one large array is taken for ShareGPT's, without parsing it."""
+    """The first line as JSON. A file that begins with "[" is ShareGPT's; we do not parse it here."""
     with open(path, "rb") as file:
         start = file.read(1 << 20).lstrip()
     if start.startswith(b"["):
@@ -396,7 +401,7 @@ def json_array(path: str, parse: Callable) -> Iterator:
 
 
 def parsed(path: str, unit: str, records: Iterable[tuple[int, object]], parse: Callable) -> Iterator:
-    """parse(record) for each (number, record). ValueError: names file, unit and number, or says "empty"."""
+    """parse(record) for each (number, record). ValueError: names the record, or says "empty"."""
     number = None
     for number, record in records:
         with naming(f"{path}, {unit} {number}"):
