@@ -3,16 +3,19 @@
     FIGURES     at the end of this file: every figure by its name
     sweep       most figures: each system in each panel, at rising request rates
 
-A panel is one diagram of a figure: a model, a dataset and request rates. A system's rows in a panel are its
-curve, latency over throughput. Each ratio puts one number of ours beside the paper's:
+A panel is one diagram of a figure: a model, a dataset and request rates. A system's rows in a panel are
+its curve, latency over throughput. A ratio compares two curves, beside the ratio that the paper reports:
 
-    latency   stateless                pensieve       the ratio is the throughput at the dotted line:
-    ............/......................./....         pensieve / stateless
-               /                       /
-              2.1 turns/s             2.7 turns/s     2.7 / 2.1 = 1.29
+    latency       stateless        pensieve
+                      |                |
+    at_ms ............|................|....        the ratio is that of the throughputs at at_ms:
+                     /                /
+            ________/________________/              pensieve / stateless = 2.7 / 2.1 = 1.29
+                   2.1              2.7 turns/s
 
-Every figure is a function of the parsed flags of bench.py (`options`). It returns rows, one for each run, and
-ratios. With --simulate the sizes are the paper's; without it they are small, for the embedded model.
+Every figure is a function of the parsed flags of bench.py (`options`). It returns rows, one for each
+run, and ratios. With --simulate the sizes are the paper's; without it they are small, for the embedded
+model.
 """
 import argparse
 import sys
@@ -78,24 +81,26 @@ def sweep(systems: tuple[str, ...], simulated: list[Panel], measured: list[Panel
         raise ValueError("this figure is of one machine: leave --simulate out, add --hardware with its "
                          "profile, or name one of the paper's figures, such as fig10")
     panels = adapted(panels, options)
-    curves = play_curves([(name, panel, options) for panel in panels for name in systems], options)
+    curves = play_curves(systems, panels, options)
+    *others, last = systems
     ratios = []
-    for n, panel in enumerate(panels):
-        *others, last = curves[n * len(systems):(n + 1) * len(systems)]
+    for panel in panels:
         for other in others:
-            paper = panel.paper if other is others[0] else None         # the paper's ratio is to the first
-            ratios.append(compared(panel, other, last, paper, options))
-    return Found(list(chain(*curves)), ratios)
+            paper = panel.paper if other == others[0] else None         # the paper's ratio is to the first
+            ratios.append(compared(panel, curves[panel, other], curves[panel, last], paper, options))
+    return Found(list(chain(*curves.values())), ratios)
 
 
 def adapted(panels: list[Panel], options) -> list[Panel]:
-    """The panels as the flags change them: --model, --dataset, --rates, --think, --at-ms, --gpus, --hardware.
+    """The panels as the flags change them: --model, --dataset, --rates, --think, --at-ms, --gpus,
+    --hardware.
 
     A --trace replaces all panels by one, for a long-context model on H100 GPUs."""
     if options.trace:
         has_times = any(conversation.arrival for conversation in options.conversations)
-        panels = [Panel("llama2-13b-gqa", Path(options.trace).stem, (None,) if has_times else panels[0].rates,
-                        gpus=4 if at_scale(options) else 1, hardware="h100")]
+        rates = (None,) if has_times else panels[0].rates
+        gpus = 4 if at_scale(options) else 1
+        panels = [Panel("llama2-13b-gqa", Path(options.trace).stem, rates, gpus=gpus, hardware="h100")]
     changes = {}
     for field in Panel._fields:
         value = getattr(options, field, None)
@@ -106,22 +111,26 @@ def adapted(panels: list[Panel], options) -> list[Panel]:
     return list(dict.fromkeys(panels))          # --model and --dataset together make several panels one
 
 
-def play_curves(tasks: list[tuple], options) -> list[list[dict]]:
-    """The curve of each task, in order. Simulations use all cores; a measured run has the machine alone."""
-    progress = partial(tqdm, total=len(tasks), unit="run", leave=False, disable=None)
+def play_curves(systems: tuple[str, ...], panels: list[Panel], options) -> dict[tuple, list[dict]]:
+    """(panel, system) -> its curve. Simulations use all cores; a measured run has the machine to
+    itself."""
+    tasks = [(panel, system, options) for panel in panels for system in systems]
+    progress = partial(tqdm, total=len(tasks), unit="curve", leave=False, disable=None)
     jobs = min(options.jobs, len(tasks)) if options.simulate else 1
-    if jobs <= 1:
-        return list(progress(map(curve, tasks)))
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        return list(progress(pool.map(curve, tasks)))
+    if jobs > 1:
+        with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+            curves = list(progress(pool.map(play_curve, tasks)))
+    else:
+        curves = list(progress(map(play_curve, tasks)))
+    return {(panel, system): curve for (panel, system, _), curve in zip(tasks, curves)}
 
 
-def curve(task: tuple[str, Panel, argparse.Namespace]) -> list[dict]:
+def play_curve(task: tuple[Panel, str, argparse.Namespace]) -> list[dict]:
     """The rows of one system in one panel at rising rates, until its latency is above twice at_ms."""
-    name, panel, options = task
+    panel, system, options = task
     rows = []
     for rate in panel.rates:
-        row = play(name, panel, rate, options)
+        row = play(system, panel, rate, options)
         rows.append(row)
         if panel.at_ms and row["normalized_latency_ms"] > 2 * panel.at_ms:
             break
@@ -148,9 +157,9 @@ def compared(panel: Panel, other: list[dict], last: list[dict], paper: float | N
 def throughput_at(rows: list[dict], latency_ms: float) -> float:
     """Turns per second at which a system's curve first crosses a normalized latency.
 
-    Between two rates the curve is a straight line: 2.0 turns/s at 30 ms and 2.5 turns/s at 130 ms give 2.25
-    at 80 ms. If the lowest rate is already too slow, the line begins at 0 turns/s and 0 ms. If no rate is too
-    slow, the result is the throughput at the highest rate."""
+    Between two rates the curve is a straight line: 2.0 turns/s at 30 ms and 2.5 turns/s at 130 ms give
+    2.25 at 80 ms. If the lowest rate is already too slow, the line begins at 0 turns/s and 0 ms. If no
+    rate is too slow, the result is the throughput at the highest rate."""
     first = rows[0]
     if first["normalized_latency_ms"] > latency_ms:
         return first["throughput"] * latency_ms / first["normalized_latency_ms"]
@@ -206,7 +215,8 @@ def policy_ratios(by_policy: dict[str, dict], options) -> list[dict]:
 # ---- single costs
 
 def fig3(options) -> Found:
-    """Seconds to prefill histories with a short prompt behind each, and seconds to generate the replies."""
+    """Seconds to prefill histories with a short prompt behind each, and seconds to generate the
+    replies."""
     if at_scale(options):
         model, batch, reply, histories = "opt-13b", 32, 200, (128, 256, 512, 1024, 2048, 4096)
     else:
@@ -269,7 +279,8 @@ def on_device(measure: Callable, options) -> Found:
 
 
 def profile(options) -> Found:
-    """The cost of recomputing a chunk here (for --profile), and the rates of this machine (--hardware)."""
+    """The cost of recomputing a chunk here (for --profile), and the rates of this machine
+    (--hardware)."""
     only_measured(options)
     panel = adapted(HERE, options)[0]
     engine = build(System(), panel, [], options)

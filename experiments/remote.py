@@ -3,14 +3,14 @@
     resend      POST /v1/chat/completions with the whole visible history, as every chat client does
     stateful    POST /v1/responses with the new message and previous_response_id, where the server has it
 
-`RemoteEngine` offers what `experiments.run.drive` needs of an engine: submit, step and clock. Each turn reads
-its stream in a thread of its own.
+`RemoteEngine` offers what `experiments.run.drive` needs of an engine: submit, step and clock. Each turn
+reads its stream in a thread of its own.
 
 The experiment plans prompts in tokens, but we do not know the server's tokenizer. So a prompt consists of
 short English words, and one request at the start tells how many tokens the server makes of a word.
 
-Servers do not say where a context came from, beyond OpenAI's `cached_tokens`. Those count as "gpu" here, and
-the other tokens as "new". (Our own server names every source.)
+Servers do not say where a context came from, beyond OpenAI's `cached_tokens`. Those count as "gpu"
+here, and the other tokens as "new". (Our own server names every source.)
 """
 import json
 import threading
@@ -159,7 +159,8 @@ class RemoteEngine:
 
 
 def usage(prompt_tokens: int, completion_tokens: int, details: dict | None) -> dict:
-    """The same fields as Reply.usage, from a server's token counts and the details of its prompt tokens."""
+    """The same fields as Reply.usage, from a server's token counts and the details of its prompt
+    tokens."""
     details = details or {}
     sources = {source: details.get(source, 0) for source in SOURCES}
     if not any(sources.values()):                           # a server other than ours

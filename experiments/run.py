@@ -1,19 +1,19 @@
-"""One run: one system under one load. The row that it gives is a point of a figure (paper §6.1).
+"""One run: one system under one load gives one row of figures (paper §6.1).
 
-    planned conversations --> drive --> the turns that were served --> summary --> one row
+    planned conversations --> drive --> served turns --> summary --> a row
                                 |
                               engine: real, or on a simulated worker, or a server elsewhere
 
-`drive` is the experiment loop. A turn is due when its user has thought about the last reply. The loop submits
-what is due and steps the engine as long as it has work. Prompts are random tokens; replies have the planned
-length, because EOS is ignored.
+`drive` is the experiment loop. A turn is due when its user has thought about the last reply. The loop
+submits every turn that is due, and steps the engine as long as the engine has work. Prompts are random
+tokens. Replies have the planned length, because EOS is ignored.
 
 Latencies count from the time at which a turn is due, so waiting is included. The paper's measure is the
-normalized latency, seconds per token of the reply:
+normalized latency, the seconds per token of the reply:
 
-    due at 10 s, first token at 12 s, the 100th and last token at 22 s:    ttft 2 s, normalized latency 0.12 s
+    due at 10 s, first token at 12 s, 100th and last token at 22 s:   ttft 2 s, normalized latency 0.12 s
 
-`options`, here and in figures.py, are the parsed flags of bench.py; its parse_flags says what each means.
+`options`, here and in figures.py, are the parsed flags of bench.py, which explains them.
 
 Invariant: the same seed gives the same simulation, to the last digit.
 """
@@ -56,7 +56,7 @@ class Active:
     """A turn that the engine serves now."""
     due: float
     conversation: int                   # its number
-    turn: int                           # its number in the conversation
+    index: int                          # of the turn in the conversation
     first_token: float | None = None
 
 
@@ -95,23 +95,24 @@ def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Ca
         for handle, turn in list(active.items()):
             request = handle.request
             if not request or not request.generated:
-                continue                            # still in the queue, or in its prompt
+                continue                            # it waits, or its prompt is not computed yet
             if turn.first_token is None:
                 turn.first_token = now
             if request.finish_reason:
                 del active[handle]
                 reply = handle.result()
                 served.append(Served(turn.due, turn.first_token, now, len(reply.token_ids), reply.usage))
-                later = conversations[turn.conversation].turns[turn.turn + 1:]
+                later = conversations[turn.conversation].turns[turn.index + 1:]
                 if later:
-                    heapq.heappush(due, (now + later[0].think_seconds, turn.conversation, turn.turn + 1))
+                    heapq.heappush(due, (now + later[0].think_seconds, turn.conversation, turn.index + 1))
     return served
 
 
 def summary(served: list[Served], begin: float = 0.0) -> dict:
-    """The figures of the turns that ended after `begin` seconds, under the names that serving benchmarks use.
+    """The figures of the turns that ended after `begin` seconds, under serving benchmarks' usual names.
 
-    ValueError: no turn ended after that."""
+    ttft: time to first token; tpot: time per output token after the first; e2el: end-to-end latency.
+    ValueError: no turn ended after `begin`."""
     served = [turn for turn in served if turn.ended > begin]
     if not served:
         raise ValueError("no turn has ended in time: give --seconds a larger number, or a lower rate")
@@ -172,7 +173,7 @@ class Panel(NamedTuple):
     paper: float | None = None      # the paper's ratio there, of the last system to the first
     gpus: int = 1
     hardware: str = "a100"          # a key of HARDWARE, or a file that `bench.py profile` has written
-    think: float | str = 60.0       # mean seconds between a reply and the next turn; or "reading" (the reply)
+    think: float | str = 60.0       # mean seconds from a reply to the next turn; "reading": see reading_think
 
     def __str__(self):
         return f"{self.model}, {self.dataset}, {thinking(self.think)}"
@@ -207,16 +208,17 @@ def planned(panel: Panel, rate: float | None, options) -> list[PlannedConversati
     elif panel.dataset == "many turns":
         return many_turns(800, rate, think, options.seed)
     else:
-        # As many as arrive in the time of the run.
+        # As many as arrive during the run.
         count = math.ceil(rate * options.seconds / SHAPES[panel.dataset].turns) + 1
         conversations = synthetic(panel.dataset, count, options.seed)
     return with_arrivals(conversations, rate, options.seed, think)
 
 
 def window(panel: Panel, rate: float | None, options) -> tuple[float, float]:
-    """The seconds of a run between which turns count: its last two thirds. The first third fills the caches.
+    """The part of a run in which turns count, in seconds (begin, end): all but the first third.
 
-    "Many turns", and a trace with its own times, end by themselves: there everything counts."""
+    The first third only fills the caches. "Many turns", and a trace with its own times, end by
+    themselves; there everything counts."""
     if rate is None or panel.dataset == "many turns":
         return 0.0, math.inf
     return options.seconds / 3, options.seconds
@@ -233,11 +235,12 @@ def play(name: str, panel: Panel, rate: float | None, options) -> dict:
     if not conversations:
         raise ValueError(f"no conversation of {panel.dataset} fits {limit} tokens: "
                          "give --gpu-cache-tokens a larger number")
+    sleep = engine.clock.sleep if options.simulate else time.sleep
     policy = engine.cache.policy
+    foresee = policy.foresee if isinstance(policy, Oracle) else None
     begin, until = window(panel, rate, options)
-    served = drive(engine, conversations, options.seed,
-                   sleep=engine.clock.sleep if options.simulate else time.sleep, until=until,
-                   foresee=policy.foresee if isinstance(policy, Oracle) else None)
+    served = drive(engine, conversations, options.seed, sleep, until, foresee)
+
     row = dict(system=name, policy=name if name in EXPERIMENTS else engine.config.policy, model=panel.model,
                dataset=panel.dataset, think=panel.think, request_rate=rate)
     row |= summary(served, begin)

@@ -95,7 +95,7 @@ def with_arrivals(conversations: Iterable[PlannedConversation], request_rate: fl
     if not conversations or not request_rate > 0:
         raise ValueError("arrivals need conversations and a request rate above 0, "
                          f"got {len(conversations)} and {request_rate}")
-    # Not the random stream of synthetic(seed): the gaps would depend on the numbers of turns.
+    # A stream of its own: with the stream of synthetic(seed), gaps would depend on the numbers of turns.
     rng = np.random.default_rng([seed, 1])
     mean_turns = sum(len(conversation.turns) for conversation in conversations) / len(conversations)
     gaps = rng.exponential(mean_turns / request_rate, len(conversations))       # [conversations]
@@ -179,10 +179,12 @@ def draw(shape: Shape, means: np.ndarray, count: int, rng: np.random.Generator
     # The mean of a lognormal is exp(mu + sigma^2 / 2).
     lengths = rng.lognormal(np.log(means[1:]) - sigma**2 / 2, sigma, (len(owner), 2))       # [all turns, 2]
     lengths = np.clip(np.rint(lengths), 1, shape.max_context // 2).astype(int)
+    # A turn's context is the running total of all tokens, less the total before its conversation.
     total = np.cumsum(lengths.sum(axis=1))                                                  # [all turns]
     first_turn = np.cumsum(turns) - turns                                                   # [count]
     before = np.append(0, total)[first_turn]                                                # [count]
-    fits = total - before[owner] <= shape.max_context                                       # [all turns]
+    context = total - before[owner]                                                         # [all turns]
+    fits = context <= shape.max_context                                                     # [all turns]
     return owner[fits], lengths[fits]
 
 
@@ -247,8 +249,7 @@ def ultrachat(path: str, count_tokens: Callable[[str], int]) -> Iterator[Planned
 
 
 def lmsys(path: str, count_tokens: Callable[[str], int]) -> Iterator[PlannedConversation]:
-    """LMSYS-Chat-1M: lines of {"conversation": [{"role": "user" or "assistant", "content": text},
-    ...]}."""
+    """LMSYS-Chat-1M: lines of {"conversation": [{"role": ..., "content": text}, ...]}."""
     def turns(record):
         messages = ((message["role"], message["content"]) for message in record["conversation"])
         return turns_of(messages, count_tokens)
@@ -305,8 +306,9 @@ def rebuild(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
         2         1,100       20   [7 8]      continues 1: begins with 7, and 1,100 > 600 + 50
         3         1,200       20   [7 9]      new: the conversation of 1 has moved on to [7 8]
 
-    Some prefixes are everybody's: a system prompt, or a document that many people ask about. If a new
-    conversation's prefix was seen before, it cannot tell who continues it, so nobody does.
+    Many conversations share some prefixes: a system prompt, or a document that many people ask about. If
+    an earlier conversation has shown a request's whole prefix, that prefix does not tell which request
+    continues this one. Then we let no request continue it.
     """
     ends: dict[int, list[TraceRequest]] = {}    # last id of a conversation's latest prefix -> its requests
     seen: set[int] = set()
