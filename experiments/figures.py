@@ -65,7 +65,7 @@ class Found(NamedTuple):
     ratios: list[dict]
 
 
-def ratio(name: str, ours: float, paper: float | None, options) -> dict:
+def ratio(name: str, ours: float, options, paper: float | None = None) -> dict:
     return dict(name=name, paper=paper, ours=ours, how="simulated" if options.simulate else "measured")
 
 
@@ -112,8 +112,7 @@ def adapted(panels: list[Panel], options) -> list[Panel]:
 
 
 def play_curves(systems: tuple[str, ...], panels: list[Panel], options) -> dict[tuple, list[dict]]:
-    """(panel, system) -> its curve. Simulations use all cores; a measured run has the machine to
-    itself."""
+    """(panel, system) -> its curve. Simulations run on all cores at once, measured runs one by one."""
     tasks = [(panel, system, options) for panel in panels for system in systems]
     progress = partial(tqdm, total=len(tasks), unit="curve", leave=False, disable=None)
     jobs = min(options.jobs, len(tasks)) if options.simulate else 1
@@ -138,20 +137,21 @@ def play_curve(task: tuple[Panel, str, argparse.Namespace]) -> list[dict]:
 
 
 def compared(panel: Panel, other: list[dict], last: list[dict], paper: float | None, options) -> dict:
-    """The ratio of two curves: of throughputs at the panel's latency at_ms.
+    """The ratio of two curves: of their throughputs at the panel's at_ms.
 
-    A panel without at_ms compares the latencies at the highest rate."""
+    If the panel has no at_ms, we compare the latencies at the highest rate."""
     systems = f"{last[0]['system']} / {other[0]['system']}"
     if panel.at_ms is None:
         ours = last[-1]["normalized_latency_ms"] / other[-1]["normalized_latency_ms"]
-        return ratio(f"{panel}: latency at the highest rate, {systems}", ours, None, options)
+        return ratio(f"{panel}: latency at the highest rate, {systems}", ours, options)
 
     name = f"{panel}: throughput at {panel.at_ms:g} ms per token, {systems}"
     if last[-1]["normalized_latency_ms"] <= panel.at_ms:
         name += ", at least"                            # at a higher rate it might have served more
     if max(other[0]["normalized_latency_ms"], last[0]["normalized_latency_ms"]) > panel.at_ms:
         name += ", extrapolated: try lower rates"
-    return ratio(name, throughput_at(last, panel.at_ms) / throughput_at(other, panel.at_ms), paper, options)
+    ours = throughput_at(last, panel.at_ms) / throughput_at(other, panel.at_ms)
+    return ratio(name, ours, options, paper)
 
 
 def throughput_at(rows: list[dict], latency_ms: float) -> float:
@@ -176,11 +176,11 @@ def everyday(options) -> Found:
     systems = "stateless", "gpu cache", "pensieve"
     rows, _ = sweep(systems, [], [HERE[0]._replace(rates=(60.0,))], options)
     stateless, pensieve = rows[0], rows[-1]
-    ratios = [ratio("throughput, pensieve / stateless", pensieve["throughput"] / stateless["throughput"],
-                    None, options)]
+    gain = pensieve["throughput"] / stateless["throughput"]
+    ratios = [ratio("throughput, pensieve / stateless", gain, options)]
     # The last ratio is the gain that we could expect if every computed token cost the same.
     for name in ("mean_normalized_latency_ms", "mean_ttft_ms", "computed_tokens"):
-        ratios.append(ratio(f"{name}, stateless / pensieve", stateless[name] / pensieve[name], None, options))
+        ratios.append(ratio(f"{name}, stateless / pensieve", stateless[name] / pensieve[name], options))
     return Found(rows, ratios)
 
 
@@ -200,23 +200,22 @@ def policy_ratios(by_policy: dict[str, dict], options) -> list[dict]:
     retention, lru = by_policy["retention"], by_policy["lru"]
     rate = retention["request_rate"]
     load = f"at {rate:g}/s" if rate else retention["dataset"]
+    recomputed = retention["recomputed_tokens"] / max(lru["recomputed_tokens"], 1)
+    hits = 100 * (retention["cpu_hit_rate"] - lru["cpu_hit_rate"])
     ratios = [
-        ratio(f"{load}: recomputed tokens, retention / lru (paper: at best)",
-              retention["recomputed_tokens"] / max(lru["recomputed_tokens"], 1), 0.854, options),
-        ratio(f"{load}: CPU hit rate, retention - lru, points (paper: at best)",
-              100 * (retention["cpu_hit_rate"] - lru["cpu_hit_rate"]), 4.4, options)]
+        ratio(f"{load}: recomputed tokens, retention / lru (paper: at best)", recomputed, options, 0.854),
+        ratio(f"{load}: CPU hit rate, retention - lru, points (paper: at best)", hits, options, 4.4)]
     for policy, row in by_policy.items():
         if policy not in ("retention", "lru"):
             ours = row["recomputed_tokens"] / max(retention["recomputed_tokens"], 1)
-            ratios.append(ratio(f"{load}: recomputed tokens, {policy} / retention", ours, None, options))
+            ratios.append(ratio(f"{load}: recomputed tokens, {policy} / retention", ours, options))
     return ratios
 
 
 # ---- single costs
 
 def fig3(options) -> Found:
-    """Seconds to prefill histories with a short prompt behind each, and seconds to generate the
-    replies."""
+    """Seconds to prefill histories and a short prompt, against seconds to generate the replies."""
     if at_scale(options):
         model, batch, reply, histories = "opt-13b", 32, 200, (128, 256, 512, 1024, 2048, 4096)
     else:
@@ -228,11 +227,12 @@ def fig3(options) -> Found:
         row = dict(model=panel.model, dataset=panel.dataset, history=history)
         rows.append(dict(system="prefill", **row, seconds=prefill))
         rows.append(dict(system=f"generation of {reply} tokens", **row, seconds=generation))
-    return Found(rows, [ratio(f"{histories[-1]} tokens of history: prefill / generation",
-                              prefill / generation, None, options)])
+    name = f"{histories[-1]} tokens of history: prefill / generation"
+    return Found(rows, [ratio(name, prefill / generation, options)])
 
 
-def prefill_and_generation(panel: Panel, batch: int, prompt: int, reply: int, options) -> tuple[float, float]:
+def prefill_and_generation(panel: Panel, batch: int, prompt: int, reply: int, options
+                           ) -> tuple[float, float]:
     """Serve `batch` requests at once -> seconds until all have their first token, seconds of the rest."""
     users = [PlannedConversation(str(n), [PlannedTurn(prompt, reply)]) for n in range(batch)]
     room = dict(gpu_cache_tokens=2 * batch * longest_context(users), max_batch_tokens=batch * prompt,
@@ -258,8 +258,8 @@ def costs(cost: RecomputeCost, panel: Panel, options) -> Found:
         row = dict(model=panel.model, dataset=panel.dataset, context=length)
         rows.append(dict(system="attention", **row, seconds=attention))
         rows.append(dict(system="all else", **row, seconds=cost.rest))
-    return Found(rows, [ratio(f"attention of a chunk at {cost.lengths[-1]} tokens / all else",
-                              cost.seconds[-1] / cost.rest, None, options)])
+    name = f"attention of a chunk at {cost.lengths[-1]} tokens / all else"
+    return Found(rows, [ratio(name, cost.seconds[-1] / cost.rest, options)])
 
 
 # ---- measured only
@@ -279,8 +279,7 @@ def on_device(measure: Callable, options) -> Found:
 
 
 def profile(options) -> Found:
-    """The cost of recomputing a chunk here (for --profile), and the rates of this machine
-    (--hardware)."""
+    """The cost of recomputing a chunk (for --profile) and the rates of this machine (for --hardware)."""
     only_measured(options)
     panel = adapted(HERE, options)[0]
     engine = build(System(), panel, [], options)
@@ -303,7 +302,7 @@ def serve(options) -> Found:
         print(f"no stateful clients: {error}", file=sys.stderr)
         return Found(rows, [])
     resend, stateful = rows
-    ratios = [ratio(f"{name}, resend / stateful", resend[name] / stateful[name], None, options)
+    ratios = [ratio(f"{name}, resend / stateful", resend[name] / stateful[name], options)
               for name in ("mean_ttft_ms", "mean_e2el_ms")]
     return Found(rows, ratios)
 
@@ -330,7 +329,7 @@ class Figure(NamedTuple):
     about: str                      # a line for --help
     x: str                          # of its plot: a field of its rows
     y: str
-    columns: tuple = ()             # of its table: fields of its rows; none: all fields, rows side by side
+    columns: tuple = ()             # of its table: fields of its rows; none: a line per field, a column per row
 
 
 def latency_figure(run: Callable, about: str, x: str = "throughput", y: str = "normalized_latency_ms"

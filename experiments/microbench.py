@@ -292,8 +292,8 @@ def overlap(bench: Bench, model: str, worker: Worker, slots: list[int], batch: i
     `chunks` chunks is copied in, and its new prompt is computed. Then the same requests decode while
     other chunks are copied out.
 
-        slots    | request 0 | request 1 | ... | history, arrives | prompt |
-        places                                 | arriving         | leaving    |
+        slots         | request 0 | request 1 | ... | history | prompt | ...
+        CPU places    | arriving, to the history | leaving, from the first slots |
     """
     decoding = []
     for row in range(batch):
@@ -353,7 +353,7 @@ def time_steps(engine: Engine, batch: int, prompt: int, new: int, seed: int, dur
         return time.perf_counter() - start
 
     tokens = np.random.default_rng(seed).integers(engine.worker.vocab_size, size=(batch, prompt)).tolist()
-    handles = [engine.submit(one, max_tokens=new, ignore_eos=True) for one in tokens]
+    handles = [engine.submit(one, None, max_tokens=new, ignore_eos=True) for one in tokens]
     first = step()
     with during:
         decodes = [step() for _ in range(new - 1)]
@@ -515,10 +515,9 @@ def decoding_engine(idle: int, running: int, context: int, steps: int) -> Engine
 
 
 def timed_step(engine: Engine) -> tuple[float, float]:
-    """One engine.step(), taken apart.
+    """One engine.step(), taken apart -> seconds of scheduling and accounting, seconds of the worker.
 
-    Returns seconds of scheduling and accounting on this machine, seconds of the worker by its own
-    clock."""
+    The former are of this machine, the latter of the worker's own clock."""
     begin, now = time.perf_counter(), engine.clock()
     batch = engine.scheduler.schedule(now)
     scheduled = time.perf_counter()
@@ -535,9 +534,9 @@ def timed_step(engine: Engine) -> tuple[float, float]:
 def machine(engine: Engine, cost: RecomputeCost, seed: int) -> tuple[Hardware, Operators]:
     """The figures with which a SimulatedWorker imitates this machine and the engine's model.
 
-    Rates are measured, so the operators' shares are 1. The exception is attention: the profile `cost`
-    tells how fast a chunk behind the longest context attends. Launches count per step, and the host's
-    work per span."""
+    Rates are measured, so the operators' shares are 1. The exception is attention: its share follows
+    from `cost`, the profile, at the longest context. We count the host's work per step and per span,
+    and none per layer."""
     worker, batch = engine.worker, engine.config.max_running
     bench = Bench(worker.device.type)
     host = torch.ones(2**27, dtype=torch.uint8, pin_memory=bench.cuda)
