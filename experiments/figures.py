@@ -329,7 +329,7 @@ class Figure(NamedTuple):
     about: str                      # a line for --help
     x: str                          # of its plot: a field of its rows
     y: str
-    columns: tuple = ()             # of its table: fields of its rows; none: a line per field, a column per row
+    columns: tuple = ()             # of its table: fields of its rows; none: a line for each field
 
 
 def latency_figure(run: Callable, about: str, x: str = "throughput", y: str = "normalized_latency_ms"
