@@ -193,8 +193,9 @@ def flashinfer(scene: Scene):
     wrappers, (_, heads, D), kv_heads = [], scene.q.shape, scene.k.shape[1]
     for slots in scene.slots:
         wrappers.append(BatchPrefillWithPagedKVCacheWrapper(torch.empty(2**27, dtype=torch.uint8, device="cuda")))
+        q_start = torch.tensor(np.cumsum([0, *scene.q_len]), dtype=torch.int32, device="cuda")
         kv_start = torch.tensor(np.cumsum([0, *scene.kv_len]), dtype=torch.int32, device="cuda")
-        wrappers[-1].plan(scene.spans.q_start, kv_start, slots, torch.ones_like(kv_start[1:]), heads, kv_heads, D, 1, causal=True,
+        wrappers[-1].plan(q_start, kv_start, slots, torch.ones_like(kv_start[1:]), heads, kv_heads, D, 1, causal=True,
                           q_data_type=scene.q.dtype)
     return lambda n: wrappers[scene.turn(n)].run(scene.q, (scene.k[:, None], scene.v[:, None]))
 

@@ -60,8 +60,8 @@ def test_attention(capability, kind, D, group, tmp_path):
 
 @pytest.mark.parametrize("capability, D", [(90, 128), pytest.param(80, 80, marks=pytest.mark.soak)])
 def test_merge(capability, D, tmp_path):
-    code = sass(build(capability, kernel.merge_kernel, TILE_P=kernel.MERGE_PIECES, GROUP=4, D=D, TILE_D=padded(D)), tmp_path)
-    assert len(re.findall(r"\bLDG\S*\.128", code)) == kernel.MERGE_PIECES * padded(D) // (4 * 128)      # all values are asked for at once
+    code = sass(build(capability, kernel.merge_kernel, TILE_P=kernel.PIECES_AT_ONCE, GROUP=4, D=D, TILE_D=padded(D)), tmp_path)
+    assert len(re.findall(r"\bLDG\S*\.128", code)) == kernel.PIECES_AT_ONCE * padded(D) // (4 * 128)      # all values are asked for at once
 
 
 def test_exact_float32(tmp_path):

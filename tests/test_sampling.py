@@ -70,9 +70,9 @@ def test_draws_follow_the_distribution_that_transformers_gives(values, keyed_by)
 
 @pytest.mark.parametrize("spread", [1.0, 4.0])                              # the second is peaked: its best 64 hold top_p
 @pytest.mark.parametrize("cut, name, choices, warper", [
-    (sampling.cut_to_top_k, "top_k", [1, 2, 50, 1999, 2000, 10**6], TopKLogitsWarper),
-    (sampling.cut_to_top_p, "top_p", [1e-6, 0.1, 0.5, 0.9, 0.99, 0.999], TopPLogitsWarper),
-    (sampling.cut_to_min_p, "min_p", [1e-4, 0.01, 0.3, 0.5, 0.9, 1.0], MinPLogitsWarper)])
+    (sampling.keep_top_k, "top_k", [1, 2, 50, 1999, 2000, 10**6], TopKLogitsWarper),
+    (sampling.keep_top_p, "top_p", [1e-6, 0.1, 0.5, 0.9, 0.99, 0.999], TopPLogitsWarper),
+    (sampling.keep_min_p, "min_p", [1e-4, 0.01, 0.3, 0.5, 0.9, 1.0], MinPLogitsWarper)])
 def test_cuts_keep_what_transformers_keeps(cut, name, choices, warper, spread):
     """Each row by a value of its own."""
     logits = some_logits(len(choices), 2000, spread=spread)

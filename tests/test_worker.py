@@ -11,14 +11,14 @@ import torch
 
 import attention_kernel
 import worker as module
-from attention_kernel import make_plan, tiling
+from attention_kernel import MERGE_COLUMNS, make_plan, tiling
 from engine import Engine
 from eviction import RecomputeCost
 from kv_cache import Conversation, Ticket
 from model import ModelConfig, empty_model
 from sampling import Sampling
 from scheduler import Batch, Request, Span
-from worker import Worker, fuse, record_graph, table_changes, try_capture
+from worker import Worker, fuse, pack, record_graph, table_changes, try_capture
 
 SLOTS, ROWS, CONTEXT, CHUNK, VOCAB = 128, 4, 80, 4, 61
 COST = RecomputeCost({4: 1e-3, 32: 2e-3}, rest=1e-3)
@@ -80,11 +80,14 @@ def test_inputs_are_the_batch():
     worker = make_worker()
     found = requests(worker, [9, 5, 20])
     spans = [Span(found[0], 2, 6), Span(found[2], 19, 20), Span(found[1], 0, 5)]
-    inputs = worker._inputs(spans, [(1, 3, np.array([40, 41]))], 0)
+    packed = pack(spans)
+    inputs = worker._inputs(packed, [(1, 3, np.array([40, 41]))], 0)
     tokens = [token for request, start, end in spans for token in request.conversation.tokens[start:end]]
-    assert inputs.tokens.tolist() == tokens and inputs.last.tolist() == [4, 9]           # the first span's context goes on
-    assert inputs.positions.tolist() == [2, 3, 4, 5, 19, 0, 1, 2, 3, 4] and inputs.rows.tolist() == [0] * 4 + [2] + [1] * 5
-    assert (inputs.spans.q_start.tolist(), inputs.spans.kv_len.tolist(), inputs.spans.row.tolist()) == ([0, 4, 5, 10], [6, 20, 5], [0, 2, 1])
+    assert inputs.tokens.tolist() == tokens
+    assert inputs.sample_at.tolist() == [4, 9] and packed.sampling == [found[2], found[1]]   # a context goes on
+    assert inputs.positions.tolist() == [2, 3, 4, 5, 19, 0, 1, 2, 3, 4]
+    assert inputs.rows.tolist() == [0] * 4 + [2] + [1] * 5
+    assert inputs.spans.host.tolist() == [[0, 2, 1], [4, 1, 5], [6, 20, 5]]
     assert worker.slot_table[1, 3:5].tolist() == [40, 41]
 
 
@@ -251,7 +254,8 @@ def check_kernel():
             np.testing.assert_allclose(*([report[0] for report in result.logprobs] for result in results), atol=1e-4)
             torch.testing.assert_close(plain.pool.gpu[:, :, :SLOTS], padded.pool.gpu[:, :, :SLOTS])
             plan, = padded.graphs[4][0].spans.plans.values()
-            merges.append(int((plan.merges[:, 3] > 0).sum()))
+            pieces = plan.merges[:, MERGE_COLUMNS.index("pieces")]
+            merges.append(int((pieces > 0).sum()))
         assert used == [4, 4] and merges == [4, 4]               # heads of the one long context
 
 
