@@ -20,7 +20,8 @@ GPU = torch.cuda.is_available()
 
 
 def make_case(q_len, kv_len, group, kv_heads, D, dtype=FLOAT, device="cpu", seed=0):
-    """Arguments with shuffled slots and rows; unused table entries are out of range and unused slots hold NaN."""
+    """Arguments with shuffled slots and rows; unused table entries are out of range and unused
+    slots hold NaN."""
     random = torch.Generator().manual_seed(seed)
     rows, used = list(range(len(q_len), 0, -1)), sum(kv_len)
     slots = torch.randperm(used + 9, generator=random).int()
@@ -60,13 +61,14 @@ def assert_close(actual, case, **kwargs):
 spans_of_a_batch = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40)), max_size=5)
 
 
-# ---- the reference ------------------------------------------------------------------------------------------------------------
+# ---- the reference
 
 @settings(max_examples=60, deadline=None)
 @given(spans_of_a_batch, st.sampled_from([1, 2, 3, 8]), st.integers(1, 3),
        st.sampled_from([16, 40, 64, 80, 128]), st.integers(0, 999))
 def test_reference_is_exact(spans, group, kv_heads, D, seed):
-    case = make_case([q for q, _ in spans], [q + history for q, history in spans], group, kv_heads, D, seed=seed)
+    case = make_case([q for q, _ in spans], [q + history for q, history in spans], group, kv_heads, D,
+                     seed=seed)
     assert_close(multi_token_attention_reference(*case), case)
 
 
@@ -116,7 +118,7 @@ def run_python(*args, **environment):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# ---- the plan -----------------------------------------------------------------------------------------------------------------
+# ---- the plan
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 900)), max_size=6),
@@ -168,8 +170,10 @@ def test_long_histories_are_split_to_fill_the_gpu():
     assert 40 <= items([20], [16384])[0] <= 50                         # one short prompt
     assert items([1], [512]) == [2]                                    # not below the shortest piece
     assert items([1] * 300, [1000] * 300) == [300]                     # there are enough without
-    assert items([1] * 9, [9000] * 9) == [45]                          # not one item more than fit: 9 would run after 45 others
-    assert all(n >= 30 for n in items([1, 12, 64], [9000, 9000, 9000]))  # each kind of tile must fill the GPU by itself
+    # Not one item more than fit: 9 would run after 45 others.
+    assert items([1] * 9, [9000] * 9) == [45]
+    # Each kind of tile must fill the GPU by itself.
+    assert all(n >= 30 for n in items([1, 12, 64], [9000, 9000, 9000]))
     assert 80 <= items([1] * 50 + [1], [100] * 50 + [20000])[0] <= 100   # one long context among short ones
 
 
@@ -181,7 +185,7 @@ def test_plan_is_made_once():
     assert {array.dtype for array in spans.plan(4, 2, HALF).arrays()} == {torch.int32}
 
 
-# ---- the Triton kernels, run --------------------------------------------------------------------------------------------------
+# ---- the Triton kernels, run
 
 CASES = [  # q_len, kv_len, group, kv_heads, D
     ([], [], 2, 2, 16),
@@ -199,7 +203,9 @@ def tile_tables(dtype, device):
     """Those that can run there; in the interpreter their like in rows is enough."""
     if dtype == FLOAT:
         return [FLOAT32]
-    return [HOPPER] if device == "cpu" else [AMPERE, HOPPER] if torch.cuda.get_device_capability()[0] == 9 else [AMPERE]
+    if device == "cpu":
+        return [HOPPER]
+    return [AMPERE, HOPPER] if torch.cuda.get_device_capability()[0] == 9 else [AMPERE]
 
 
 def check_triton(device, dtypes):
@@ -237,7 +243,8 @@ def check_far_slots(device):
     q, k, v, table, spans = make_case([1, 3], [40, 30], 2, 4, 16, dtype=HALF, device=device)
     rows = 2 ** 31 // k[0].numel() + len(k)
     far = torch.empty(rows, *k.shape[1:], dtype=HALF, device=device)        # only its end is ever touched
-    far[-len(k):], shift = k, len(far) - len(k)
+    shift = len(far) - len(k)
+    far[shift:] = k
     shifted = torch.where((table >= 0) & (table < len(k)), table + shift, table)
     assert torch.equal(multi_token_attention(q, far, far, shifted, spans),
                        multi_token_attention(q, k, k, shifted - shift, spans))

@@ -38,7 +38,8 @@ def land(pool, tickets):
 def some_tickets(seed):
     """Chunks, some of them partial, at random slots and places."""
     chance = random.Random(seed)
-    slots, places = chance.sample(range(SLOTS), SLOTS), chance.sample(range(PLACES), chance.randint(1, PLACES))
+    slots = chance.sample(range(SLOTS), SLOTS)
+    places = chance.sample(range(PLACES), chance.randint(1, PLACES))
     filled = [chance.choice([CHUNK, CHUNK, chance.randint(1, CHUNK)]) for _ in places]
     return [ticket("out", [slots.pop() for _ in range(n)], place) for n, place in zip(filled, places)]
 
@@ -80,7 +81,8 @@ def test_swap_out_and_swap_in_restore_exactly_the_kv(device, dtype, seed):
 
 @devices
 def test_swap_out_keeps_the_order_of_tokens_in_a_place(device):
-    """cpu [layers, places, 2, chunk, H_kv, D]: one place is one contiguous piece of a layer, K before V, tokens in order."""
+    """cpu [layers, places, 2, chunk, H_kv, D]: one place is one contiguous piece of a layer, K
+    before V, tokens in order."""
     pool = make(device)
     t = ticket("out", [50, 3, 17], place=7)
     pool.swap_out([t])
@@ -99,7 +101,8 @@ def test_swap_in_of_a_prefix_of_what_was_copied(device):
     back = ticket("in", [20, 21], place=2)
     pool.swap_in([back])
     pool.wait(LAYERS - 1)
-    assert torch.equal(pool.gpu[:, :, 20:22], before[:, :, 10:12]) and torch.equal(pool.gpu[:, :, 22:], before[:, :, 22:])
+    assert torch.equal(pool.gpu[:, :, 20:22], before[:, :, 10:12])
+    assert torch.equal(pool.gpu[:, :, 22:], before[:, :, 22:])
 
 
 @devices
@@ -126,7 +129,8 @@ def test_store_writes_one_layer_only(device):
 # ---- few large copies
 
 @pytest.mark.parametrize("places, runs", [
-    ([4], [(0, 1, 4, 5)]), ([0, 1, 2, 3], [(0, 4, 0, 4)]), ([3, 1, 0, 2, 9, 8], [(0, 4, 0, 4), (4, 6, 8, 10)]),
+    ([4], [(0, 1, 4, 5)]), ([0, 1, 2, 3], [(0, 4, 0, 4)]),
+    ([3, 1, 0, 2, 9, 8], [(0, 4, 0, 4), (4, 6, 8, 10)]),
     ([0, 2, 4], [(0, 1, 0, 1), (1, 2, 2, 3), (2, 3, 4, 5)])])
 def test_neighbouring_places_are_one_copy(places, runs):
     """Whatever the order of the tickets: swap_in and swap_out sort them."""
@@ -255,8 +259,11 @@ def test_a_copy_is_hidden_where_nobody_waits_for_it(ready, arrived, stalled):
 def test_pinned_memory_is_whole_pages_and_unpinned_with_its_owner(monkeypatch):
     """The storage begins where the pinned pages do: torch asks about that address."""
     registered = {}
-    cudart = SimpleNamespace(cudaHostUnregister=lambda address: registered.pop(address),
-                             cudaHostRegister=lambda address, size, flags: registered.update({address: size}) or 0)
+
+    def register(address, size, flags):
+        registered[address] = size
+        return 0                                                # no error
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=registered.pop)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     owner = KVPool(LAYERS, HEADS, DIM, SLOTS, PLACES, CHUNK, "cpu", torch.float32)
     tier = pinned((3, 1000), torch.float16, owner)
@@ -318,8 +325,10 @@ def test_a_swap_out_reads_what_the_step_before_has_written():
 def test_neither_swap_makes_the_host_wait():
     """Else nothing overlaps: the model is launched after both have been issued."""
     pool = make("cuda")
-    for issue, tickets in (pool.swap_in, [ticket("in", [1, 2], 0)]), (pool.swap_out, [ticket("out", [5, 6], 1)]):
-        issue(tickets)                                           # once before, so that what is slow the first time is done
+    for issue, tickets in ((pool.swap_in, [ticket("in", [1, 2], 0)]),
+                           (pool.swap_out, [ticket("out", [5, 6], 1)])):
+        # Once before, so that what is slow the first time is done.
+        issue(tickets)
     torch.cuda.synchronize()
     busy(pool.stream_in)
     pool.swap_in([ticket("in", [3, 4], 0)])
