@@ -181,13 +181,14 @@ def flashinfer(scene: Scene) -> Run:
     """FlashInfer's kernel for scattered KV. In units of one token its table is a slot table like ours."""
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
     (_, heads, D), kv_heads = scene.q.shape, scene.k.shape[1]
-    kv_start = torch.tensor(np.cumsum([0, *scene.kv_len]), dtype=torch.int32, device="cuda")    # [S + 1]
+    q_start, kv_start = (torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device="cuda")
+                         for lengths in (scene.q_len, scene.kv_len))                            # [S + 1]
     in_last_unit = torch.ones_like(kv_start[1:])                                                # [S]
     wrappers = []
     for slots in scene.slots:
         workspace = torch.empty(2**27, dtype=torch.uint8, device="cuda")
         wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace)
-        wrapper.plan(scene.spans.q_start, kv_start, slots, in_last_unit, heads, kv_heads, D, 1,
+        wrapper.plan(q_start, kv_start, slots, in_last_unit, heads, kv_heads, D, 1,
                      causal=True, q_data_type=scene.q.dtype)
         wrappers.append(wrapper)
     return lambda n: wrappers[scene.set_of(n)].run(scene.q, (scene.k[:, None], scene.v[:, None]))
