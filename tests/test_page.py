@@ -127,7 +127,7 @@ class Page:
         return {f"Chat {chat['name']}": chat["id"] for chat in chats}
 
     def agrees(self):
-        """True if the strips show what the server says. It leaves out conversations without a cached chunk."""
+        """True if the strips show what the server says. It does not list conversations without chunks."""
         said = {entry["id"]: entry["chunks"] for entry in self.get("/cache")["conversations"]}
         strips = self.strips()
         return all(said.get(id, "." * len(strips.get(name, "?"))) == strips.get(name)
