@@ -5,9 +5,9 @@ import sys
 import pytest
 
 import bench
-from engine import Engine
 from experiments.remote import RemoteEngine
 from clients import serving
+from serving.sessions import Sessions
 from experiments.workload import Conversation, Turn
 
 USERS = [Conversation(str(n), [Turn(30, 6), Turn(30, 5, think_seconds=0.02), Turn(40, 4)], arrival=0.02 * n) for n in range(3)]
@@ -15,7 +15,7 @@ USERS = [Conversation(str(n), [Turn(30, 6), Turn(30, 5, think_seconds=0.02), Tur
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(Engine("tiny_chat"), api_keys=["secret"]) as server:
+    with serving(Sessions("tiny_chat"), api_keys=["secret"]) as server:
         yield server
 
 
