@@ -223,7 +223,7 @@ class API:
         items = [dict(role="user", content=given["input"])] if isinstance(given["input"], str) else list(map(plain, given["input"]))
         handle = self.sessions.respond(
             items, name and self._conversation(owner, name).name, after=previous and self._turn(owner, previous),
-            owner=owner if given.get("store", True) else None, instructions=given.get("instructions"), max_tokens=given.get("max_output_tokens"),
+            prefix=owner if given.get("store", True) else None, instructions=given.get("instructions"), max_tokens=given.get("max_output_tokens"),
             truncate=given.get("truncation") == "auto", note=dict({name: given[name] for name in ECHOED if name in given}, created_at=int(time.time())),
             **options)
         return ResponseWriter(handle, owner, self.names[0], given.get("stream", False))
