@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import bench
-from engine import Engine
+from serving.sessions import Sessions
 from experiments import run
 from experiments.remote import RemoteEngine
 from clients import serving
@@ -18,7 +18,7 @@ USERS = [PlannedConversation(str(n), TURNS, arrival=0.02 * n) for n in range(3)]
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(Engine("tiny_chat"), api_keys=["secret"]) as server:
+    with serving(Sessions("tiny_chat"), api_keys=["secret"]) as server:
         yield server
 
 
