@@ -1,19 +1,21 @@
-"""Multi-token attention over non-contiguous context (the paper, section 4.4).
+"""Multi-token attention over non-contiguous context (paper §4.4).
 
-PagedAttention reads a scattered KV cache but takes one query token per request. A stateful server needs any number: a new prompt
-over a cached history, dropped tokens recomputed at the front of a context, and decodes, all in one batch. Each of these is a *span*:
-query tokens at consecutive positions of one request, each of which sees every position up to its own, wherever its KV-token lies.
+PagedAttention reads a scattered KV cache, but it takes one query token per request. A stateful
+server needs any number of them: a new prompt over a cached history, dropped tokens that are
+recomputed at the front of a context, and decodes, all in one batch. Each of these is a *span*:
+queries at consecutive positions of one request. A query sees every position up to its own, wherever
+the KV-token of that position lies.
 
-    the request in row 1 at 6 positions; a span of the queries at 3, 4, 5 (q_len 3, kv_len 6)
+    the request in row 1 has 6 positions; a span of the queries at 3, 4 and 5 (q_len 3, kv_len 6)
 
-    slot_table[1]    7   2   9   4   0   5   ?   ?       position -> slot; what stands beyond kv_len is never used
-    query at 3       x   x   x   x   .   .               x: attends to k_cache[slot], v_cache[slot]
+    slot_table[1]    7   2   9   4   0   5   ?   ?       position -> slot; unused from kv_len on
+    query at 3       x   x   x   x   .   .               x: attends to k_cache[slot] and v_cache[slot]
     query at 4       x   x   x   x   x   .
     query at 5       x   x   x   x   x   x               a decode is this last line alone
 
 Invariant: the KV-token of every position that a span sees is in the cache when the kernel starts.
 """
-from __future__ import annotations      # those of the kernels name tl, which is absent where triton is
+from __future__ import annotations      # `tl` is absent where triton is
 
 import os
 from dataclasses import dataclass, field
@@ -22,222 +24,348 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 try:
     import triton
     import triton.language as tl
     jit = triton.jit
-except ImportError:  # macOS, Windows: the reference serves
+except ImportError:     # on macOS and Windows the reference serves
     triton, jit = None, lambda function: function
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton itself looks once, when a kernel is defined
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"     # triton asks once: when a kernel is defined
 LOG2_E = 1.4426950408889634
 
 
-# ---- the specification --------------------------------------------------------------------------------------------------------
+# ---- the specification ---------------------------------------------------------------------------
 
-def multi_token_attention_reference(q, k_cache, v_cache, slot_table, spans, scale=None, out=None):
-    """Arguments, result and errors of `multi_token_attention`, in plain torch: the specification, and the path of the CPU.
-    Per span one gather of K and V and one scaled_dot_product_attention; no loop over heads or tokens."""
+def multi_token_attention_reference(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, slot_table: Tensor, spans: SpanTensors,
+        scale: float | None = None, out: Tensor | None = None) -> Tensor:
+    """Attention of every span's queries over the span's own context, in plain torch. This is the
+    specification of the kernels, and what runs on a CPU.
+
+    q           [T, H, D]               the queries of all spans, packed one span after another
+    k_cache     [num_slots, H_kv, D]    the K of ONE layer of the GPU cache, at any slots
+    v_cache     [num_slots, H_kv, D]    its V, with the same strides
+    slot_table  [rows, max_context]     int32; from kv_len on a row may hold anything
+    spans                               row, q_len and kv_len of each span; T is the sum of all q_len
+    scale                               of the scores, positive; 1 / sqrt(D) unless given
+    out         [T, H, D]               where to write the result; a new tensor unless given
+
+    Query i of a span stands at position p = kv_len - q_len + i and sees the positions 0, 1, ..., p.
+    Query head h reads KV head g = h // (H / H_kv), so H must be a multiple of H_kv (grouped-query
+    attention). With slot(j) = slot_table[row, j]:
+
+        score(j)  = scale * (q[i, h] . k_cache[slot(j), g])              for j = 0, 1, ..., p
+        out[i, h] = sum over j of softmax(score)(j) * v_cache[slot(j), g]
+
+    Returns out. ValueError if shapes, strides or types do not fit together.
+    """
     check_arguments(q, k_cache, v_cache, slot_table, spans, scale, out)
     out = torch.empty_like(q) if out is None else out
-    heads, kv_heads = q.shape[1], k_cache.shape[1]
     start = 0
     for row, q_len, kv_len in spans.host.T.tolist():
+        queries = q[start:start + q_len]                                        # [q_len, H, D]
         slots = slot_table[row, :kv_len]
-        k, v = (cache.index_select(0, slots).transpose(0, 1)[None] for cache in (k_cache, v_cache))    # [1, H_kv, kv_len, D]
-        queries = q[start:start + q_len]                                                               # [q_len, H, D]
-        if q_len == 1:  # it sees everything; the query heads of a KV head share one pass over it, as if they were tokens
-            grouped = queries.reshape(1, kv_heads, heads // kv_heads, -1)
-            attended = F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(1, heads, -1)
-        else:
-            causal = q_len == kv_len  # torch aligns is_causal to the upper left, a span to the lower right
-            mask = None if causal else torch.ones(q_len, kv_len, dtype=torch.bool, device=q.device).tril(kv_len - q_len)
-            attended = F.scaled_dot_product_attention(queries.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=causal,
-                                                      scale=scale, enable_gqa=True)[0].transpose(0, 1)
-        out[start:start + q_len] = attended
+        k = k_cache.index_select(0, slots)                                      # [kv_len, H_kv, D]
+        v = v_cache.index_select(0, slots)                                      # [kv_len, H_kv, D]
+        attend = attend_one_query if q_len == 1 else attend_many_queries
+        out[start:start + q_len] = attend(queries, k, v, scale)
         start += q_len
     return out
 
 
-# ---- the batch: spans, cut into work items once per step ----------------------------------------------------------------------
-
-class Tile(NamedTuple):
-    """What one program holds at a time: `rows` query rows against `keys` positions; a query row is one head of one token."""
-    rows: int
-    keys: int
-    warps: int
-    stages: int  # K and V are copied stages - 1 tiles ahead
-
-
-# A span takes the first tile that holds all its rows, or the last. Found by compiling: no register is spilled, and the copies of further
-# tiles go on while one is used (with two stages they would wait for its end). Hopper's tensor cores want 64 rows and more, and its shared
-# memory holds 227 KB; elsewhere all stays within the 99 KB of consumer GPUs. Exact float32 has no tensor cores: it is for checking.
-HOPPER = Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 128, 8, 3)
-AMPERE = Tile(16, 64, 4, 3), Tile(64, 32, 4, 4), Tile(128, 32, 8, 4)
-FLOAT32 = (Tile(16, 32, 8, 2),)
-MERGE_PIECES = 32  # joined at a time
-ITEMS_PER_PROCESSOR = 3
-MIN_PIECE = 256  # positions: what finer splitting gains in parallelism it loses in merging
+def attend_one_query(query: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """A decode sees everything, so there is no mask. The query heads that share a KV head are
+    passed as if they were tokens: then K and V are read once for all of them."""
+    _, heads, D = query.shape                                                   # [1, H, D]
+    kv_heads = k.shape[1]
+    grouped = query.reshape(1, kv_heads, heads // kv_heads, D)
+    k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]                     # [1, H_kv, kv_len, D]
+    attended = F.scaled_dot_product_attention(grouped, k, v, scale=scale)       # [1, H_kv, H / H_kv, D]
+    return attended.reshape(1, heads, D)
 
 
-class Plan(NamedTuple):
-    """Who computes what in every layer of a step: int32 tensors on the device. A row of zeros does nothing, so it can pad them.
+def attend_many_queries(queries: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """The causal mask of a span is aligned to the lower right: its last query sees everything.
+    torch's is_causal is aligned to the upper left, so it serves only where both are the same, in a
+    span from position 0 on."""
+    q_len, kv_len = len(queries), len(k)
+    from_the_start = q_len == kv_len
+    mask = None
+    if not from_the_start:
+        mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=k.device).tril(kv_len - q_len)
+    queries, k, v = (x.transpose(0, 1)[None] for x in (queries, k, v))          # [1, heads, tokens, D]
+    attended = F.scaled_dot_product_attention(
+        queries, k, v, attn_mask=mask, is_causal=from_the_start, scale=scale, enable_gqa=True)
+    return attended[0].transpose(0, 1)                                          # [q_len, H, D]
 
-    Query row r is head r % group (of those that share a KV head) of token r // group of the packed queries; a tile is rows of one
-    span. A tile that is split leaves a partial row for each of its rows and pieces."""
-    launches: list        # of (Tile, items [n, 8]) for each kind of tile that occurs: first and end query row,
-    #                       first partial row (-1: write to out), table row, position minus index of a token, kv_start, kv_end, 0
-    merges: torch.Tensor  # [m, 4]: query row, its first partial row, partial rows from a piece to the next, pieces
-    partial_rows: int
 
-    def tensors(self):
-        return [*(items for _, items in self.launches), self.merges]
-
-    def moved(self, tensors):
-        """The same plan with these for its tensors()."""
-        *items, merges = tensors
-        return self._replace(launches=[(tile, moved) for (tile, _), moved in zip(self.launches, items)], merges=merges)
-
-    def padded(self, num_items: int, num_merges: int):
-        """The same plan in as much room as any of that size needs: what a captured graph launches never changes."""
-        sizes = [num_items] * len(self.launches) + [num_merges]
-        tensors = [F.pad(tensor, (0, 0, 0, size - len(tensor))) for tensor, size in zip(self.tensors(), sizes)]
-        return self.moved(tensors)._replace(partial_rows=max(num_items * tile.rows for tile, _ in self.launches))
-
+# ---- the spans of a batch ------------------------------------------------------------------------
 
 @dataclass(eq=False)
 class SpanTensors:
-    """The spans of a batch as the attention of every layer needs them; made by `build`."""
-    row: torch.Tensor      # [S] int32, row of the slot table
-    q_start: torch.Tensor  # [S+1] int32, offsets into the packed queries
-    kv_len: torch.Tensor   # [S] int32
-    max_q_len: int
-    max_kv_len: int
+    """The spans of a batch as the attention of every layer needs them. Make one with `build`."""
+    host: np.ndarray                # [3, S] int64 on the host: row, q_len and kv_len of each span
+    device: torch.device
+    num_tokens: int                 # T, the sum of all q_len
     max_row: int
-    num_tokens: int        # T
-    host: np.ndarray       # [3, S] row, q_len, kv_len: planning and the reference never wait for the device
-    plans: dict = field(default_factory=dict)
+    max_kv_len: int
+    plans: dict = field(default_factory=dict)       # made by `plan`
 
     @staticmethod
-    def build(row, q_len, kv_len, device="cpu"):
-        """Three sequences of ints, one entry per span. ValueError unless 1 <= q_len <= kv_len."""
-        for q, kv in zip(q_len, kv_len, strict=True):
-            if not 1 <= q <= kv:
-                raise ValueError(f"a span with q_len {q} and kv_len {kv}: needs 1 <= q_len <= kv_len")
+    def build(row, q_len, kv_len, device="cpu") -> SpanTensors:
+        """Three sequences of ints with one entry per span: its row of the slot table, how many
+        queries it has, and the positions that its last query sees. ValueError unless 1 <= q_len <=
+        kv_len."""
         host = np.array([row, q_len, kv_len], dtype=np.int64)
-        tensors = upload([host[0], np.cumsum([0, *q_len]), host[2]], torch.device(device))
-        return SpanTensors(*tensors, max(q_len, default=0), max(kv_len, default=0), max(row, default=0), sum(q_len), host)
+        row, q_len, kv_len = host
+        bad = (q_len < 1) | (q_len > kv_len)
+        if bad.any():
+            first = int(bad.argmax())
+            raise ValueError(f"a span with q_len {q_len[first]} and kv_len {kv_len[first]}: "
+                             "needs 1 <= q_len <= kv_len")
+        return SpanTensors(host, torch.device(device), int(q_len.sum()), int(row.max(initial=0)),
+                           int(kv_len.max(initial=0)))
 
-    def plan(self, group, kv_heads, dtype):
-        """The Plan for `kv_heads` KV heads of `group` query heads each: made and uploaded at the first call, for all layers."""
+    def plan(self, group: int, kv_heads: int, dtype: torch.dtype) -> Plan:
+        """The work of the kernels for `kv_heads` KV heads of `group` query heads each. It is
+        planned and uploaded at the first call; all layers share it."""
         key = group, kv_heads, dtype
         if key not in self.plans:
-            self.plans[key] = make_plan(self.host, group, *tiling(kv_heads, dtype, self.row.device), self.row.device)
+            plan = make_plan(self.host, group, *tiling(kv_heads, dtype, self.device))
+            self.plans[key] = plan.with_arrays(upload(plan.arrays(), self.device))
         return self.plans[key]
 
 
-def tiling(kv_heads, dtype, device):
-    """The tiles for that device, and how many work items fill it."""
+# ---- the plan: spans are cut into tiles, and tiles into work items, once per step ----------------
+#
+# A query row is one query head of one token. The `group` query heads that share a KV head lie side
+# by side: query row r is head r % group of token r // group of the packed queries. With group 4,
+# the rows of token 5 are 20, 21, 22, 23.
+#
+# A tile is some query rows of one span. One program of the kernel computes one tile for one KV
+# head. A tile that sees a long context is split: several programs share its positions, each in a
+# work item of its own. Each of them leaves a partial result, one row for each of the tile's query
+# rows, and a second kernel merges these.
+
+class TileShape(NamedTuple):
+    """What one program holds at a time: `rows` query rows against `keys` positions."""
+    rows: int
+    keys: int
+    warps: int
+    stages: int         # K and V are copied stages - 1 tiles ahead
+
+
+# A span takes the first shape that holds all its rows, or else the last. We found these shapes by
+# compiling: no register is spilled, and the copies of further tiles go on while one is used (with
+# two stages they would wait for its end). Hopper's tensor cores want 64 rows and more, and its
+# shared memory holds 227 KB. Elsewhere all shapes stay within the 99 KB of consumer GPUs. Exact
+# float32 has no tensor cores: it is for checking.
+HOPPER = TileShape(16, 64, 4, 3), TileShape(64, 64, 4, 3), TileShape(128, 128, 8, 3)
+AMPERE = TileShape(16, 64, 4, 3), TileShape(64, 32, 4, 4), TileShape(128, 32, 8, 4)
+FLOAT32 = (TileShape(16, 32, 8, 2),)
+PIECES_AT_ONCE = 32         # partial results that are merged at a time
+ITEMS_PER_PROCESSOR = 3
+MIN_PIECE = 256             # positions: finer pieces cost more to merge than they gain
+
+# The columns of a work item. The kernel reads them under the same names.
+#     first_row, end_row      the tile's query rows are [first_row, end_row)
+#     first_partial           the partial row of first_row; -1: the tile is not split, so write to `out`
+#     table_row               the span's row of the slot table
+#     shift                   a token's position minus its index in the packed queries
+#     kv_start, kv_end        this item attends to the positions [kv_start, kv_end)
+#     unused                  makes eight columns, so that every item begins at a multiple of 16 bytes
+# The columns of a merge, which is for one query row of a tile that is split.
+#     row                     the query row
+#     first_partial           its partial row in the first piece
+#     stride                  partial rows from one piece to the next
+#     pieces                  how many there are
+# In both, a row of zeros does nothing.
+ITEM_COLUMNS = "first_row", "end_row", "first_partial", "table_row", "shift", "kv_start", "kv_end", "unused"
+MERGE_COLUMNS = "row", "first_partial", "stride", "pieces"
+ITEM = np.dtype([(name, np.int32) for name in ITEM_COLUMNS])
+MERGE = np.dtype([(name, np.int32) for name in MERGE_COLUMNS])
+
+
+class Plan(NamedTuple):
+    """Which program computes what, in every layer of a step. int32 arrays on the host when planned,
+    tensors on the device when uploaded."""
+    launches: list[tuple]       # (TileShape, work items [n, 8]) for each shape that occurs
+    merges: np.ndarray          # [m, 4]
+    partial_rows: int
+
+    def arrays(self) -> list:
+        return [*(items for _, items in self.launches), self.merges]
+
+    def with_arrays(self, arrays) -> Plan:
+        """The same plan with these in place of its arrays()."""
+        *items, merges = arrays
+        launches = [(shape, moved) for (shape, _), moved in zip(self.launches, items)]
+        return self._replace(launches=launches, merges=merges)
+
+    def padded(self, num_items: int, num_merges: int) -> Plan:
+        """The same plan in as much room as any plan of up to these sizes needs. A captured graph
+        launches the same number of programs, with the same memory, each time."""
+        sizes = [num_items] * len(self.launches) + [num_merges]
+        arrays = [with_zeros(array, size) for array, size in zip(self.arrays(), sizes)]
+        partial_rows = max(num_items * shape.rows for shape, _ in self.launches)
+        return self.with_arrays(arrays)._replace(partial_rows=partial_rows)
+
+
+def with_zeros(array: np.ndarray, rows: int) -> np.ndarray:
+    longer = np.zeros((rows, array.shape[1]), array.dtype)
+    longer[:len(array)] = array
+    return longer
+
+
+def tiling(kv_heads: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple, int]:
+    """The tile shapes for that device, and how many work items per KV head fill it."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    tiles = FLOAT32 if dtype == torch.float32 else HOPPER if gpu and gpu.major == 9 else AMPERE
-    return tiles, max(1, (gpu.multi_processor_count if gpu else 100) * ITEMS_PER_PROCESSOR // kv_heads)
+    processors = gpu.multi_processor_count if gpu else 100
+    if dtype == torch.float32:
+        shapes = FLOAT32
+    else:
+        shapes = HOPPER if gpu and gpu.major == 9 else AMPERE
+    return shapes, max(1, processors * ITEMS_PER_PROCESSOR // kv_heads)
 
 
-def make_plan(host, group, tiles, wanted, device, min_piece=MIN_PIECE):
-    """Spans [3, S] -> Plan. Each kind of tile is a launch of its own, to be cut into some `wanted` items."""
-    used, items, merges, partial_rows = [], [], [np.zeros((0, 4), np.int64)], 0
-    spans = np.vstack([host, np.cumsum(host[1]) - host[1]])  # row, q_len, kv_len, q_start
-    kind = np.searchsorted([tile.rows for tile in tiles[:-1]], host[1] * group)
-    for index in np.unique(kind):
-        first, end, row, shift, kv_end = cut_into_tiles(spans[:, kind == index], group, tiles[index].rows)
-        pieces, length = split_context(kv_end, wanted, min_piece, tiles[index].keys)
-        needed = np.where(pieces > 1, pieces * (end - first), 0)
-        partial = np.where(pieces > 1, partial_rows + np.cumsum(needed) - needed, -1)
+def make_plan(host: np.ndarray, group: int, shapes: tuple[TileShape, ...], wanted: int,
+              min_piece: int = MIN_PIECE) -> Plan:
+    """Plan the attention of spans, host [3, S] (row, q_len, kv_len), on the host. Each shape of
+    tile is a launch of its own and must fill the GPU by itself, so the tiles of each shape are cut
+    into about `wanted` work items."""
+    row, q_len, kv_len = host
+    q_start = np.cumsum(q_len) - q_len
+    spans = np.stack([row, q_len, kv_len, q_start])                             # [4, S]
+    shape_of = np.searchsorted([shape.rows for shape in shapes[:-1]], q_len * group)
+    launches, merges, partial_rows = [], [np.zeros((0, len(MERGE)), np.int32)], 0
+    for index in sorted(set(shape_of.tolist())):
+        shape = shapes[index]
+        tiles = cut_into_tiles(spans[:, shape_of == index], group, shape.rows)
+        pieces, length = split_context(tiles.kv_end, wanted, min_piece, shape.keys)
+        split = pieces > 1
+        needed = np.where(split, pieces * tiles.rows(), 0)                      # [n] partial rows
+        first_partial = np.where(split, partial_rows + np.cumsum(needed) - needed, -1)
         partial_rows += int(needed.sum())
-        used.append(tiles[index])
-        items.append(list_items(first, end, partial, row, shift, kv_end, pieces, length))
-        merges.append(list_merges(first, end, partial, pieces))
-    *items, merges = upload([*items, np.concatenate(merges)], device)
-    return Plan(list(zip(used, items)), merges, partial_rows)
+        launches.append((shape, list_items(tiles, first_partial, pieces, length)))
+        if split.any():
+            merges.append(list_merges(tiles, first_partial, pieces))
+    return Plan(launches, np.concatenate(merges), partial_rows)
 
 
-def cut_into_tiles(spans, group, tile_rows):
-    """Spans [4, S] (row, q_len, kv_len, q_start) -> tiles, five arrays [n]: first and end query row, row of the slot table,
-    shift (a token's position minus its index in the packed queries), kv_end (the positions that the tile's last token sees)."""
+class Tiles(NamedTuple):
+    """n tiles of one shape: arrays [n]. The names are those of ITEM."""
+    first_row: np.ndarray
+    end_row: np.ndarray
+    table_row: np.ndarray
+    shift: np.ndarray
+    kv_end: np.ndarray          # the tile's last token sees the positions [0, kv_end)
+
+    def rows(self) -> np.ndarray:
+        return self.end_row - self.first_row
+
+
+def cut_into_tiles(spans: np.ndarray, group: int, tile_rows: int) -> Tiles:
+    """Cut the query rows of each span, spans [4, S] (row, q_len, kv_len, q_start), into tiles of
+    `tile_rows`; the last tile of a span may have fewer. A span of 50 tokens in group 4 has 200
+    rows: two tiles of 128 and 72."""
     row, q_len, kv_len, q_start = spans
     span, nth = enumerate_each(ceil_div(q_len * group, tile_rows))
-    first = q_start[span] * group + nth * tile_rows
-    end = np.minimum(first + tile_rows, (q_start + q_len)[span] * group)
+    first_row = q_start[span] * group + nth * tile_rows
+    end_row = np.minimum(first_row + tile_rows, (q_start + q_len)[span] * group)
     shift = (kv_len - q_len - q_start)[span]
-    return first, end, row[span], shift, (end - 1) // group + shift + 1
+    last_token = (end_row - 1) // group
+    return Tiles(first_row, end_row, row[span], shift, kv_end=last_token + shift + 1)
 
 
-def split_context(kv_end, wanted, min_piece, keys):
-    """Into how many pieces to cut the positions 0..kv_end of each tile, and how long they are (the last may be shorter): arrays [n].
+def split_context(kv_end: np.ndarray, wanted: int, min_piece: int, keys: int):
+    """Into how many pieces to split the positions [0, kv_end) of each tile, and how long they are
+    (the last piece of a tile may be shorter): two arrays [n].
 
-    A short prompt over a long history, the main case of a stateful server, has few tiles and would leave most of a GPU idle. So a
-    tile is cut into as many pieces as its share of the `wanted` items, rounded down (a GPU that is full, and then runs a few items
-    more, takes nearly twice as long), but none shorter than `min_piece`. Lengths are multiples of `keys`: no tile of keys straddles
-    two pieces."""
+    A short prompt over a long history, the main case of a stateful server, has few tiles and would
+    leave most of a GPU idle. So a tile gets as many pieces as its share of the `wanted` items. The
+    share is rounded down: a GPU that is full and then runs a few items more takes nearly twice as
+    long. No piece is shorter than `min_piece`, and lengths are multiples of `keys`, so that no tile
+    of keys straddles two pieces.
+
+        one decode at kv_end 16384, wanted 50, keys 128:  16384 / 50 = 328 -> length 384, 43 pieces
+    """
     share = np.maximum(kv_end * wanted // kv_end.sum(), 1)
-    length = ceil_div(np.maximum(ceil_div(kv_end, share), min_piece), keys) * keys
+    length = np.maximum(ceil_div(kv_end, share), min_piece)
+    length = ceil_div(length, keys) * keys
     return ceil_div(kv_end, length), length
 
 
-def list_items(first, end, partial, row, shift, kv_end, pieces, length):
-    """The work items [sum(pieces), 8] of n tiles, longest first. `partial`: first partial row of a tile that is split, else -1."""
+def list_items(tiles: Tiles, first_partial, pieces, length) -> np.ndarray:
+    """The work items [sum(pieces), 8] of n tiles, longest first. first_partial [n]: -1 for a tile
+    that is not split."""
     tile, nth = enumerate_each(pieces)
-    kv_start = nth * length[tile]
-    kv_end = np.minimum(kv_start + length[tile], kv_end[tile])
-    partial = partial[tile] + nth * (end - first)[tile]  # a tile that is not split has piece 0 only
-    items = np.stack([first[tile], end[tile], partial, row[tile], shift[tile], kv_start, kv_end, np.zeros_like(tile)], axis=1)
-    return items[np.argsort(kv_start - kv_end, kind="stable")]
+    items = np.zeros(len(tile), ITEM)
+    items["first_row"] = tiles.first_row[tile]
+    items["end_row"] = tiles.end_row[tile]
+    items["first_partial"] = first_partial[tile] + nth * tiles.rows()[tile]     # -1 + 0 if not split
+    items["table_row"] = tiles.table_row[tile]
+    items["shift"] = tiles.shift[tile]
+    items["kv_start"] = nth * length[tile]
+    items["kv_end"] = np.minimum(items["kv_start"] + length[tile], tiles.kv_end[tile])
+    longest_first = np.argsort(items["kv_start"] - items["kv_end"], kind="stable")
+    return items.view(np.int32).reshape(-1, len(ITEM))[longest_first]
 
 
-def list_merges(first, end, partial, pieces):
-    """The merges [m, 4]: one for each query row of those of n tiles that are split."""
-    tile, nth = enumerate_each(np.where(pieces > 1, end - first, 0))
-    return np.stack([first[tile] + nth, partial[tile] + nth, (end - first)[tile], pieces[tile]], axis=1)
+def list_merges(tiles: Tiles, first_partial, pieces) -> np.ndarray:
+    """The merges [m, 4] of n tiles: one for each query row of a tile that is split."""
+    tile, nth = enumerate_each(np.where(pieces > 1, tiles.rows(), 0))
+    merges = np.zeros(len(tile), MERGE)
+    merges["row"] = tiles.first_row[tile] + nth
+    merges["first_partial"] = first_partial[tile] + nth
+    merges["stride"] = tiles.rows()[tile]
+    merges["pieces"] = pieces[tile]
+    return merges.view(np.int32).reshape(-1, len(MERGE))
 
 
-def enumerate_each(counts):
-    """[2, 3] -> [0, 0, 1, 1, 1] and [0, 1, 0, 1, 2]: who each one belongs to, and its place there."""
+def enumerate_each(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Number `counts[i]` things of each owner i. [2, 3] -> owners [0, 0, 1, 1, 1] and numbers [0,
+    1, 0, 1, 2]."""
     owner = np.repeat(np.arange(len(counts)), counts)
-    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
+    first = np.cumsum(counts) - counts
+    return owner, np.arange(len(owner)) - first[owner]
 
 
 def ceil_div(a, b):
     return -(-a // b)
 
 
-def upload(arrays, device):
-    """Integer arrays -> int32 tensors on the device, in one copy for which the host does not wait."""
-    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]).astype(np.int32))
+def upload(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Integer arrays -> int32 tensors on the device, in one copy for which the host does not wait.
+    The tensors lie one behind another, the first of them aligned."""
+    flat = torch.from_numpy(join(arrays))
     flat = flat.pin_memory() if device.type == "cuda" else flat
-    return cut(flat.to(device, non_blocking=True), arrays)
+    return split_like(flat.to(device, non_blocking=True), arrays)
 
 
-def cut(flat, arrays):
-    """A flat tensor, cut into tensors of the arrays' shapes."""
-    return [part.view(array.shape) for part, array in zip(flat.split([array.size for array in arrays]), arrays)]
+def join(arrays: list[np.ndarray]) -> np.ndarray:
+    """All elements, one array behind another: [sum of sizes] int32."""
+    return np.concatenate([array.ravel() for array in arrays], dtype=np.int32, casting="same_kind")
 
 
-# ---- the kernels --------------------------------------------------------------------------------------------------------------
+def split_like(flat: Tensor, arrays: list[np.ndarray]) -> list[Tensor]:
+    """The tensors that join(arrays) has put into `flat`, in the shapes of the arrays."""
+    parts = flat.split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays)]
 
-def runs_triton(device, dtype):
-    """Whether it is Triton that attends there, and not the reference."""
-    return triton is not None and (device.type == "cuda" or INTERPRETED) and dtype != torch.float64
 
+# ---- the kernels ---------------------------------------------------------------------------------
 
-def multi_token_attention(q, k_cache, v_cache, slot_table, spans, scale=None, out=None):
-    """q [T, H, D]: the queries of all spans, packed.
-    k_cache, v_cache [num_slots, H_kv, D]: ONE layer of the GPU cache; any slot order, alike in strides.
-    slot_table [rows, max_context] int32; entries at kv_len and beyond may hold anything.
-    spans: a SpanTensors on q's device. Query i of span s stands at position kv_len[s] - q_len[s] + i and sees positions 0..itself.
-    H is a multiple of H_kv (grouped-query attention); scale is 1 / sqrt(D) unless given, and positive.
-    Returns [T, H, D], in `out` if given. ValueError if shapes do not fit together.
-    Triton on CUDA, and in its interpreter under TRITON_INTERPRET=1; the reference elsewhere and for float64."""
+def multi_token_attention(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, slot_table: Tensor, spans: SpanTensors,
+        scale: float | None = None, out: Tensor | None = None) -> Tensor:
+    """Attention of every span's queries over the span's own context. Arguments, result and errors
+    are those of `multi_token_attention_reference`; all tensors, and the spans, are on one device.
+
+    Triton computes it on CUDA, and in Triton's interpreter under TRITON_INTERPRET=1; elsewhere, and
+    for float64, the reference does."""
     if not runs_triton(q.device, q.dtype):
         return multi_token_attention_reference(q, k_cache, v_cache, slot_table, spans, scale, out)
     check_arguments(q, k_cache, v_cache, slot_table, spans, scale, out)
@@ -247,38 +375,55 @@ def multi_token_attention(q, k_cache, v_cache, slot_table, spans, scale=None, ou
     plan = spans.plan(group, kv_heads, q.dtype)
     partial_out = torch.empty(plan.partial_rows, kv_heads, D, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(plan.partial_rows, kv_heads, dtype=torch.float32, device=q.device)
-    options = dict(GROUP=group, D=D, TILE_D=max(16, triton.next_power_of_2(D)), enable_fp_fusion=True)  # else triton warns
-    for tile, items in plan.launches:
+    scale = D ** -0.5 if scale is None else scale
+    sizes = dict(GROUP=group, D=D, TILE_D=max(16, triton.next_power_of_2(D)))
+    for shape, items in plan.launches:
         attention_kernel[kv_heads, len(items)](
-            q, k_cache, v_cache, slot_table, out, partial_out, partial_lse, items, (D ** -0.5 if scale is None else scale) * LOG2_E,
+            q, k_cache, v_cache, slot_table, out, partial_out, partial_lse, items, scale * LOG2_E,
             *q.stride()[:2], *k_cache.stride()[:2], slot_table.stride(0), *out.stride()[:2],
-            TILE_M=tile.rows, TILE_N=tile.keys, **options, num_warps=tile.warps, num_stages=tile.stages)
+            TILE_M=shape.rows, TILE_N=shape.keys, **sizes,
+            enable_fp_fusion=True, num_warps=shape.warps, num_stages=shape.stages)
     if len(plan.merges):
         merge_kernel[kv_heads, len(plan.merges)](
-            partial_out, partial_lse, out, plan.merges, *out.stride()[:2], TILE_P=MERGE_PIECES, **options)
+            partial_out, partial_lse, out, plan.merges, *out.stride()[:2],
+            TILE_P=PIECES_AT_ONCE, **sizes, enable_fp_fusion=True)      # given, or else triton warns
     return out
+
+
+def runs_triton(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Triton computes the attention there. If not, the reference does."""
+    return triton is not None and (device.type == "cuda" or INTERPRETED) and dtype != torch.float64
 
 
 @jit
 def attention_kernel(q, k_cache, v_cache, slot_table, out, partial_out, partial_lse, items, scale_log2,
                      stride_qt, stride_qh, stride_slot, stride_kh, stride_row, stride_ot, stride_oh,
-                     TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
-    """One work item for one KV head: a tile of query rows against one range of positions.
-    Grid (H_kv, items): the heads of an item run side by side, so that they read their parts of a slot together."""
+                     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+                     GROUP: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
+    """One work item for one KV head: a tile of query rows against the positions [kv_start, kv_end).
+
+    items [n, 8]: the columns of ITEM. Grid (H_kv, n): the heads of one item run side by side, so
+    that they read neighbouring parts of the same slots together. The result goes to `out`, or, if
+    the tile is split, to the tile's rows of partial_out [partial_rows, H_kv, D] and partial_lse
+    [partial_rows, H_kv]."""
     kv_head, item = tl.program_id(0), items + tl.program_id(1) * 8
-    table = slot_table + tl.load(item + 3).to(tl.int64) * stride_row
+    table_row = tl.load(item + 3)
+    shift = tl.load(item + 4)
+    kv_start = tl.load(item + 5)
+    kv_end = tl.load(item + 6)
     offsets, inside, token, exists = query_rows(item, kv_head, stride_qt, stride_qh, TILE_M, GROUP, D, TILE_D)
-    query = tl.load(q + offsets, mask=inside, other=0.0)
+    query = tl.load(q + offsets, mask=inside, other=0.0)                # [TILE_M, TILE_D]
     head_start = kv_head.to(tl.int64) * stride_kh
-    acc, lse = attend(query, k_cache + head_start, v_cache + head_start, table, token + tl.load(item + 4),
-                      tl.load(item + 5), tl.load(item + 6), scale_log2, stride_slot, TILE_M, TILE_N, D, TILE_D)
-    partial = tl.load(item + 2)
+    acc, lse = attend_range(query, token + shift, k_cache + head_start, v_cache + head_start,
+                            slot_table + table_row.to(tl.int64) * stride_row, kv_start, kv_end,
+                            scale_log2, stride_slot, TILE_M, TILE_N, D, TILE_D)
+    first_partial = tl.load(item + 2)
     offsets, inside, token, exists = query_rows(item, kv_head, stride_ot, stride_oh, TILE_M, GROUP, D, TILE_D)
-    if partial < 0:
+    if first_partial < 0:
         tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside)
     else:
         rows, dims = tl.arange(0, TILE_M), tl.arange(0, TILE_D)
-        entry = (partial + rows).to(tl.int64) * tl.num_programs(0) + kv_head
+        entry = (first_partial + rows).to(tl.int64) * tl.num_programs(0) + kv_head
         tl.store(partial_out + entry[:, None] * D + dims[None, :], acc, mask=inside)
         tl.store(partial_lse + entry, lse, mask=exists)
 
@@ -286,47 +431,59 @@ def attention_kernel(q, k_cache, v_cache, slot_table, out, partial_out, partial_
 @jit
 def query_rows(item, kv_head, stride_token, stride_head,
                TILE_M: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
-    """The query rows of an item: their offsets in q or out and which of them to touch [TILE_M, TILE_D], the token of each row and
-    whether the row exists [TILE_M]. Volatile: what is computed before the loop over K and V is computed anew behind it;
-    kept, it would take a third of the registers."""
-    rows, dims = tl.load(item, volatile=True) + tl.arange(0, TILE_M), tl.arange(0, TILE_D)
-    token, head, exists = rows // GROUP, kv_head * GROUP + rows % GROUP, rows < tl.load(item + 1)
+    """The query rows of an item: their offsets in q or out, and which of these to touch [TILE_M,
+    TILE_D]; the token of each row, and whether the row exists [TILE_M].
+
+    The kernel calls this before the loop over K and V and once more behind it. The loads are
+    volatile, so that the compiler really computes everything again: kept over the loop, it would
+    take a third of the registers."""
+    first_row = tl.load(item, volatile=True)
+    end_row = tl.load(item + 1, volatile=True)
+    rows, dims = first_row + tl.arange(0, TILE_M), tl.arange(0, TILE_D)
+    token, head, exists = rows // GROUP, kv_head * GROUP + rows % GROUP, rows < end_row
     offsets = (token.to(tl.int64) * stride_token + head * stride_head)[:, None] + dims[None, :]
     return offsets, exists[:, None] & (dims < D)[None, :], token, exists
 
 
 @jit
-def attend(query, k_head, v_head, table, position, kv_start, kv_end, scale_log2, stride_slot,
-           TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
-    """Attention of a tile's queries over positions [kv_start, kv_end), TILE_N at a time, with the softmax kept online.
+def attend_range(query, position, k_head, v_head, table, kv_start, kv_end, scale_log2, stride_slot,
+                 TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
+    """Attention of a tile's queries over the positions [kv_start, kv_end), TILE_N at a time, with
+    an online softmax.
 
-    query [TILE_M, TILE_D]; position [TILE_M]: a row sees positions up to its own. k_head, v_head: one KV head of the cache,
-    `stride_slot` elements from slot to slot; table: the request's row of the slot table; scale_log2: the scale times log2(e).
-    kv_end is a multiple of TILE_N or follows the last position of all rows: the causal mask is the only one, and only for tiles that
-    reach beyond the first row's position.
-    Returns the output [TILE_M, TILE_D] in float32, normalised over this range, and log2(sum(exp(score))) [TILE_M]:
-    0 and -inf for a row that sees nothing here.
+    query [TILE_M, TILE_D]; position [TILE_M]: each row sees the positions up to its own. k_head,
+    v_head: one KV head of the cache, stride_slot elements from one slot to the next. table: the
+    request's row of the slot table. scale_log2: the scale times log2(e), since exp2 is faster than
+    exp. Returns the output [TILE_M, TILE_D] in float32, normalised over this range, and
+    log2(sum(exp(score))) [TILE_M]: 0 and -inf for a row that sees nothing here.
 
-    A step: K and V at this tile's slots; scores; the new running maximum; what was summed so far shrinks by
-    exp2(old maximum - new); the tile's weights and weighted values are added."""
+    Each round of the loop takes K and V at the slots of TILE_N positions, computes scores, and
+    raises the running maximum `highest`. The sums so far shrink by exp2(old maximum - new maximum),
+    and the round's weights and weighted values are added to them.
+
+    kv_end is a multiple of TILE_N, or follows the last position of all rows. So the causal mask is
+    the only one, and only tiles that reach beyond the first row's position need it."""
     columns, dims = tl.arange(0, TILE_N), tl.arange(0, TILE_D)
     seen_by_all = tl.min(position, 0) + 1
-    last = tl.maximum(kv_end - 1, 0)  # beyond it table entries are garbage: read its slot again
-    highest = tl.full([TILE_M], -1e38, tl.float32)  # finite: a row that sees nothing must not compute -inf - -inf
+    last = tl.maximum(kv_end - 1, 0)        # beyond it table entries are garbage: read its slot again
+    highest = tl.full([TILE_M], -1e38, tl.float32)      # finite: a row that sees nothing has no -inf - -inf
     total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, TILE_D], tl.float32)
     slots = tl.load(table + tl.minimum(kv_start + columns, last))
     for start in range(kv_start, kv_end, TILE_N):
-        next_slots = tl.load(table + tl.minimum(start + TILE_N + columns, last))  # a tile ahead, or the copies of K and V wait for it
-        offsets = slots.to(tl.int64)[:, None] * stride_slot + dims[None, :]  # int32 overflows at a million slots
-        k = tl.load(k_head + offsets, mask=dims[None, :] < D, other=0.0)  # [TILE_N, TILE_D]; as rows, it shares V's slots
-        v = tl.load(v_head + offsets, mask=dims[None, :] < D, other=0.0)
-        scores = tl.dot(query, k.T, input_precision="ieee")  # [TILE_M, TILE_N]
+        # Slots are loaded a tile ahead, or the copies of K and V would have to wait for them.
+        # Offsets are int64: int32 overflows at a million slots. K is loaded as rows, so that it
+        # shares V's offsets.
+        next_slots = tl.load(table + tl.minimum(start + TILE_N + columns, last))
+        offsets = slots.to(tl.int64)[:, None] * stride_slot + dims[None, :]
+        k = tl.load(k_head + offsets, mask=dims[None, :] < D, other=0.0)        # [TILE_N, TILE_D]
+        v = tl.load(v_head + offsets, mask=dims[None, :] < D, other=0.0)        # [TILE_N, TILE_D]
+        scores = tl.dot(query, k.T, input_precision="ieee")                     # [TILE_M, TILE_N]
         if start + TILE_N > seen_by_all:
             scores = tl.where((start + columns)[None, :] <= position[:, None], scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
-        weights = tl.exp2(scores * scale_log2 - new_highest[:, None])
-        shrink = tl.exp2(highest - new_highest)
+        new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)       # [TILE_M]
+        weights = tl.exp2(scores * scale_log2 - new_highest[:, None])           # [TILE_M, TILE_N]
+        shrink = tl.exp2(highest - new_highest)                                 # [TILE_M]
         total = total * shrink + tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         highest, slots = new_highest, next_slots
@@ -336,18 +493,24 @@ def attend(query, k_head, v_head, table, position, kv_start, kv_end, scale_log2,
 @jit
 def merge_kernel(partial_out, partial_lse, out, merges, stride_ot, stride_oh,
                  TILE_P: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
-    """One query row of a split tile for one KV head: the mean of its pieces' outputs weighted by exp2(lse), TILE_P pieces at a time.
-    Grid (H_kv, merges). Every row sees something in the first piece, which holds position 0: `highest` is finite from there on."""
+    """One query row of a split tile for one KV head: the mean of its pieces' outputs, weighted by
+    exp2(lse), TILE_P pieces at a time. merges [m, 4]: the columns of MERGE. Grid (H_kv, m).
+
+    Every row sees something in the first piece, which holds position 0, so `highest` is finite from
+    there on."""
     kv_head, merge = tl.program_id(0), merges + tl.program_id(1) * 4
-    row, partial, stride, pieces = tl.load(merge), tl.load(merge + 1), tl.load(merge + 2), tl.load(merge + 3)
+    row = tl.load(merge)
+    first_partial = tl.load(merge + 1)
+    stride = tl.load(merge + 2)
+    pieces = tl.load(merge + 3)
     dims = tl.arange(0, TILE_D)
     highest, total, acc = float("-inf"), 0.0, tl.zeros([TILE_D], tl.float32)
     for first in range(0, pieces, TILE_P):
         piece = first + tl.arange(0, TILE_P)
-        entry = (partial + piece * stride).to(tl.int64) * tl.num_programs(0) + kv_head
-        lse = tl.load(partial_lse + entry, mask=piece < pieces, other=float("-inf"))
+        entry = (first_partial + piece * stride).to(tl.int64) * tl.num_programs(0) + kv_head
+        lse = tl.load(partial_lse + entry, mask=piece < pieces, other=float("-inf"))        # [TILE_P]
         inside = (piece < pieces)[:, None] & (dims < D)[None, :]
-        values = tl.load(partial_out + entry[:, None] * D + dims[None, :], mask=inside, other=0.0)  # [TILE_P, TILE_D]
+        values = tl.load(partial_out + entry[:, None] * D + dims[None, :], mask=inside, other=0.0)
         new_highest = tl.maximum(highest, tl.max(lse, 0))
         shrink, weights = tl.exp2(highest - new_highest), tl.exp2(lse - new_highest)
         acc = acc * shrink + tl.sum(values * weights[:, None], 0)
@@ -357,13 +520,16 @@ def merge_kernel(partial_out, partial_lse, out, merges, stride_ot, stride_oh,
     tl.store(out + offsets, (acc / total).to(out.dtype.element_ty), mask=dims < tl.where(pieces > 0, D, 0))
 
 
-def check_arguments(q, k_cache, v_cache, slot_table, spans, scale, out):
-    """ValueError unless shapes, strides and types fit together (what slots the table names is the caller's promise).
-    Every layer of every step comes here: nothing is computed that the message alone needs."""
+def check_arguments(q, k_cache, v_cache, slot_table, spans: SpanTensors, scale: float | None, out):
+    """ValueError unless shapes, strides and types fit together. That the slots in the table exist
+    is the caller's promise. Every layer of every step comes here, so nothing is computed that only
+    a message needs."""
     if q.dim() != 3 or k_cache.dim() != 3 or q.shape[2] != k_cache.shape[2]:
-        raise ValueError(f"q {tuple(q.shape)} and k_cache {tuple(k_cache.shape)}: need [T, H, D] and [num_slots, H_kv, D]")
+        raise ValueError(f"q {tuple(q.shape)} and k_cache {tuple(k_cache.shape)}: "
+                         "need [T, H, D] and [num_slots, H_kv, D]")
     if k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride():
-        raise ValueError(f"k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} differ in shape or strides")
+        raise ValueError(f"k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} "
+                         "differ in shape or strides")
     if q.shape[1] % k_cache.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads are no multiple of {k_cache.shape[1]} KV heads")
     if not q.stride(2) == k_cache.stride(2) == slot_table.stride(1) == 1:
@@ -375,7 +541,8 @@ def check_arguments(q, k_cache, v_cache, slot_table, spans, scale, out):
     if len(q) != spans.num_tokens:
         raise ValueError(f"q holds {len(q)} tokens, the spans {spans.num_tokens}")
     if spans.max_row >= slot_table.shape[0] or spans.max_kv_len > slot_table.shape[1]:
-        raise ValueError(f"slot_table {tuple(slot_table.shape)} has no row {spans.max_row} of {spans.max_kv_len} positions")
+        raise ValueError(f"slot_table {tuple(slot_table.shape)} has no row {spans.max_row} "
+                         f"of {spans.max_kv_len} positions")
     if scale is not None and scale <= 0:
         raise ValueError(f"scale {scale} is not positive")
     if out is not None and (out.shape != q.shape or out.dtype != q.dtype or out.stride(2) != 1):

@@ -1,15 +1,19 @@
-"""Checkpoints: the files of a real model become a Model; and made-up weights for measuring.
+"""Checkpoints: the files of a real model become a Model; and random weights for measuring.
 
-    tiny_chat, /a/directory, owner/name on the hub  ->  config.json  ->  ModelConfig  ->  empty Model  <-  *.safetensors
+    tiny_chat, /a/directory, or owner/name on the Hugging Face hub
+        config.json       ->  ModelConfig  ->  a Model without values
+        *.safetensors     ->  tensors      ->  its parameters
 
-An architecture is one entry of ARCHITECTURES, which says how a checkpoint spells the configuration and the parameters.
-Invariant: every parameter is filled exactly once, by a tensor of exactly its shape; whatever does not fit is refused by
-name.
+Architectures spell the same things differently. An entry of ARCHITECTURES says how one of them
+spells its configuration and its parameters.
+
+Invariant: every parameter is filled exactly once, by a tensor of exactly its shape. Whatever does
+not fit is refused by name.
 """
 import json
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,116 +21,230 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
+from torch import Tensor
 
-from model import NORMS, ModelConfig, empty_model
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Random weights, for measuring: speed does not depend on the values.
-
-def gpt(layers, heads, width, context):
-    return ModelConfig(50257, layers, heads, heads, width, 4 * width, context, "gelu_new", eos_ids=frozenset({50256}))
+from model import NORMS, Model, ModelConfig, empty_model
 
 
-def opt(layers, heads, width):
-    return ModelConfig(50272, layers, heads, heads, width, 4 * width, 2048, "relu", position_offset=2, eos_ids=frozenset({2}))
+def find_checkpoint(model: str | Path) -> Path:
+    """The directory of a checkpoint: `model` as given; or relative to this file; or downloaded as a
+    name on the Hugging Face hub. ValueError if it is nowhere."""
+    for directory in (Path(model), Path(__file__).parent / model):
+        if directory.is_dir():
+            return directory
+    download = partial(snapshot_download, model)
+    try:
+        directory = Path(download(allow_patterns=["*.json", "*.txt", "*.jinja", "model*.safetensors"]))
+        if not any(directory.glob("*.safetensors")):
+            download(allow_patterns=["pytorch_model*.bin"])         # an old checkpoint
+        return directory
+    except (OSError, ValueError) as error:      # no network; unknown or gated; not even a name
+        hint = "it is a preset: add --random-weights to measure with it; or " if model in PRESETS else ""
+        raise ValueError(
+            f"model {model!r} is not a directory, and the Hugging Face hub gave {type(error).__name__}: "
+            f"{hint}give a checkpoint's directory, or a hub name (owner/name), online, "
+            "whose licence you have accepted (`hf auth login`)") from error
 
 
-def llama2(layers, heads, kv_heads, width, ffn_width):
-    return ModelConfig(32000, layers, heads, kv_heads, width, ffn_width, 4096, "silu", norm="rms", gated=True, bias=False,
-                       rope_theta=10000.0, tied_embeddings=False, eos_ids=frozenset({2}))
+def load_model(directory: str | Path, device, dtype: torch.dtype) -> Model:
+    """The Model of a checkpoint's directory, with its parameters in `dtype` on `device`.
 
-
-PRESETS = {
-    "gpt2": gpt(12, 12, 768, 1024),
-    "gpt3-6.7b": gpt(32, 32, 4096, 2048),       # dense attention in every layer; GPT-3's own alternates with a sparse one
-    "gpt3-13b": gpt(40, 40, 5120, 2048),        # the paper's table says 5140, which 40 heads of 128 do not make
-    "opt-125m": opt(12, 12, 768),
-    "opt-1.3b": opt(24, 32, 2048),
-    "opt-2.7b": opt(32, 32, 2560),
-    "opt-6.7b": opt(32, 32, 4096),
-    "opt-13b": opt(40, 40, 5120),
-    "opt-30b": opt(48, 56, 7168),
-    "opt-66b": opt(64, 72, 9216),
-    "llama2-7b": llama2(32, 32, 32, 4096, 11008),
-    "llama2-13b": llama2(40, 40, 40, 5120, 13824),
-    "llama2-13b-gqa": llama2(40, 40, 10, 5120, 13824),          # the paper's: grouped to show what smaller KV-tokens bring
-    "llama2-70b": llama2(80, 64, 8, 8192, 28672),
-}
-
-
-def random_model(preset, device, dtype, seed=0):
-    """The Model of that PRESET with weights drawn from N(0, 0.02), the same for the same seed and device."""
-    if preset not in PRESETS:
-        raise ValueError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
-    model = empty_model(PRESETS[preset], device, dtype)
-    generator = torch.Generator(device).manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.normal_(std=0.02, generator=generator)
-    for module in model.modules():
-        if isinstance(module, tuple(NORMS.values())):
-            module.reset_parameters()                               # weight 1, bias 0
+    The directory holds config.json and *.safetensors, or pytorch_model*.bin. Tensors are read one
+    by one into parameters that exist already, so a model is never in memory twice. ValueError, with
+    the name of the file and of the tensor or field, if anything is missing, unexpected, corrupt, of
+    a wrong shape, or of a kind that we do not implement."""
+    directory = Path(directory)
+    architecture, config = read_config(directory)
+    model = empty_model(config, device, dtype)
+    unfilled = destinations(model, architecture)
+    for file in weight_files(directory):
+        for name, tensor in read_tensors(file):
+            name = PREFIX.sub("", name)
+            unused_head = name == "lm_head.weight" and config.tied_embeddings
+            if unused_head or name.endswith(NOT_PARAMETERS):
+                continue
+            if name not in unfilled:
+                raise ValueError(f"{file}: tensor {name!r} is unexpected: "
+                                 "unknown to this architecture, or there twice")
+            fill(unfilled.pop(name), tensor, f"{file}: tensor {name!r}")
+    if unfilled:
+        raise ValueError(f"{directory}: {len(unfilled)} tensors are missing, the first is "
+                         f"{next(iter(unfilled))!r}; download the checkpoint again")
     return model
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints: what each architecture calls things.
+# ---- reading files -------------------------------------------------------------------------------
 
-def require(config, **supported):
-    """Refuse the variants of an architecture that we do not implement: ValueError unless every field that is present
-    has its one supported value."""
-    for field, value in supported.items():
-        if config.get(field) not in (None, value):
-            raise ValueError(f"{field} = {config[field]!r} is not supported, only {value!r}; choose another checkpoint")
-
-
-def read_gpt2(config):
-    require(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False,
-            add_cross_attention=False)
-    return ModelConfig(
-        vocab_size=config["vocab_size"], num_layers=config["n_layer"], num_heads=config["n_head"], num_kv_heads=config["n_head"],
-        width=config["n_embd"], ffn_width=config.get("n_inner") or 4 * config["n_embd"], max_context=config["n_positions"],
-        activation=config.get("activation_function", "gelu_new"), norm_eps=config.get("layer_norm_epsilon", 1e-5),
-        tied_embeddings=config.get("tie_word_embeddings", True), eos_ids=config["eos_ids"])
-
-
-def read_opt(config):
-    require(config, do_layer_norm_before=True, word_embed_proj_dim=config["hidden_size"], enable_bias=True,
-            layer_norm_elementwise_affine=True, _remove_final_layer_norm=False)
-    return ModelConfig(
-        vocab_size=config["vocab_size"], num_layers=config["num_hidden_layers"], num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_attention_heads"], width=config["hidden_size"], ffn_width=config["ffn_dim"],
-        max_context=config["max_position_embeddings"], activation=config.get("activation_function", "relu"), position_offset=2,
-        tied_embeddings=config.get("tie_word_embeddings", True), eos_ids=config["eos_ids"])
+def read_config(directory: Path) -> "tuple[Architecture, ModelConfig]":
+    """Read config.json, and the end-of-sequence ids of generation_config.json if there is one.
+    ValueError, with the name of the file, if they are not what we implement."""
+    file, generation_file = directory / "config.json", directory / "generation_config.json"
+    config = read_json(file)
+    ends = [config.get("eos_token_id")]
+    if generation_file.is_file():
+        ends.append(read_json(generation_file).get("eos_token_id"))
+    ends = [ids if isinstance(ids, list) else [ids] for ids in ends]        # an id, a list of ids, or None
+    config["eos_ids"] = frozenset().union(*ends) - {None}
+    architecture = ARCHITECTURES.get(config.get("model_type"))
+    if architecture is None:
+        raise ValueError(f"{file}: unknown model_type {config.get('model_type')!r}; "
+                         f"known: {', '.join(ARCHITECTURES)}")
+    try:
+        return architecture, architecture.read(config)
+    except KeyError as error:
+        raise ValueError(f"{file}: field {error} is missing") from error
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
-def read_llama(config):
-    heads = config["num_attention_heads"]
-    ours = ModelConfig(
-        vocab_size=config["vocab_size"], num_layers=config["num_hidden_layers"], num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads, width=config["hidden_size"],
-        ffn_width=config["intermediate_size"], max_context=config["max_position_embeddings"],
-        activation=config.get("hidden_act", "silu"), norm="rms", norm_eps=config.get("rms_norm_eps", 1e-6), gated=True,
-        bias=False, tied_embeddings=config.get("tie_word_embeddings", False), eos_ids=config["eos_ids"], **read_rope(config))
-    require(config, attention_bias=False, mlp_bias=False, sliding_window=None, head_dim=ours.head_dim)
-    return ours
+def read_json(file: Path) -> dict:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a JSON object, not {content!r:.40}")
+    return content
 
 
-def read_rope(config):
-    """ModelConfig's rope_theta and rope_scaling: one dictionary in new checkpoints, a number and a dictionary in old ones."""
-    rope = {"rope_theta": config.get("rope_theta", 10000.0)}
-    rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"rope_type = {kind!r} is not supported, only 'default' and 'llama3'; choose another checkpoint")
-    fields = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return {"rope_theta": rope["rope_theta"], "rope_scaling": tuple(rope[f] for f in fields) if kind == "llama3" else None}
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold the weights: safetensors rather than pytorch_model.bin, and the shards of
+    an index rather than a single file."""
+    for single in (directory / "model.safetensors", directory / "pytorch_model.bin"):
+        index = single.with_name(single.name + ".index.json")
+        if index.is_file():
+            shards = set(read_json(index).get("weight_map", {}).values())
+            return [directory / shard for shard in sorted(shards)]
+        if single.is_file():
+            return [single]
+    raise ValueError(f"{directory} holds neither model.safetensors nor pytorch_model.bin, "
+                     "nor an index of their shards")
 
+
+def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor on the CPU) of a weight file. Files are mapped into memory where their
+    format allows it. No pickled code runs."""
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():
+                    yield name, tensors.get_tensor(name)
+        else:
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+            yield from dict(content).items()
+    except Exception as error:                  # a corrupt pickle can raise anything
+        raise ValueError(f"{file} cannot be read ({error}); download it again") from error
+
+
+# ---- filling parameters --------------------------------------------------------------------------
+
+def destinations(model: Model, architecture: "Architecture") -> dict[str, Tensor]:
+    """For each name of theirs, the view of our parameter that takes their tensor, in its shape.
+
+    The view is transposed where they store [in, out]. It is some of the rows where one parameter of
+    ours joins several of theirs. Together the views cover every parameter exactly once:
+
+        layers.3.attn.qkv.weight [H D + 2 H_kv D, width]   takes, in a Llama,
+        layers.3.self_attn.q_proj.weight [H D, width], ...k_proj.weight and ...v_proj.weight
+    """
+    views, config = {}, model.config
+    qkv_rows = [heads * config.head_dim
+                for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+    for name, parameter in model.named_parameters():
+        module, leaf = name.rsplit(".", 1)                      # "layers.3.attn.qkv", "weight"
+        layer = re.findall(r"\d+", module)                      # ["3"], or [] outside the layers
+        their_modules = architecture.names[re.sub(r"\d+", "{}", module)].split()
+        joins_qkv = len(their_modules) == 3
+        parts = parameter.split(qkv_rows) if joins_qkv else parameter.chunk(len(their_modules))
+        for their_module, part in zip(their_modules, parts, strict=True):
+            their_name = f"{their_module.format(*layer)}.{leaf}"
+            transposed = their_name.endswith(architecture.transposed)
+            views[their_name] = part.t() if transposed else part
+    return views
+
+
+def fill(view: Tensor, tensor: Tensor, label: str):
+    """Copy a checkpoint's tensor into the view of a parameter. ValueError, beginning with `label`,
+    if it does not fit."""
+    if tensor.shape != view.shape or not tensor.is_floating_point():
+        raise ValueError(f"{label}: expected floats of shape {list(view.shape)}, "
+                         f"found {tensor.dtype} of {list(tensor.shape)}")
+    view.copy_(tensor.to(view.device))          # moved in the file's dtype: the device converts faster
+
+
+# ---- architectures -------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Architecture:
-    read: Callable[[dict], ModelConfig]     # config.json, with "eos_ids" put in
-    names: dict[str, str]                   # our module -> theirs, {} being the layer; "q k v" where ours joins several
+    read: Callable[[dict], ModelConfig]     # reads config.json, to which "eos_ids" has been added
+    names: dict[str, str]                   # our module -> theirs, or several that ours joins; {}: the layer
     transposed: tuple[str, ...] = ()        # the ends of their names whose weights are stored [in, out]
+
+
+def refuse_variants(config: dict, **supported):
+    """ValueError unless every field that is present has its one supported value: we do not
+    implement the other variants of an architecture."""
+    for field, value in supported.items():
+        if config.get(field) not in (None, value):
+            raise ValueError(f"{field} = {config[field]!r} is not supported, only {value!r}; "
+                             "choose another checkpoint")
+
+
+def read_gpt2(config: dict) -> ModelConfig:
+    refuse_variants(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
+                    reorder_and_upcast_attn=False, add_cross_attention=False)
+    return ModelConfig(
+        vocab_size=config["vocab_size"], max_context=config["n_positions"], num_layers=config["n_layer"],
+        num_heads=config["n_head"], num_kv_heads=config["n_head"],
+        width=config["n_embd"], ffn_width=config.get("n_inner") or 4 * config["n_embd"],
+        activation=config.get("activation_function", "gelu_new"),
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        tied_embeddings=config.get("tie_word_embeddings", True), eos_ids=config["eos_ids"])
+
+
+def read_opt(config: dict) -> ModelConfig:
+    refuse_variants(config, do_layer_norm_before=True, word_embed_proj_dim=config["hidden_size"],
+                    enable_bias=True, layer_norm_elementwise_affine=True, _remove_final_layer_norm=False)
+    return ModelConfig(
+        **common_sizes(config), num_kv_heads=config["num_attention_heads"], ffn_width=config["ffn_dim"],
+        activation=config.get("activation_function", "relu"), position_offset=2,
+        tied_embeddings=config.get("tie_word_embeddings", True), eos_ids=config["eos_ids"])
+
+
+def read_llama(config: dict) -> ModelConfig:
+    rope_theta, rope_scaling = read_rope(config)
+    ours = ModelConfig(
+        **common_sizes(config),
+        num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        ffn_width=config["intermediate_size"], activation=config.get("hidden_act", "silu"),
+        norm="rms", norm_eps=config.get("rms_norm_eps", 1e-6), gated=True, bias=False,
+        rope_theta=rope_theta, rope_scaling=rope_scaling,
+        tied_embeddings=config.get("tie_word_embeddings", False), eos_ids=config["eos_ids"])
+    refuse_variants(config, attention_bias=False, mlp_bias=False, sliding_window=None,
+                    head_dim=ours.head_dim)
+    return ours
+
+
+def common_sizes(config: dict) -> dict:
+    """The sizes that OPT and Llama spell alike."""
+    return dict(vocab_size=config["vocab_size"], max_context=config["max_position_embeddings"],
+                num_layers=config["num_hidden_layers"], num_heads=config["num_attention_heads"],
+                width=config["hidden_size"])
+
+
+def read_rope(config: dict) -> tuple[float, tuple[float, ...] | None]:
+    """rope_theta and rope_scaling of a ModelConfig. New checkpoints have one dictionary for both,
+    old ones a number and a dictionary."""
+    rope = {"rope_theta": config.get("rope_theta", 10000.0)}
+    rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return rope["rope_theta"], None
+    if kind != "llama3":
+        raise ValueError(f"rope_type = {kind!r} is not supported, only 'default' and 'llama3'; "
+                         "choose another checkpoint")
+    fields = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    return rope["rope_theta"], tuple(rope[field] for field in fields)
 
 
 ARCHITECTURES = {
@@ -146,7 +264,8 @@ ARCHITECTURES = {
         "tokens": "embed_tokens",
         "positions": "embed_positions",
         "layers.{}.attn_norm": "layers.{}.self_attn_layer_norm",
-        "layers.{}.attn.qkv": "layers.{}.self_attn.q_proj layers.{}.self_attn.k_proj layers.{}.self_attn.v_proj",
+        "layers.{}.attn.qkv":
+            "layers.{}.self_attn.q_proj layers.{}.self_attn.k_proj layers.{}.self_attn.v_proj",
         "layers.{}.attn.out": "layers.{}.self_attn.out_proj",
         "layers.{}.mlp_norm": "layers.{}.final_layer_norm",
         "layers.{}.mlp.up": "layers.{}.fc1",
@@ -157,7 +276,8 @@ ARCHITECTURES = {
     "llama": Architecture(read_llama, {
         "tokens": "embed_tokens",
         "layers.{}.attn_norm": "layers.{}.input_layernorm",
-        "layers.{}.attn.qkv": "layers.{}.self_attn.q_proj layers.{}.self_attn.k_proj layers.{}.self_attn.v_proj",
+        "layers.{}.attn.qkv":
+            "layers.{}.self_attn.q_proj layers.{}.self_attn.k_proj layers.{}.self_attn.v_proj",
         "layers.{}.attn.out": "layers.{}.self_attn.o_proj",
         "layers.{}.mlp_norm": "layers.{}.post_attention_layernorm",
         "layers.{}.mlp.up": "layers.{}.mlp.gate_proj layers.{}.mlp.up_proj",
@@ -167,124 +287,56 @@ ARCHITECTURES = {
     }),
 }
 ARCHITECTURES["mistral"] = ARCHITECTURES["llama"]
-PREFIX = re.compile(r"^((transformer|model|decoder)\.)+")           # depends on the class that was saved
-NOT_PARAMETERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")    # constants that old checkpoints carry
+PREFIX = re.compile(r"^((transformer|model|decoder)\.)+")       # depends on the class that was saved
+NOT_PARAMETERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")    # constants in old checkpoints
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints: finding, reading, filling.
+# ---- random weights, for measuring: speed does not depend on their values ------------------------
 
-def find_checkpoint(model):
-    """The directory of a checkpoint: `model` as given, or relative to this file, or else downloaded as a name on the
-    Hugging Face hub (safetensors; pytorch_model*.bin only where there are none). ValueError if it is nowhere."""
-    for directory in (Path(model), Path(__file__).parent / model):
-        if directory.is_dir():
-            return directory
-    download = partial(snapshot_download, model)
-    try:
-        directory = Path(download(allow_patterns=["*.json", "*.txt", "*.jinja", "model*.safetensors"]))
-        if not any(directory.glob("*.safetensors")):
-            download(allow_patterns=["pytorch_model*.bin"])
-        return directory
-    except (OSError, ValueError) as error:                          # no network, unknown, gated, or not a name at all
-        preset = "it is a preset: add --random-weights to measure with it; or " if model in PRESETS else ""
-        raise ValueError(f"model {model!r} is not a directory, and the Hugging Face hub gave {type(error).__name__}: {preset}"
-                         "give a checkpoint's directory, or a hub name (owner/name), online, whose licence you have accepted "
-                         "(`hf auth login`)") from error
+def gpt(layers: int, heads: int, width: int, context: int) -> ModelConfig:
+    return ModelConfig(50257, layers, heads, heads, width, 4 * width, context, "gelu_new",
+                       eos_ids=frozenset({50256}))
 
 
-def load_model(directory, device, dtype):
-    """The Model of a checkpoint directory: config.json and *.safetensors, or pytorch_model*.bin. Tensors stream one by
-    one into parameters that are already in place, converted to `dtype`. ValueError, naming the file, the tensor or the
-    field, for anything that is missing, unexpected, corrupt, of a wrong shape, or of a kind that we do not implement."""
-    directory = Path(directory)
-    architecture, config = read_config(directory)
-    model = empty_model(config, device, dtype)
-    waiting = destinations(model, architecture)
-    for file in weight_files(directory):
-        for name, tensor in read_tensors(file):
-            name = PREFIX.sub("", name)
-            if name.endswith(NOT_PARAMETERS) or name == "lm_head.weight" and config.tied_embeddings:
-                continue
-            if name not in waiting:
-                raise ValueError(f"{file}: tensor {name!r} is unexpected: unknown to this architecture, or there twice")
-            fill(waiting.pop(name), tensor, f"{file}: tensor {name!r}")
-    if waiting:
-        raise ValueError(f"{directory}: {len(waiting)} tensors are missing, the first is {next(iter(waiting))!r}; "
-                         "download the checkpoint again")
+def opt(layers: int, heads: int, width: int) -> ModelConfig:
+    return ModelConfig(50272, layers, heads, heads, width, 4 * width, 2048, "relu", position_offset=2,
+                       eos_ids=frozenset({2}))
+
+
+def llama2(layers: int, heads: int, kv_heads: int, width: int, ffn_width: int) -> ModelConfig:
+    return ModelConfig(32000, layers, heads, kv_heads, width, ffn_width, 4096, "silu", norm="rms",
+                       gated=True, bias=False, rope_theta=10000.0, tied_embeddings=False,
+                       eos_ids=frozenset({2}))
+
+
+PRESETS = {
+    "gpt2": gpt(12, 12, 768, 1024),
+    "gpt3-6.7b": gpt(32, 32, 4096, 2048),       # dense in every layer; GPT-3's own is in every other one
+    "gpt3-13b": gpt(40, 40, 5120, 2048),        # the paper's table says 5140; 40 heads of 128 make 5120
+    "opt-125m": opt(12, 12, 768),
+    "opt-1.3b": opt(24, 32, 2048),
+    "opt-2.7b": opt(32, 32, 2560),
+    "opt-6.7b": opt(32, 32, 4096),
+    "opt-13b": opt(40, 40, 5120),
+    "opt-30b": opt(48, 56, 7168),
+    "opt-66b": opt(64, 72, 9216),
+    "llama2-7b": llama2(32, 32, 32, 4096, 11008),
+    "llama2-13b": llama2(40, 40, 40, 5120, 13824),
+    "llama2-13b-gqa": llama2(40, 40, 10, 5120, 13824),      # the paper's: grouped heads, smaller KV-tokens
+    "llama2-70b": llama2(80, 64, 8, 8192, 28672),
+}
+
+
+def random_model(preset: str, device, dtype: torch.dtype, seed: int = 0) -> Model:
+    """The Model of that PRESET with weights drawn from N(0, 0.02), the same for the same seed and
+    device. ValueError if there is no such preset."""
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
+    model = empty_model(PRESETS[preset], device, dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.normal_(std=0.02, generator=generator)
+    for module in model.modules():
+        if isinstance(module, tuple(NORMS.values())):
+            module.reset_parameters()           # weight 1, bias 0
     return model
-
-
-def read_config(directory):
-    """config.json (and the end-of-sequence ids of generation_config.json) -> (Architecture, ModelConfig)."""
-    file, generation_file = directory / "config.json", directory / "generation_config.json"
-    config = read_json(file)
-    ends = [config.get("eos_token_id"), read_json(generation_file).get("eos_token_id") if generation_file.is_file() else None]
-    config["eos_ids"] = frozenset().union(*(ids if isinstance(ids, list) else [ids] for ids in ends)) - {None}
-    architecture = ARCHITECTURES.get(config.get("model_type"))
-    if architecture is None:
-        raise ValueError(f"{file}: unknown model_type {config.get('model_type')!r}; known: {', '.join(ARCHITECTURES)}")
-    try:
-        return architecture, architecture.read(config)
-    except KeyError as error:
-        raise ValueError(f"{file}: field {error} is missing") from error
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
-
-
-def read_json(file):
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} must hold a JSON object, not {content!r:.40}")
-    return content
-
-
-def weight_files(directory):
-    """The files that hold the weights: safetensors before pytorch_model.bin, the shards of an index before one file."""
-    for single in (directory / "model.safetensors", directory / "pytorch_model.bin"):
-        index = single.with_name(single.name + ".index.json")
-        if index.is_file():
-            return [directory / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
-        if single.is_file():
-            return [single]
-    raise ValueError(f"{directory} holds neither model.safetensors nor pytorch_model.bin, nor an index of their shards")
-
-
-def read_tensors(file):
-    """Yield (name, tensor on the CPU) of a weight file, memory-mapped where the format allows. No pickled code runs."""
-    try:
-        if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():
-                    yield name, tensors.get_tensor(name)
-        else:
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-            yield from dict(content).items()
-    except Exception as error:                                      # a garbled pickle can raise anything
-        raise ValueError(f"{file} cannot be read ({error}); download it again") from error
-
-
-def destinations(model, architecture):
-    """Their name -> the view of our parameter that takes their tensor, shaped as theirs: turned where they store
-    [in, out], some of the rows where ours joins several. Together the views cover every parameter exactly once."""
-    views, config = {}, model.config
-    qkv_rows = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
-    for name, parameter in model.named_parameters():                # layers.3.attn.qkv.weight
-        module, leaf = name.rsplit(".", 1)
-        layer = re.findall(r"\d+", module)                          # ["3"], or [] outside the layers
-        names = architecture.names[re.sub(r"\d+", "{}", module)].split()
-        parts = parameter.split(qkv_rows) if len(names) == 3 else parameter.chunk(len(names))
-        for their, part in zip(names, parts, strict=True):
-            their = f"{their.format(*layer)}.{leaf}"
-            views[their] = part.t() if their.endswith(architecture.transposed) else part
-    return views
-
-
-def fill(view, tensor, what):
-    """Copy a checkpoint's tensor into the view of a parameter; `what` names it in the ValueError of a mismatch."""
-    if tensor.shape != view.shape or not tensor.is_floating_point():
-        raise ValueError(f"{what}: expected floats of shape {list(view.shape)}, found {tensor.dtype} of {list(tensor.shape)}")
-    view.copy_(tensor.to(view.device))                              # in the file's dtype: the device converts faster

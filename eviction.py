@@ -17,7 +17,8 @@ a conversation are the cheapest, and they leave first. T is the time for which t
 `RecomputeCost` holds the profile of Cost. A `Policy` says what a chunk is worth. `VictimIndex` finds the
 cheapest chunk among many thousand conversations without looking at all of them.
 
-Invariant: a value never rises while a conversation stays idle.
+Invariant: a value never rises with idle time. So of two chunks that differ in nothing else, the one that has
+been idle longer is never worth more. `VictimIndex` relies on this.
 """
 import heapq
 import math
@@ -29,10 +30,8 @@ MIN_IDLE = 1e-3     # seconds; no conversation counts as idle for less
 
 
 class RecomputeCost:
-    """Seconds to recompute one chunk, by the context length at its end.
-
-    The profile measures attention at a few lengths (powers of two). Between two of them we interpolate.
-    """
+    """Seconds to recompute one chunk, by the context length at its end. The profile measures attention at a
+    few lengths. Between two of them we interpolate."""
 
     def __init__(self, attention: dict[int, float], rest: float):
         """attention: context length in tokens -> seconds of attention for one chunk. rest: c, in seconds.
@@ -64,11 +63,10 @@ class RecomputeCost:
 
 
 class Policy:
-    """Least recently used: the base of all policies, and the paper's LRU baseline.
+    """Which chunks leave first. A policy answers three questions.
 
-    A policy answers three questions.
-    - From which end of a conversation do chunks leave? `toward` is +1 for the leading end, -1 for the
-      trailing end.
+    - From which end of a conversation do chunks leave? `toward` is the step from one victim to the next.
+      +1: chunk 0 leaves first, then chunk 1, ... -1: the last chunk leaves first.
     - How many chunks leave together? `unit(count)`, of a conversation that has `count` chunks to give.
     - What is its next chunk worth? `value(key, idle)`. The key is a small integer that stands for everything
       but time. Conversations with equal keys differ only in how long they have been idle, and that is what
@@ -80,10 +78,11 @@ class Policy:
         self.cost, self.chunk_size = cost, chunk_size
 
     def last_needed(self, conversation) -> float:
-        """The time, in seconds, since which the conversation counts as idle.
+        """When the conversation was last needed, in seconds.
 
-        A conversation whose turn waits in the queue is about to run, so it is not idle at all. (The paper
-        counts from its last answer. Under overload that recomputes up to 58% more tokens.)"""
+        A conversation whose turn waits in the queue is needed soon. We answer inf, so that `idle` gives
+        MIN_IDLE and its chunks are worth most. (The paper counts from its last answer. On an hour of
+        Mooncake's trace that recomputes 48% more tokens: `bench.py fig14 --trace`, "literal idleness".)"""
         return math.inf if conversation.waiting else conversation.last_active
 
     def idle(self, now: float, last_needed: float) -> float:
@@ -91,21 +90,28 @@ class Policy:
         return max(now - last_needed, MIN_IDLE)
 
     def key(self, conversation, index: int, count: int) -> int:
-        """index: position of the conversation's next chunk to leave. count: how many chunks it could give."""
+        """index: the number of the conversation's next chunk to leave. count: how many it could give."""
         return 0
 
     def unit(self, count: int) -> int:
         return 1
 
     def value(self, key: int, idle: float) -> float:
-        """What we lose if the chunk leaves. The lowest value leaves first. Must not rise with idle."""
-        return 1 / idle
+        """What we lose if the chunk leaves. The lowest value leaves first. It must not rise with idle."""
+        raise NotImplementedError
 
     def returned(self, conversation, now: float):
         """The scheduler reports here that a turn of the conversation has been admitted."""
 
     def ended(self, conversation):
         """The scheduler reports here that a turn of the conversation has ended."""
+
+
+class LeastRecentlyUsed(Policy):
+    """The paper's baseline: nothing but idle time counts."""
+
+    def value(self, key, idle):
+        return 1 / idle
 
 
 class RetentionValue(Policy):
@@ -119,7 +125,7 @@ class RetentionValue(Policy):
         return self.cost(end_of_chunk) / idle
 
 
-class Trailing(Policy):
+class Trailing(LeastRecentlyUsed):
     """SGLang and RAGCache: least recently used, but from the trailing end. Their prefix lookup stops at the
     first missing chunk, so a chunk behind a gap would be useless to them."""
     toward = -1
@@ -139,20 +145,20 @@ class TrailingHalf(Policy):
         return 1 / (key * idle)
 
 
-class WholeConversation(Policy):
+class WholeConversation(LeastRecentlyUsed):
     """CachedAttention: all chunks of the least recently used conversation at once."""
 
     def unit(self, count):
         return count
 
 
-POLICIES = {"retention": RetentionValue, "lru": Policy, "trailing-half": TrailingHalf,
+POLICIES = {"retention": RetentionValue, "lru": LeastRecentlyUsed, "trailing-half": TrailingHalf,
             "conversation": WholeConversation, "trailing": Trailing}
 
 
 class Member(NamedTuple):
     """A conversation that has a chunk to give, as the index knows it."""
-    order: int              # of creation; decides between equal values
+    order: int              # its number in the order of creation; decides between equal members
     key: int                # the policy's
     users: int              # conversations that use the chunk: one, unless sharing.py shares it
     last_needed: float      # the policy's
@@ -165,28 +171,34 @@ class Member(NamedTuple):
 
 
 def worth(policy: Policy, member: Member, now: float) -> float:
-    """The value of the member's next chunk. A chunk that three conversations use is worth three times as
-    much."""
+    """What the member's next chunk is worth. If three conversations use it, it is worth three times its
+    value."""
     return member.users * policy.value(member.key, policy.idle(now, member.last_needed))
 
 
 def cheapest_by_scanning(policy: Policy, members: list[Member], now: float) -> Member | None:
-    """The member whose next chunk is worth least: the specification of `VictimIndex.cheapest`. O(members)."""
-    return min(members, key=lambda member: (worth(policy, member, now), member.order), default=None)
+    """The member whose next chunk is worth least: the specification of `VictimIndex.cheapest`. O(members).
+
+    Of equally cheap ones we take the one that was needed least recently, then the oldest."""
+    def rank(member: Member) -> tuple[float, float, int]:
+        return worth(policy, member, now), member.last_needed, member.order
+    return min(members, key=rank, default=None)
 
 
 class VictimIndex:
     """Finds what `cheapest_by_scanning` finds, without looking at every conversation.
 
-    Values change all the time, because idle time grows. But in one group the order never changes: the
-    member that has been idle longest is the cheapest, now and later. So we keep one heap per group, ordered
-    by `last_needed`, and compare only the heaps' tops. There are a few hundred groups (the longest context
-    divided by the chunk size), however many conversations there are.
+    What chunks are worth changes all the time, because idle time grows. But in one group the ranking never
+    changes: the member that has been idle longest is the cheapest, now and later. So we keep one heap per
+    group and compare only their tops. There are a few hundred groups (the longest context divided by the
+    chunk size), however many conversations there are.
 
-        group 0   [ A 12:00, D 12:07, ... ]     At 12:10 we compute the values of A, B and C once and keep
-        them group 1   [ B 12:03, ... ]              in one more heap, `tops`. Each further victim of the
-        same moment group 5   [ C 11:58, ... ]              costs us only the values of what has moved
-        since.
+        group 0   [ A 12:00, D 12:07, ... ]
+        group 1   [ B 12:03, ... ]
+        group 5   [ C 11:58, ... ]
+
+    At 12:10 we compute what A, B and C are worth and keep them in one more heap, `tops`. Each further
+    victim of that moment costs us only a look at what has moved since.
 
     A member that moves to another group leaves its old entry behind. Such an entry is *stale*: `members` says
     otherwise. We drop it when it comes to the top, or when too many entries have gathered.
@@ -197,9 +209,9 @@ class VictimIndex:
         self.members: dict[int, Member] = {}                        # by order
         self.heaps: dict[tuple, list[tuple[float, int]]] = {}       # group -> heap of (last_needed, order)
         self.pushes = 0                                             # since the heaps were last rebuilt
-        self.now: float | None = None                               # the moment of the values in `tops`
-        self.tops: list[tuple[float, int, Member]] = []             # heap of (value, order, member)
-        self.surfaced: dict[tuple, Member] = {}                     # group -> its last entry in `tops`
+        self.now: float | None = None                               # the moment for which `tops` holds
+        self.tops: list[tuple] = []             # heap of (worth, last_needed, order, member)
+        self.latest_top: dict[tuple, Member] = {}                   # group -> its latest entry in `tops`
         self.changed: set[tuple] = set()                            # groups that have got members since then
 
     def file(self, member: Member):
@@ -215,34 +227,36 @@ class VictimIndex:
         self.members.pop(order, None)
 
     def cheapest(self, now: float) -> Member | None:
-        """O(groups) at a new moment, O(log members) for every further call at the same moment."""
+        """O(groups) at a new moment, then O(log members), amortised, for every further call at this
+        moment."""
         if now != self.now:
-            self.now, self.tops, self.surfaced, self.changed = now, [], {}, set(self.heaps)
+            self.now, self.tops, self.latest_top, self.changed = now, [], {}, set(self.heaps)
         for group in self.changed:
-            self._surface(group)
+            self._push_top(group)
         self.changed.clear()
         while self.tops:
-            _, order, member = self.tops[0]
+            *_, order, member = self.tops[0]
             if self.members.get(order) == member:
                 return member
             heapq.heappop(self.tops)
-            self._surface(member.group)         # the second of its group is the first now
+            self._push_top(member.group)        # the second of its group is the first now
         return None
 
-    def _surface(self, group: tuple[int, int]):
+    def _push_top(self, group: tuple[int, int]):
         """Put the longest idle member of a group among the tops, after dropping stale entries above it."""
         heap = self.heaps.get(group, [])
         while heap:
             last_needed, order = heap[0]
             member = self.members.get(order)
             if member and (member.group, member.last_needed) == (group, last_needed):
-                if self.surfaced.get(group) != member:
-                    self.surfaced[group] = member
-                    heapq.heappush(self.tops, (worth(self.policy, member, self.now), order, member))
+                if self.latest_top.get(group) != member:        # else the same top would gather in copies
+                    self.latest_top[group] = member
+                    entry = worth(self.policy, member, self.now), last_needed, order, member
+                    heapq.heappush(self.tops, entry)
                 return
             heapq.heappop(heap)
         self.heaps.pop(group, None)
-        self.surfaced.pop(group, None)
+        self.latest_top.pop(group, None)
 
     def _push(self, member: Member):
         heapq.heappush(self.heaps.setdefault(member.group, []), (member.last_needed, member.order))

@@ -1,33 +1,35 @@
 """The two-tier KV cache: which chunk is where (paper §4.3). Integers only; kv_pool.py has the bytes.
 
-A *chunk* is 32 consecutive tokens of a conversation. It owns the GPU slots and the CPU place of its KV:
+A *slot* holds the KV of one token on the GPU. A *chunk* is 32 consecutive tokens of a conversation, and a
+*place* holds one chunk on the CPU. A chunk owns its slots and its place:
 
     position   0        32       64             96       128   140
     chunk      | absent |  CPU   | GPU_AND_CPU  |  GPU   | GPU |     the tail has filled = 12 of 32 tokens
 
-Every chunk of an idle conversation goes the same way, the leading ones first:
+The life of a chunk, and who moves it on:
 
-    GPU  --swap out-->  GPU_AND_CPU  --reclaim-->  CPU  --drop-->  absent
-         (copied ahead of need)      (its slots     (its place
-                                      are taken)     is taken)
+    absent --admit, grow--> slots without KV --computed--> GPU
+    GPU --plan_swap_out, complete--> GPU_AND_CPU --reclaim--> CPU --drop--> absent         while it is idle
+    CPU --admit, complete--> GPU_AND_CPU                                                   when it returns
 
-When its conversation returns, a chunk in state CPU is swapped in, and an absent one is recomputed. A copy
-in flight is a `Ticket`: both of its ends stay busy until it completes, and a finished copy out counts only
-if the chunk did not change meanwhile. A running conversation is *pinned*: none of its chunks is evicted.
+The policy decides which end of a conversation leaves first. A copy in flight is a `Ticket`. A running
+conversation is *pinned*: none of its chunks is evicted.
 
-Invariants: we never believe KV to be cached that is not. Every slot and every place is free, or busy, or in
-exactly one chunk. The slot table agrees with the chunks. `check_integrity` checks all of this.
+Invariants: we never believe KV to be cached that is not. Every slot and every place is free, or in exactly
+one chunk, or given up to a copy in flight. The slot table agrees with the chunks. `check_integrity` checks
+all this.
 
 Admission and release cost O(context). A decode step costs nothing that grows with the length of a context or
 with the number of conversations.
 """
 import heapq
+import itertools
 import math
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -37,19 +39,19 @@ from eviction import Member, Policy, VictimIndex, worth
 MOVES = ("swap_out", "reclaim", "drop")    # what eviction does next to a chunk in state GPU, GPU_AND_CPU, CPU
 
 
-class Counted(NamedTuple):
-    """A chunk's share in the totals of its holder."""
+class Booked(NamedTuple):
+    """What the totals of a holder say of one of its chunks."""
     holder: "Conversation"
     move: str | None
     slots: int
-    cached: bool
+    present: bool
 
 
 class Chunk:
     """Up to `chunk_size` consecutive tokens of a conversation. The first `filled` of them have KV.
 
     An absent chunk (never computed, or dropped) has neither slots nor a place."""
-    __slots__ = ("holder", "index", "filled", "slots", "place", "ticket", "evictable_without_copy", "counted")
+    __slots__ = ("holder", "index", "filled", "slots", "place", "ticket", "evictable_without_copy", "booked")
 
     def __init__(self, holder: "Conversation", index: int):
         self.holder = holder            # its conversation (sharing.py may change that)
@@ -61,10 +63,12 @@ class Chunk:
         # True if we chose not to copy this chunk. Its slots may be taken at any time. Cleared when the
         # conversation runs again.
         self.evictable_without_copy = False
-        self.counted = Counted(holder, None, 0, False)
+        self.booked = Booked(holder, None, 0, False)
 
     @property
     def state(self) -> str | None:
+        """Where its slots and its place are. None: it is absent. (A chunk in state GPU that is just being
+        computed may have no KV yet: see `filled`.)"""
         if self.place is None:
             return "GPU" if self.slots else None
         return "GPU_AND_CPU" if self.slots else "CPU"
@@ -81,43 +85,46 @@ class Chunk:
 
 
 class Conversation:
-    """What survives turns: raw tokens, and the chunks that cache their KV."""
-    users = 1           # conversations that use the chunks which this one holds (sharing.py knows more)
+    """What survives turns: raw tokens, and the chunks that cache their KV.
+
+    It *uses* all of its chunks, and it *holds* them: `holders` is [itself]. (With sharing.py other holders
+    can hold some of its chunks, and other conversations can use them, too.)"""
+    users = 1           # conversations that use the chunks which this one holds
 
     def __init__(self, name: str | None, order: int, tokens: Iterable[int], chunk_size: int, toward: int):
-        """order: of creation. toward: the policy's; +1 if leading chunks leave first, -1 if trailing ones
-        do."""
+        """order: its number in the order of creation. toward: the policy's, see there."""
         self.one_off = name is None                     # forgotten at the end of its request
         self.name = order if self.one_off else name
         self.order, self.chunk_size, self.toward = order, chunk_size, toward
         self.tokens = array("i", tokens)
-        # So many leading tokens have had KV at some time. The last token of a reply was sampled, but never
-        # fed to the model, so it never had any.
+        # The first `known` tokens have been computed before. If one of them has no KV now, it is
+        # recomputed; all later tokens are new. The last token of a reply was sampled, but never fed to the
+        # model.
         self.known = max(len(self.tokens) - 1, 0)
         self.chunks: list[Chunk] = []
-        self.holders = [self]           # who holds its chunks: sharing.py adds others
+        self.holders = [self]
         self.row: int | None = None     # in the slot table, while it runs
         self.room = 0                   # while it runs, positions [0, room) have slots
-        self.pins = 0                   # how many running conversations need the chunks that it holds
-        self.waiting = 0                # how many of these have a turn that waits in the queue
+        self.pins = 0                   # how many users of what it holds are running
+        self.waiting = 0                # how many users of what it holds have a turn in the queue
         self.last_active = 0.0          # the end of its last turn, in seconds
         self.turns = 0                  # for policies that count them
         self.forgotten = False
         # Totals over the chunks that it holds.
         self.held = 0                               # slots
-        self.cached = 0                             # chunks that are not absent
+        self.present = 0                            # chunks that are not absent
         self.reclaimable = 0                        # slots in chunks whose next move is "reclaim"
-        self.count = dict.fromkeys(MOVES, 0)        # chunks by next move
-        self.frontier = dict.fromkeys(MOVES, 0 if toward > 0 else math.inf)     # see `next`
+        self.by_move = dict.fromkeys(MOVES, 0)      # chunks by next move
+        # No chunk with this move comes before this index, in the order in which chunks leave.
+        self.frontier = dict.fromkeys(MOVES, 0 if toward > 0 else math.inf)
 
-    def next(self, move: str) -> Chunk:
+    def next_victim(self, move: str) -> Chunk:
         """Return the next chunk to which eviction should apply `move`. At least one chunk must allow that
         move.
 
-        No such chunk lies before the frontier. We remember how far we had to look, so that the search does
-        not begin at the first chunk again for every victim."""
+        We remember in `frontier` how far we had to look, so that the next search begins there."""
         index = min(self.frontier[move], len(self.chunks) - 1)
-        while self.chunks[index].counted.holder is not self or self.chunks[index].counted.move != move:
+        while self.chunks[index].booked.holder is not self or self.chunks[index].booked.move != move:
             index += self.toward
         self.frontier[move] = index
         return self.chunks[index]
@@ -130,15 +137,26 @@ class Conversation:
 
 @dataclass(eq=False)
 class Ticket:
-    """A copy in flight between `slots` (those of the first `filled` tokens of a chunk) and a CPU `place`."""
-    conversation: Conversation
+    """A copy in flight between `slots` (those of the first `filled` tokens of a chunk) and a CPU `place`.
+
+    A chunk with a ticket is never evicted. During a copy out the ticket owns the place. Its end depends on
+    what happens to the chunk meanwhile:
+
+        nothing, or it runs unchanged     the chunk gets the place: GPU_AND_CPU
+        its tail is truncated             the same; slots that the tail gave up are free now
+        its tail grows                    the copy is stale; the place is free, the chunk stays GPU
+        it becomes absent                 the copy is stale; the place and all its slots are free now
+
+    During a copy in the chunk has both slots and place. If its tail grows meanwhile, the place is free at the
+    end."""
+    conversation: Conversation     # "in": the one that returns; "out": the holder
     chunk: Chunk
     direction: str                 # "in" or "out"
     start: int                     # position of the chunk's first token
     filled: int
     slots: list[int]
     place: int
-    stale: bool = False            # the chunk changed meanwhile, so a copy out is worthless
+    stale: bool = False            # the place does not hold what the chunk needs
     orphans: list[int] = field(default_factory=list)     # slots given up meanwhile, free when the copy ends
 
     @property
@@ -164,9 +182,9 @@ class KVCache:
         self.in_flight: set[Ticket] = set()
         self.reclaimable = 0            # slots that `reclaim` can free: those of pinned chunks do not count
         self.indexes = {move: VictimIndex(policy) for move in MOVES}
-        self.unfiled: dict[int, Conversation] = {}      # by order: changed since they were filed there
+        self.changed: dict[int, Conversation] = {}      # by order: what the indexes do not know of yet
         self.cold: dict[int, Conversation] = {}                     # by order, see `cold_conversations`
-        self.orders = count()
+        self.orders = itertools.count()
         self.stats = Counter(chunks_swapped_in=0, chunks_swapped_out=0, chunks_dropped=0)
 
     # ---- conversations
@@ -177,7 +195,7 @@ class KVCache:
             return self.conversations[name]
         conversation = Conversation(name, next(self.orders), tokens, self.chunk_size, self.policy.toward)
         self.conversations[conversation.name] = conversation
-        self.unfiled[conversation.order] = conversation
+        self.changed[conversation.order] = conversation
         return conversation
 
     def extend(self, conversation: Conversation, prompt: Sequence[int]) -> bool:
@@ -190,14 +208,14 @@ class KVCache:
         change = waiting - conversation.waiting
         for holder in conversation.holders:
             holder.waiting += change
-            self.unfiled[holder.order] = holder
+            self.changed[holder.order] = holder
 
     def forget(self, conversation: Conversation):
         """Free everything in both tiers. A copy in flight frees its ends when it completes. The
         conversation must not be running."""
         self.truncate(conversation, 0, 0)
         conversation.forgotten = True
-        self._unfile(conversation)
+        self._remove_from_indexes(conversation)
         self.cold.pop(conversation.order, None)
         if self.conversations.get(conversation.name) is conversation:
             del self.conversations[conversation.name]
@@ -212,12 +230,9 @@ class KVCache:
         conversation.known = min(conversation.known, known)
         for chunk in conversation.chunks[known // self.chunk_size:]:
             kept = max(known - chunk.index * self.chunk_size, 0)
-            if kept < chunk.filled:
-                chunk.filled = kept             # a CPU copy stays: its first `kept` tokens are still right
-                if chunk.ticket:
-                    chunk.ticket.stale = True
+            chunk.filled = min(chunk.filled, kept)      # a copy on the CPU stays right for these
             self._trim(chunk)
-        del conversation.chunks[-(-known // self.chunk_size):]
+        del conversation.chunks[chunks_for(known, self.chunk_size):]
 
     def drop_all(self, conversation: Conversation):
         """Free the KV of a conversation that is not running, and keep its tokens."""
@@ -236,7 +251,7 @@ class KVCache:
     def cold_conversations(self) -> list[Conversation]:
         """Those that neither run nor wait nor have anything cached. Whoever keeps their tokens may forget
         them."""
-        self._file_changes()
+        self._update_indexes()
         return list(self.cold.values())
 
     # ---- while a conversation runs
@@ -259,9 +274,9 @@ class KVCache:
         return total - self._slots_held(conversation) + reserve - (self.available - own)
 
     def admit(self, conversation: Conversation, total: int, now: float) -> list[Ticket]:
-        """Pin the conversation and give it a row and a slot for every position below `total`: for chunks
-        that come back from the CPU, for holes and for new tokens. The caller has checked `shortfall` and
-        `free_rows`.
+        """Pin the conversation. Give it a row, and a slot to each position below `total` that has none: in
+        chunks that come back from the CPU, in absent chunks, and for new tokens. The caller has checked
+        `shortfall` and `free_rows`.
 
         Returns the swap-ins, one ticket for each chunk in state CPU."""
         self._pin(conversation)
@@ -282,19 +297,18 @@ class KVCache:
         """Give a running conversation slots for the tokens that it has grown by. False if there are too few.
 
         While every running conversation could get a whole chunk, this one gets all slots of its last chunk at
-        once. Then it asks again only 32 tokens later. When slots are rare, it gets one at a time."""
-        total = len(conversation.tokens)
-        if total <= conversation.room:
+        once. Then it asks again only a chunk later. When slots are rare, it gets one at a time."""
+        total, begin = len(conversation.tokens), conversation.room
+        if total <= begin:
             return True
-        room = total
+        end = total
         if self.available >= self.chunk_size * len(self.running):
-            end_of_chunk = -(-total // self.chunk_size) * self.chunk_size
-            room = min(end_of_chunk, self.table.shape[1])
-        begin = conversation.room
-        if room - begin > self.available:
+            whole_chunks = chunks_for(total, self.chunk_size) * self.chunk_size
+            end = min(whole_chunks, self.table.shape[1])
+        if end - begin > self.available:
             return False
-        taken = self._take_slots(room - begin, now)
-        self._give_slots(conversation, begin // self.chunk_size, room, taken)
+        taken = self._take_slots(end - begin, now)
+        self._give_slots(conversation, begin // self.chunk_size, end, taken)
         self._write_table(conversation, begin, taken)
         return True
 
@@ -306,19 +320,19 @@ class KVCache:
             assert chunk.filled >= start - first, "spans fill a chunk from the left"
             filled = min(end - first, size)
             if filled > chunk.filled:               # else a request that shares the chunk was faster
-                counts_change = not chunk.filled or chunk.place is not None
+                first_kv, outgrew_copy = not chunk.filled, chunk.place is not None
                 chunk.filled = filled
                 if chunk.ticket:
                     chunk.ticket.stale = True
-                if counts_change:
-                    self._give_up_place(chunk)      # the chunk has outgrown its copy
+                if first_kv or outgrew_copy:        # else no total changes: most decodes skip this
+                    self._give_up_place(chunk)
                     self._update(chunk)
         if end > conversation.known:
             conversation.known = end
 
     def release(self, conversation: Conversation, now: float):
-        """The end of `admit`: unpin. Slots that got no KV are free again, so a hole that was not begun is
-        absent."""
+        """Unpin the conversation and take back its row: the counterpart of `admit`. Slots without KV are free
+        again, unless another user of the chunk runs."""
         del self.running[conversation.order]
         self.free_rows.append(conversation.row)
         conversation.row, conversation.room = None, 0
@@ -337,27 +351,27 @@ class KVCache:
     # ---- eviction
 
     def plan_swap_out(self, wanted: int, now: float) -> list[Ticket]:
-        """Copy idle chunks to the CPU, the cheapest first, until `wanted` more slots are available or will
-        be when these copies and those in flight have ended. Returns the new copies. The GPU copies stay
-        valid until someone takes their slots.
+        """Copy idle chunks to the CPU, the cheapest first, until `wanted` more slots are available or will be
+        when the copies in flight have ended. Returns the new copies. The GPU copies stay valid until someone
+        takes their slots.
 
         If every chunk in a full CPU tier is worth more, we do not copy a chunk. It stays usable on the GPU
         until another request takes its slots; then it must be recomputed.
 
-        Three full chunks of 32 tokens are idle on the GPU, worth 1, 2 and 3; 60 slots are wanted; the CPU
+        Three full chunks of 32 tokens are idle on the GPU, worth 1, 2 and 3. 60 slots are wanted. The CPU
         tier has one place, and the chunk there is worth 1.5:
 
             the chunk worth 1 is cheaper than the one in the tier: evictable without a copy     32 of 60 slots
             the chunk worth 2 takes the place, and the one worth 1.5 is dropped                 64 of 60 slots
             the chunk worth 3 is not needed
 
-        A policy may demand that chunks leave in larger units, so it can be more than `wanted`."""
+        If the policy makes several chunks leave together, more than `wanted` slots may become available."""
         tickets = []
         if wanted > 0:
             wanted -= self._coming_available()
         while wanted > 0 and (victim := self._cheapest("swap_out", now)):
-            for _ in range(self.policy.unit(victim.count["swap_out"])):
-                chunk = victim.next("swap_out")
+            for _ in range(self.policy.unit(victim.by_move["swap_out"])):
+                chunk = victim.next_victim("swap_out")
                 place = self._take_place(self._rank(victim, "swap_out", now), now)
                 if place is None:
                     chunk.evictable_without_copy = True
@@ -395,9 +409,9 @@ class KVCache:
 
     def reclaim(self, conversation: Conversation):
         """Take the slots of one unit of an idle conversation's reclaimable chunks. A chunk with a CPU copy
-        lives on there. A chunk without one is dropped."""
-        for _ in range(self.policy.unit(conversation.count["reclaim"])):
-            chunk = conversation.next("reclaim")
+        lives on there. A chunk without one becomes absent."""
+        for _ in range(self.policy.unit(conversation.by_move["reclaim"])):
+            chunk = conversation.next_victim("reclaim")
             if chunk.place is None:
                 self._drop(chunk)
             else:
@@ -405,30 +419,33 @@ class KVCache:
                 self._update(chunk)
 
     def _coming_available(self) -> int:
-        """Slots that will be available when the copies out that are in flight have ended."""
-        return sum(ticket.filled for ticket in self.in_flight
-                   if ticket.direction == "out" and not ticket.stale and not ticket.chunk.holder.pins)
+        """Slots that will be available when the copies in flight have ended."""
+        given_up = sum(len(ticket.orphans) for ticket in self.in_flight)
+        copied = sum(len(ticket.chunk.slots) for ticket in self.in_flight
+                     if ticket.direction == "out" and not ticket.stale and not ticket.chunk.holder.pins)
+        return given_up + copied
 
-    def _take_slots(self, count: int, now: float) -> list[int]:
+    def _take_slots(self, needed: int, now: float) -> list[int]:
         """The caller has checked that so many are available."""
-        while len(self.free_slots) < count:
+        while len(self.free_slots) < needed:
             self.reclaim(self._cheapest("reclaim", now))
-        cut = len(self.free_slots) - count
+        cut = len(self.free_slots) - needed
         taken = self.free_slots[cut:]
         del self.free_slots[cut:]
         return taken
 
     def _take_place(self, rank: tuple, now: float) -> int | None:
-        """A place in the CPU tier for a chunk of that rank. None if every chunk there is worth more."""
+        """Take a free place, or one that a running conversation does not need, or that of the cheapest idle
+        chunk in state CPU if its rank is lower. None if there is no such place."""
         if self.free_places or self._free_spare_place() or self._drop_cheaper(rank, now):
             return heapq.heappop(self.free_places)
         return None
 
     def _free_spare_place(self) -> bool:
-        """Give up a place that a running conversation does not need: it has the same KV on the GPU."""
+        """Give up a place of a running conversation that has the same KV on the GPU."""
         for conversation in self.running.values():
-            if conversation.count["reclaim"]:
-                chunk = conversation.next("reclaim")
+            if conversation.by_move["reclaim"]:
+                chunk = conversation.next_victim("reclaim")
                 self._give_up_place(chunk)
                 self._update(chunk)
                 return True
@@ -439,14 +456,14 @@ class KVCache:
         loser = self._cheapest("drop", now)
         if loser is None or self._rank(loser, "drop", now) >= rank:
             return False
-        self._drop(loser.next("drop"))
+        self._drop(loser.next_victim("drop"))
         return True
 
     def _rank(self, conversation: Conversation, move: str, now: float) -> tuple[float, int, int]:
         """Orders the conversation's next chunk among all chunks: the value comes first. Of equal values the
         older conversation's is lower, and in one conversation that of the chunk that leaves first."""
         value = worth(self.policy, self._member(conversation, move), now)
-        return value, conversation.order, self.policy.toward * conversation.next(move).index
+        return value, conversation.order, self.policy.toward * conversation.next_victim(move).index
 
     # ---- the small steps, each on one chunk
 
@@ -460,12 +477,12 @@ class KVCache:
     def _give_slots(self, conversation: Conversation, first_index: int, total: int, slots: list[int]):
         """Hand out `slots` to every position below `total` that has none, from chunk `first_index` on."""
         remaining, chunks = iter(slots), conversation.chunks
-        for index in range(first_index, -(-total // self.chunk_size)):
+        for index in range(first_index, chunks_for(total, self.chunk_size)):
             if index == len(chunks):
                 chunks.append(Chunk(conversation, index))
-            chunk, room = chunks[index], min(self.chunk_size, total - index * self.chunk_size)
-            if len(chunk.slots) < room:
-                chunk.slots += islice(remaining, room - len(chunk.slots))
+            chunk, wanted = chunks[index], min(self.chunk_size, total - index * self.chunk_size)
+            if len(chunk.slots) < wanted:
+                chunk.slots += islice(remaining, wanted - len(chunk.slots))
                 self._update(chunk)
 
     def _write_table(self, conversation: Conversation, start: int, slots: list[int]):
@@ -488,8 +505,10 @@ class KVCache:
             self._update(chunk)
 
     def _empty(self, chunk: Chunk):
-        """The chunk is absent from now on."""
+        """The chunk becomes absent."""
         chunk.filled = 0
+        if chunk.ticket:
+            chunk.ticket.stale = True
         self._give_up_slots(chunk, 0)
         self._give_up_place(chunk)
         self._update(chunk)
@@ -512,9 +531,9 @@ class KVCache:
 
     def _update(self, chunk: Chunk):
         """The totals of the chunk's holder follow. To be called after every change of what is counted."""
-        before = chunk.counted
-        after = Counted(chunk.holder, chunk.next_move, len(chunk.slots), chunk.state is not None)
-        chunk.counted = after
+        before = chunk.booked
+        after = Booked(chunk.holder, chunk.next_move, len(chunk.slots), chunk.state is not None)
+        chunk.booked = after
         self._add(before, -1)
         self._add(after, +1)
         if after.move:
@@ -522,23 +541,23 @@ class KVCache:
             frontier = chunk.holder.frontier
             frontier[after.move] = nearer(frontier[after.move], chunk.index)
 
-    def _add(self, counted: Counted, sign: int):
-        holder, move, slots, cached = counted
+    def _add(self, booked: Booked, sign: int):
+        holder, move, slots, present = booked
         holder.held += sign * slots
-        holder.cached += sign * cached
+        holder.present += sign * present
         if move:
-            holder.count[move] += sign
+            holder.by_move[move] += sign
         if move == "reclaim":
             holder.reclaimable += sign * slots
             if not holder.pins:
                 self.reclaimable += sign * slots
-        self.unfiled[holder.order] = holder
+        self.changed[holder.order] = holder
 
     def _pin(self, conversation: Conversation):
         for holder in conversation.holders:
             if not holder.pins:
                 self.reclaimable -= holder.reclaimable
-                self._unfile(holder)
+                self._remove_from_indexes(holder)
             holder.pins += 1
 
     def _unpin(self, conversation: Conversation):
@@ -546,58 +565,61 @@ class KVCache:
             holder.pins -= 1
             if not holder.pins:
                 self.reclaimable += holder.reclaimable
-            self.unfiled[holder.order] = holder
+            self.changed[holder.order] = holder
 
     def _cheapest(self, move: str, now: float) -> Conversation | None:
         """The conversation whose next chunk for this move is worth least."""
-        self._file_changes()
+        self._update_indexes()
         member = self.indexes[move].cheapest(now)
         return member and member.conversation
 
-    def _file_changes(self):
+    def _update_indexes(self):
         """File every conversation that has changed, once, however often it changed."""
-        for conversation in self.unfiled.values():
-            self._file(conversation)
-        self.unfiled.clear()
+        for conversation in self.changed.values():
+            self._reindex(conversation)
+        self.changed.clear()
 
-    def _file(self, conversation: Conversation):
+    def _reindex(self, conversation: Conversation):
         """Bring the indexes and `cold` up to date."""
         for move, index in self.indexes.items():
-            if conversation.count[move] and not conversation.pins:
+            if conversation.by_move[move] and not conversation.pins:
                 index.file(self._member(conversation, move))
             else:
                 index.discard(conversation.order)
+        self._note_cold(conversation)
+
+    def _note_cold(self, conversation: Conversation):
         if self._is_cold(conversation):
             self.cold[conversation.order] = conversation
         else:
             self.cold.pop(conversation.order, None)
 
-    def _unfile(self, conversation: Conversation):
+    def _remove_from_indexes(self, conversation: Conversation):
         for index in self.indexes.values():
             index.discard(conversation.order)
 
     def _member(self, conversation: Conversation, move: str) -> Member:
-        key = self.policy.key(conversation, conversation.next(move).index, conversation.count[move])
+        key = self.policy.key(conversation, conversation.next_victim(move).index, conversation.by_move[move])
         last_needed = self.policy.last_needed(conversation)
         return Member(conversation.order, key, conversation.users, last_needed, conversation)
 
     def _is_cold(self, conversation: Conversation) -> bool:
-        needed = conversation.pins or conversation.waiting or conversation.cached
+        needed = conversation.pins or conversation.waiting or conversation.present
         return not needed and not conversation.forgotten
 
     # ---- checking
 
     def check_integrity(self):
         """Check every invariant of the books from scratch. O(everything): for tests and `debug=True`."""
-        self._file_changes()
+        self._update_indexes()
         slots, places, reclaimable = Counter(self.free_slots), Counter(self.free_places), 0
         for ticket in self.in_flight:
             assert ticket.chunk.ticket is ticket
             slots.update(ticket.orphans)
             places.update([ticket.place] if ticket.chunk.place != ticket.place else [])
-        filed = [dict(index.members) for index in self.indexes.values()]
+        filed, cold = [dict(index.members) for index in self.indexes.values()], dict(self.cold)
         for holder in self._all_holders():
-            self._file(holder)
+            self._reindex(holder)
             self._check_holder(holder)
             reclaimable += 0 if holder.pins else holder.reclaimable
             for chunk in held_by(holder):
@@ -607,7 +629,7 @@ class KVCache:
             self._check_conversation(conversation)
         assert slots == Counter(range(self.num_slots)), "a slot is lost, or owned twice"
         assert places == Counter(range(self.num_places)), "a CPU place is lost, or owned twice"
-        assert filed == [index.members for index in self.indexes.values()]
+        assert filed == [index.members for index in self.indexes.values()] and cold == self.cold
         assert self.reclaimable == reclaimable
         rows = [conversation.row for conversation in self.running.values()] + self.free_rows
         assert sorted(rows) == list(range(len(self.table))), "a row is lost, or owned twice"
@@ -623,8 +645,8 @@ class KVCache:
     def _check_holder(self, holder: Conversation):
         chunks = held_by(holder)
         assert holder.held == sum(len(chunk.slots) for chunk in chunks)
-        assert holder.cached == sum(chunk.state is not None for chunk in chunks)
-        assert holder.count == {move: sum(chunk.next_move == move for chunk in chunks) for move in MOVES}
+        assert holder.present == sum(chunk.state is not None for chunk in chunks)
+        assert holder.by_move == {move: sum(chunk.next_move == move for chunk in chunks) for move in MOVES}
         assert holder.reclaimable == sum(len(chunk.slots) for chunk in chunks if chunk.next_move == "reclaim")
         for chunk in chunks:
             assert chunk.filled <= self.chunk_size
@@ -649,3 +671,8 @@ class KVCache:
 
 def held_by(holder: Conversation) -> list[Chunk]:
     return [chunk for chunk in holder.chunks if chunk.holder is holder]
+
+
+def chunks_for(tokens: int, chunk_size: int) -> int:
+    """How many chunks so many tokens need: 3 for 70 tokens in chunks of 32."""
+    return -(-tokens // chunk_size)

@@ -1,23 +1,31 @@
 """The model: GPT-2, GPT-3, OPT and Llama as one plain decoder.
 
-The batch is ragged (the paper's unified batching): the tokens of all spans lie packed in one dimension T, whatever
-request and phase they belong to. All that a decoder does, but for attention, it does token by token, so T is the
-only batch dimension there is. Attention is the one place where tokens meet, and it is handed in as a function:
-`attend(layer, q, k, v)` stores K and V and lets every query see what its span sees. So this file knows nothing of
-caches, spans or batches, and a test can run it with ten lines of dense attention.
+The batch is ragged (the paper's unified batching, §4.2): the tokens of all spans lie packed in one
+dimension T, whatever request and phase they belong to. Except for attention, a decoder computes
+each token by itself, so T is the only batch dimension there is. Tokens meet in attention alone, and
+the caller hands that in as a function: `attend(layer, q, k, v)` stores K and V and lets every query
+see what its span sees. So this file knows nothing of caches, spans or batches, and a test can run
+it with ten lines of dense attention.
 
-Architectures differ in a ModelConfig: its switches are all that Llama does otherwise than GPT (norm, gated, bias,
-rope_theta). checkpoint.py fills the parameters.
+    tokens [T] -> embeddings -> layer 0 ... layer L-1 -> norm -> hidden [T, width] -> logits
+                                   |
+                                   attend(0, q, k, v)
+
+Architectures differ in a ModelConfig: its switches are everything that Llama does otherwise than
+GPT (norm, gated, bias, rope_theta). checkpoint.py fills the parameters.
 """
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "gelu_new": partial(F.gelu, approximate="tanh"), "silu": F.silu}
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]        # see Model.forward
+ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "gelu_new": partial(F.gelu, approximate="tanh"),
+               "silu": F.silu}
 NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 
@@ -36,61 +44,72 @@ class ModelConfig:
     norm_eps: float = 1e-5
     gated: bool = False             # the MLP multiplies its inner values by activated gates: SwiGLU
     bias: bool = True               # the projections have biases
-    position_offset: int = 0        # OPT's table of positions begins with 2 unused rows
-    rope_theta: float | None = None                     # the base of rotary positions; None: a learned table of positions
-    rope_scaling: tuple[float, ...] | None = None       # (factor, low, high, trained) of rotary_frequencies
-    tied_embeddings: bool = True    # the token embedding is the output layer too
+    position_offset: int = 0        # OPT's position embedding begins with 2 unused rows
+    rope_theta: float | None = None     # the base of rotary positions; None: a learned position embedding
+    rope_scaling: tuple[float, ...] | None = None       # (factor, low, high, trained), see rotary_frequencies
+    tied_embeddings: bool = True    # the token embedding is the output layer, too
     eos_ids: frozenset[int] = frozenset()
 
     @property
-    def head_dim(self):
+    def head_dim(self) -> int:
         return self.width // self.num_heads
 
     @property
-    def matmul_parameters(self):
-        """How many weights every token is multiplied with, at 2 FLOP each: the matrices of all layers. The output layer,
-        vocab_size * width more, is only for tokens that are sampled from."""
+    def matmul_parameters(self) -> int:
+        """How many weights multiply every token, at 2 FLOP each: the matrices of all layers. The
+        output layer (vocab_size * width more) multiplies only the tokens behind which one is
+        sampled."""
         attention = 2 * self.width * self.head_dim * (self.num_heads + self.num_kv_heads)
-        return self.num_layers * (attention + (3 if self.gated else 2) * self.width * self.ffn_width)
+        mlp = (3 if self.gated else 2) * self.width * self.ffn_width
+        return self.num_layers * (attention + mlp)
 
     def __post_init__(self):
-        for name in ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "width", "ffn_width", "max_context"):
-            if type(value := getattr(self, name)) is not int or value < 1:
+        for name in ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "width", "ffn_width",
+                     "max_context"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be a positive integer, not {value!r}")
         for name, unit in (("width", "num_heads"), ("num_heads", "num_kv_heads")):
             if getattr(self, name) % getattr(self, unit):
-                raise ValueError(f"{name} {getattr(self, name)} must be a multiple of {unit} {getattr(self, unit)}")
+                raise ValueError(f"{name} {getattr(self, name)} must be a multiple of "
+                                 f"{unit} {getattr(self, unit)}")
         if self.rope_theta is not None and self.head_dim % 2:
-            raise ValueError(f"rotary positions need an even head size, not width / num_heads = {self.head_dim}")
+            raise ValueError("rotary positions need an even head size, not "
+                             f"width / num_heads = {self.head_dim}")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"unknown activation {self.activation!r}; known: {', '.join(ACTIVATIONS)}")
 
 
-def rotary_frequencies(config, device):
-    """Radians per position by which each pair of dimensions turns, [D/2] in float32: from 1 down to nearly 1 / rope_theta.
+def rotary_frequencies(config: ModelConfig, device) -> Tensor:
+    """By how many radians per position each pair of dimensions turns: [D/2] in float32, from 1 down
+    to nearly 1 / rope_theta.
 
-    rope_scaling (factor, low, high, trained) is how Llama 3.1 reaches beyond the `trained` positions: pairs that turn fewer
-    than `low` times within them slow down by `factor`, those that turn more than `high` times do not, between is a blend."""
-    frequencies = 1 / config.rope_theta ** (torch.arange(0, config.head_dim, 2, device=device) / config.head_dim)
+    rope_scaling = (factor, low, high, trained) is how Llama 3.1 reaches beyond the `trained`
+    positions. A pair that turns fewer than `low` times within them is slowed down by `factor`. A
+    pair that turns more than `high` times keeps its speed. Pairs between blend the two."""
+    exponents = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim  # [D/2]
+    frequencies = 1 / config.rope_theta ** exponents                        # [D/2]
     if config.rope_scaling is None:
         return frequencies
     factor, low, high, trained = config.rope_scaling
-    turns = trained * frequencies / (2 * math.pi)                                       # [D/2]
-    kept = ((turns - low) / (high - low)).clamp(0, 1)                                   # [D/2]
+    turns = trained * frequencies / (2 * math.pi)                           # [D/2]
+    kept = ((turns - low) / (high - low)).clamp(0, 1)                       # [D/2]
     return frequencies * (kept + (1 - kept) / factor)
 
 
-def rotate(x, cos, sin):
-    """Rotary embedding: dimensions i and i + D/2 of a head are a point in a plane, turned by its token's i-th angle. So
-    q . k depends on the distance between two tokens, not on where they stand.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding: dimensions i and i + D/2 of a head are a point in a plane, which is turned
+    by its token's i-th angle. So q . k depends on the distance between two tokens and not on where
+    they stand.
 
-    x [T, heads, D], cos and sin [T, 1, D/2] of the angles, in float32 -> [T, heads, D], computed in float32."""
-    a, b = x.chunk(2, dim=-1)                                                           # [T, heads, D/2] each
+    x [T, heads, D], cos and sin [T, 1, D/2] of the angles, in float32 -> [T, heads, D], computed
+    in float32 and returned in x's type."""
+    a, b = x.chunk(2, dim=-1)                                               # [T, heads, D/2] each
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).type_as(x)
 
 
 class Attention(nn.Module):
-    def __init__(self, config, layer):
+    def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.layer = layer
         self.heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]       # of q, k, v
@@ -98,94 +117,99 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, sum(self.heads) * self.head_dim, bias=config.bias)
         self.out = nn.Linear(config.width, config.width, bias=config.bias)
 
-    def forward(self, x, attend):                                                       # [T, width]
-        qkv = self.qkv(x).view(len(x), sum(self.heads), self.head_dim)                  # [T, H + 2 H_kv, D]
-        q, k, v = qkv.split(self.heads, dim=1)                                          # [T, H, D], [T, H_kv, D] twice
-        return self.out(attend(self.layer, q, k, v).flatten(1))                         # [T, width]
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:                 # [T, width]
+        qkv = self.qkv(x).view(len(x), sum(self.heads), self.head_dim)      # [T, H + 2 H_kv, D]
+        q, k, v = qkv.split(self.heads, dim=1)                              # [T, H, D], [T, H_kv, D] twice
+        return self.out(attend(self.layer, q, k, v).flatten(1))             # [T, width]
 
 
 class MLP(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config: ModelConfig):
         super().__init__()
         self.gated = config.gated
         self.up = nn.Linear(config.width, (2 if self.gated else 1) * config.ffn_width, bias=config.bias)
         self.activation = ACTIVATIONS[config.activation]
         self.down = nn.Linear(config.ffn_width, config.width, bias=config.bias)
 
-    def forward(self, x):                                                               # [T, width]
-        inner = self.up(x)                                                              # [T, ffn_width], or twice that
+    def forward(self, x: Tensor) -> Tensor:                                 # [T, width]
+        inner = self.up(x)                                                  # [T, ffn_width], or twice that
         if self.gated:
-            gate, up = inner.chunk(2, dim=-1)                                           # [T, ffn_width] each
-            return self.down(self.activation(gate) * up)                                # [T, width]
-        return self.down(self.activation(inner))                                        # [T, width]
+            gate, up = inner.chunk(2, dim=-1)                               # [T, ffn_width] each
+            return self.down(self.activation(gate) * up)                    # [T, width]
+        return self.down(self.activation(inner))                            # [T, width]
 
 
 class Layer(nn.Module):
-    def __init__(self, config, layer):
+    def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.attn_norm = NORMS[config.norm](config.width, config.norm_eps)
         self.attn = Attention(config, layer)
         self.mlp_norm = NORMS[config.norm](config.width, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x, attend):                                                       # [T, width]
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:                 # [T, width]
         x = x + self.attn(self.attn_norm(x), attend)
-        return x + self.mlp(self.mlp_norm(x))                                           # [T, width]
+        return x + self.mlp(self.mlp_norm(x))                               # [T, width]
 
 
-def table(rows, width):
-    return nn.Embedding.from_pretrained(torch.empty(rows, width))   # else it is initialised, and on "meta" that takes a second
+def embedding(rows: int, width: int) -> nn.Embedding:
+    """With no values yet: drawing random ones takes a second even on the device "meta"."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, width))
 
 
 class Model(nn.Module):
     """A pre-norm decoder over packed tokens. Build it with `load_model` or `random_model`."""
 
-    def __init__(self, config):
+    def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.tokens = table(config.vocab_size, config.width)
+        self.tokens = embedding(config.vocab_size, config.width)
         if config.rope_theta is None:
-            self.positions = table(config.max_context + config.position_offset, config.width)
+            self.positions = embedding(config.max_context + config.position_offset, config.width)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = NORMS[config.norm](config.width, config.norm_eps)
         if not config.tied_embeddings:
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
 
-    def forward(self, tokens, positions, attend):
-        """tokens [T], positions [T] (int64, each token's place in its own sequence) -> hidden [T, width], after the
-        final norm.
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """tokens [T], positions [T] (each token's place in its own sequence) -> hidden [T, width],
+        after the final norm.
 
-        attend(layer, q [T, H, D], k [T, H_kv, D], v [T, H_kv, D]) -> [T, H, D] is called once per layer, in order. It
-        scales by D ** -0.5. q, k and v can be views into one projection: a token's heads are contiguous, tokens are not.
-        """
-        x = self.tokens(tokens)                                                         # [T, width]
+        attend(layer, q [T, H, D], k [T, H_kv, D], v [T, H_kv, D]) -> [T, H, D] is called once per
+        layer, in order. It scales the scores by D ** -0.5. q, k and v can be views into one
+        projection: the heads of one token are contiguous, the tokens are not."""
+        x = self.tokens(tokens)                                             # [T, width]
         if self.config.rope_theta is None:
-            x = x + self.positions(positions + self.config.position_offset)             # [T, width]
+            x = x + self.positions(positions + self.config.position_offset)  # [T, width]
         else:
             attend = self.rotary(attend, positions)
         for layer in self.layers:
-            x = layer(x, attend)
+            x = layer(x, attend)                                            # [T, width]
         return self.norm(x)
 
-    def rotary(self, attend, positions):
-        """attend(), but q and k are rotated first, by their tokens' positions. So keys are cached rotated."""
-        angles = positions[:, None, None] * rotary_frequencies(self.config, positions.device)   # [T, 1, D/2]
+    def rotary(self, attend: Attend, positions: Tensor) -> Attend:
+        """attend(), with q and k rotated first by their tokens' positions. So keys are cached
+        rotated."""
+        frequencies = rotary_frequencies(self.config, positions.device)     # [D/2]
+        angles = positions[:, None, None] * frequencies                     # [T, 1, D/2]
         cos, sin = angles.cos(), angles.sin()
         return lambda layer, q, k, v: attend(layer, *self.rotate_both(q, k, cos, sin), v)
 
     @staticmethod
-    def rotate_both(q, k, cos, sin):
-        """Of one layer. It is a member so that worker.fuse can put a compiled one in its place."""
+    def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k of one layer, rotated. A method, so that worker.fuse can replace it by a compiled
+        one."""
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
-    def logits(self, x):
-        """Hidden states [N, width] -> logits [N, vocab_size], float32. Pass only the rows that are sampled from."""
+    def logits(self, x: Tensor) -> Tensor:
+        """Hidden states [N, width] -> logits [N, vocab_size] in float32. Pass only the rows that
+        are sampled from."""
         head = self.tokens if self.config.tied_embeddings else self.head
         return F.linear(x, head.weight).float()
 
 
-def empty_model(config, device, dtype):
-    """A Model whose parameters are allocated on `device` in `dtype`, but hold no values yet."""
-    with torch.device("meta"):                                      # no memory and no initialisation before to_empty
+def empty_model(config: ModelConfig, device, dtype: torch.dtype) -> Model:
+    """A Model whose parameters are allocated on `device` in `dtype` and hold no values yet."""
+    with torch.device("meta"):      # until to_empty nothing is allocated or initialised
         model = Model(config)
     return model.to(dtype).to_empty(device=device).requires_grad_(False).eval()

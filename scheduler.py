@@ -1,13 +1,17 @@
 """Who runs in the next step: one FCFS queue, one running list, one kind of work (paper §4.2, §4.3).
 
-    a's context    | absent [0:4) | CPU [4:12) | GPU [12:16) | new prompt [16:23) |    b generates its token
-    32 its spans        a[0:4]         comes in     is there      a[16:23]                d is idle the
-    batch      step 45  b[31:32] a[0:4] a[16:23] | in a[4:12] | out d[4:8]
+    a's context    | absent [0:4) | CPU [4:12) | GPU [12:16) | last reply token + new prompt [16:23) |
+    a's spans        a[0:4]         copied in    is there      a[16:23]
+    the batch      step 45  b[31:32] a[0:4] a[16:23] | in a[4:12] | out d[4:8]
+
+Here a returns with a new prompt. b decodes: it feeds position 31 and samples the next token. d is idle, so
+the step copies its chunk [4:8) to the CPU ahead of need.
 
 A *span* is a run of positions of one request to compute in this step. A decode is a span of length 1 at the
-end. A new prompt is a span at the end. Dropped tokens are a span at the front (the paper's sub-request).
-Part of a long prefill is a span that stops early. `Request.missing()` yields the runs without KV, and a
-batch takes them left to right while its token budget lasts. There are no phases.
+end. A new prompt is a span at the end. Dropped tokens are a span at the front (the paper's sub-request). Part
+of a long prefill is a span that stops early. `Request.missing()` lists the runs without KV, and a batch takes
+them left to right while its token budget lasts. One batch mixes all of them; only the ablation
+`separate_phases` asks which is which.
 
 Invariant: everything that a span reads is cached, arriving, or computed in this very batch.
 """
@@ -15,14 +19,14 @@ import heapq
 import itertools
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import NamedTuple
 
 from kv_cache import Conversation, KVCache, Ticket
 
-SOURCES = ("gpu", "cpu", "recomputed", "new")      # where the KV-tokens of a prompt come from, at admission
+SOURCES = ("gpu", "cpu", "recomputed", "new")      # where the KV of a context comes from, at admission
 
 
 @dataclass(eq=False)
@@ -32,46 +36,51 @@ class Request:
     prompt: list[int]
     max_tokens: int | None = None                  # None: as many as fit
     stop_ids: frozenset[int] = frozenset()
-    reached_stop: Callable[[int], bool] | None = None       # asked with each token: does the reply end here?
+    reached_stop: Callable[[int], bool] | None = None       # asked after each token: does the reply end here?
     sampling: object = None                        # the worker's business
     outbox: SimpleQueue = field(default_factory=SimpleQueue)      # its tokens, then None
     arrival: int = 0                               # its number in the order of submission
     generated: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)        # when each of them was sampled
     logprobs: list = field(default_factory=list)   # what the worker reports of each of them, if asked to
-    before: tuple[int, int] | None = None          # (tokens, known) before the prompt joined them
+    before: tuple[int, int] | None = None          # the conversation's length and `known` before this turn
     usage: dict | None = None                      # by SOURCES, fixed at first admission
     admitted: float | None = None                  # when that was
     prefilling: bool = False                       # admitted, and no token sampled since
     finish_reason: str | None = None               # "stop" | "length" | "cancelled" | "failed"
     error: Exception | None = None
 
+    def __lt__(self, other: "Request") -> bool:
+        return self.arrival < other.arrival
+
+    @property
+    def joined(self) -> bool:
+        """Have the tokens of the prompt joined those of the conversation?"""
+        return self.before is not None
+
     @property
     def total(self) -> int:
         """Positions of its context so far, the prompt included."""
-        return len(self.conversation.tokens) + (len(self.prompt) if self.before is None else 0)
+        return len(self.conversation.tokens) + (0 if self.joined else len(self.prompt))
 
     def missing(self) -> list[tuple[int, int]]:
         """The maximal runs [start, end) of positions that have no KV and none arriving, left to right.
 
-        The request is running, so its conversation has a chunk for every position, and the first `filled`
-        tokens of each chunk are cached or arriving. With chunks of 4, filled = 0, 4, 2, 0, and 14 tokens in
-        all:
-
-            missing() == [(0, 4), (10, 14)]
-        """
-        total = len(self.conversation.tokens)
-        if not self.prefilling:                    # a decode: all but the last token has KV
+        The request is running, so its conversation has a chunk for every position. The first `filled` tokens
+        of each chunk are cached or arriving. A request that prefills, with chunks of 4, filled = 0, 4, 2, 0,
+        and 14 tokens in all, misses [(0, 4), (10, 14)]. A decode misses nothing but its last position."""
+        total, size, runs = len(self.conversation.tokens), self.conversation.chunk_size, []
+        if not self.prefilling:
             return [(total - 1, total)]
-        runs, start, size = [], None, self.conversation.chunk_size
         for chunk in self.conversation.chunks:
-            first = chunk.index * size
-            if chunk.filled and start is not None:
-                runs.append((start, first))
-                start = None
-            if start is None and first + chunk.filled < min(first + size, total):
-                start = first + chunk.filled
-        return runs if start is None else [*runs, (start, total)]
+            start, end = chunk.index * size + chunk.filled, min((chunk.index + 1) * size, total)
+            if start == end:
+                continue
+            if runs and runs[-1][1] == start:       # it goes on where the last run ends
+                runs[-1] = runs[-1][0], end
+            else:
+                runs.append((start, end))
+        return runs
 
 
 class Span(NamedTuple):
@@ -144,13 +153,15 @@ class Scheduler:
                  reserve: float = 0.10, stateless: bool = False, separate_phases: bool = False):
         """limit: the longest context in tokens, prompt and reply together. swap_threshold, reserve: see
         Config."""
+        assert limit <= cache.num_slots, "a request that runs alone must fit"
         self.cache, self.limit, self.max_batch_tokens = cache, limit, max_batch_tokens
         self.threshold_slots = int(swap_threshold * cache.num_slots)     # to keep available
         self.reserve_slots = int(reserve * cache.num_slots)              # that running requests may grow into
         self.stateless, self.separate_phases = stateless, separate_phases
         self.running: list[Request] = []                    # by arrival
-        self.turns: dict[int, deque[Request]] = {}          # unfinished ones, by conversation.order
-        self.queue: list[tuple[int, Request]] = []          # a heap by arrival: first turns that do not run
+        self.unfinished: dict[int, deque[Request]] = {}     # by conversation.order: its requests, by arrival
+        self.queue: list[Request] = []      # a heap by arrival: of each conversation the oldest unfinished
+                                            # request, unless it runs (and some that have been cancelled)
         self.arrivals = itertools.count()
         self.steps = 0
         self.stats = Counter(prompt_tokens_gpu=0, prompt_tokens_cpu=0, prompt_tokens_recomputed=0,
@@ -159,25 +170,28 @@ class Scheduler:
     # ---- in and out
 
     def submit(self, request: Request):
-        """The turns of one conversation run one after another, in order of submission."""
+        """Put a request into the queue. The requests of one conversation run one after another.
+
+        The caller has checked that the prompt has a token, and that max_tokens is None or at least 1."""
         request.arrival = next(self.arrivals)
-        turns = self.turns.setdefault(request.conversation.order, deque())
-        turns.append(request)
-        if len(turns) == 1:
+        requests = self.unfinished.setdefault(request.conversation.order, deque())
+        requests.append(request)
+        if len(requests) == 1:
             self._enqueue(request)
 
     @property
     def busy(self) -> bool:
-        """Are there turns to serve, or copies to wait for?"""
-        return bool(self.turns or self.cache.in_flight)
+        """Are there requests to serve, or copies to wait for?"""
+        return bool(self.unfinished or self.cache.in_flight)
 
     def cancel(self, request: Request, now: float, error: Exception | None = None):
-        """End a request early, wherever it is. Its turn leaves no trace. With an error it has failed."""
+        """End a request early, wherever it is. The conversation becomes what it was before. With an error the
+        request has failed."""
         if request.finish_reason:
             return
         if request in self.running:
             self._leave(request, now)
-        if request.before is not None:
+        if request.joined:
             self.cache.truncate(request.conversation, *request.before)
         request.error = error
         self._end(request, "failed" if error else "cancelled")
@@ -189,7 +203,7 @@ class Scheduler:
         flight."""
         while True:
             batch = self.compose(now)
-            if batch or not self.turns or self.cache.in_flight:
+            if batch or not self.unfinished or self.cache.in_flight:
                 batch.table_updates = self.cache.take_table_updates()
                 return batch
             # Nothing can run, and nothing is on its way. Either composing has made slots available, by
@@ -202,34 +216,42 @@ class Scheduler:
         """One try at a batch.
 
         1. Running requests, decodes first. Each needs slots for the tokens that it has grown by. A request
-           that finds none sits out this step; we call it starved.
-        2. The queue, first come first served, while the budget, rows and slots last.
+           that finds none sits out this step: it is starved.
+        2. The queue, first come first served, while the budget, rows and slots last. Nobody overtakes the
+           head, even if a later request would fit.
         3. Copies to the CPU ahead of need, so that starved requests and the head of the queue find slots
            later.
-        """
+
+        A prompt may be longer than the budget. At admission the request gets the slots of its whole
+        context, but only a part of it is computed. Later steps take the next parts, after the decodes. With
+        a budget of 16, a prompt of 20 tokens becomes a[0:16] in one step and a[16:20] in the next, which
+        samples."""
         batch, starved = Batch(self.steps, self.max_batch_tokens), 0
         for request in decodes_first(self.running):
             if self.cache.grow(request.conversation, now):
                 batch.take(request)
             else:
                 starved += 1
-        while batch.budget > 0 and (request := self.prepare_head(now)) and self.fits(request):
+        self.prepare_head(now)
+        while batch.budget > 0 and (request := self.head()) and self.fits(request):
             batch.swap_in += self.admit(request, now)
             batch.take(request)
+            self.prepare_head(now)
         if self.separate_phases:                   # a batch with any prefill keeps nothing else
             batch.spans = [span for span in batch.spans if span.request.prefilling] or batch.spans
         batch.swap_out = self.plan_swap_out(starved, now)
         return batch
 
-    def account(self, batch: Batch, result: Result, now: float) -> Iterator[tuple[Request, int]]:
-        """Book what a batch has done. Yields (request, token) for each sampled token. Must be exhausted."""
+    def account(self, batch: Batch, result: Result, now: float):
+        """Book what a batch has done. Each sampled token goes into its request's outbox; None follows the
+        last one."""
         self.steps += 1
         for ticket in result.landed:
             self.cache.complete(ticket)
         sampling = []
         for request, start, end in batch.spans:
             self.cache.computed(request.conversation, start, end)
-            if end == len(request.conversation.tokens):
+            if end == request.total:
                 sampling.append(request)
         self.stats["generated_tokens"] += len(sampling)
         for n, (request, token) in enumerate(zip(sampling, result.tokens, strict=True)):
@@ -239,45 +261,41 @@ class Scheduler:
             if result.logprobs:
                 request.logprobs.append(result.logprobs[n])
             request.prefilling = False
-            yield request, token
+            request.outbox.put(token)
             if reason := self.ended_by(request, token):
                 self.finish(request, reason, now)
 
     # ---- the decisions
 
+    def prepare_head(self, now: float):
+        """Make the head of the queue ready for admission: its prompt joins its conversation. Before that,
+        take requests off the queue that have been cancelled, and fail those whose context has outgrown the
+        limit since they were submitted."""
+        self.discard_unservable(now)
+        if not self.queue or self.queue[0].joined:
+            return
+        request = self.queue[0]
+        before = len(request.conversation.tokens), request.conversation.known
+        if self.cache.extend(request.conversation, request.prompt):
+            request.before = before
+            if request.max_tokens is None:
+                request.max_tokens = self.limit - request.total
+
+    def head(self) -> Request | None:
+        """The request to admit next. None: the queue is empty, or its first request waits for another one
+        that computes the same prompt just now (see sharing.py)."""
+        return self.queue[0] if self.queue and self.queue[0].joined else None
+
     def discard_unservable(self, now: float):
-        """Take requests off the head of the queue that have ended, or whose context has outgrown the limit
-        since they were submitted: these fail."""
         while self.queue:
-            request = self.queue[0][1]
-            if request.before is None and request.total + (request.max_tokens or 1) > self.limit:
+            request = self.queue[0]
+            if not request.joined and request.total + (request.max_tokens or 1) > self.limit:
                 self.cancel(request, now, ValueError(
                     f"the conversation has {request.total} tokens with this prompt and max_tokens="
                     f"{request.max_tokens}: they do not fit the limit of {self.limit}"))
             if not request.finish_reason:
                 return
             heapq.heappop(self.queue)
-
-    def prepare_head(self, now: float) -> Request | None:
-        """The head of the queue, its prompt joined to its conversation. None: the queue is empty, or the
-        head waits for another request that computes the same prompt (see sharing.py)."""
-        self.discard_unservable(now)
-        head = self.head()
-        return head if head and (head.before is not None or self.begin(head)) else None
-
-    def head(self) -> Request | None:
-        return self.queue[0][1] if self.queue else None
-
-    def begin(self, request: Request) -> bool:
-        """The prompt joins the conversation. False: not yet."""
-        conversation = request.conversation
-        before = len(conversation.tokens), conversation.known
-        if not self.cache.extend(conversation, request.prompt):
-            return False
-        request.before = before
-        if request.max_tokens is None:
-            request.max_tokens = self.limit - request.total
-        return True
 
     def fits(self, request: Request) -> bool:
         shortfall = self.cache.shortfall(request.conversation, request.total, self._reserve())
@@ -292,27 +310,31 @@ class Scheduler:
             self._count_sources(request)
             self.cache.policy.returned(request.conversation, now)
         request.prefilling = True
-        insort(self.running, request, key=lambda running: running.arrival)
+        insort(self.running, request)
         return self.cache.admit(request.conversation, request.total, now)
 
     def plan_swap_out(self, starved: int, now: float) -> list[Ticket]:
-        """Copies ahead of need: until the threshold is available (or what starved requests lack, if that is
-        more), then until the head of the queue fits."""
+        """Copies ahead of need: until the threshold is available (or a slot for each starved request, if that
+        is more), then until the head of the queue fits."""
         tickets = self.cache.plan_swap_out(max(self.threshold_slots, starved) - self.cache.available, now)
-        if request := self.prepare_head(now):
+        if request := self.head():
             conversation, total = request.conversation, request.total
             tickets += self.cache.plan_swap_out_for(conversation, total, self._reserve(), now)
         return tickets
 
     def give_way(self, now: float):
-        """No slot is available, no idle chunk is left to copy or to drop, no copy is in flight. We suspend
-        the latest arrival, never the oldest."""
+        """Suspend the latest arrival: every running request is starved, no slot is available, no idle chunk
+        is left to copy or to drop, and no copy is in flight.
+
+        This ends. Each call makes `running` one shorter, and a request that is alone always fits, because the
+        limit is at most the number of slots. The oldest request is never suspended, so it finishes; then the
+        next one is the oldest."""
         assert len(self.running) > 1, "a lone request fits, or it would not have been admitted"
         self.suspend(self.running[-1], now)
 
     def suspend(self, request: Request, now: float):
         """Take a running request out, back to its place in the queue. Nothing generated is lost. Its chunks
-        may leave the GPU from now on. They are the most valuable of all, but no other chunk was left."""
+        may leave the GPU from now on, but late: its turn waits, so the policy counts it as hardly idle."""
         self._leave(request, now)
         self._enqueue(request)
         self.stats["suspensions"] += 1
@@ -321,7 +343,7 @@ class Scheduler:
         """The finish_reason, if this token is the last of the reply."""
         if token in request.stop_ids or request.reached_stop and request.reached_stop(token):
             return "stop"
-        return "length" if len(request.generated) == request.max_tokens else None
+        return "length" if len(request.generated) >= request.max_tokens else None
 
     def finish(self, request: Request, reason: str, now: float):
         """The turn has ended: its conversation is idle, and its KV stays."""
@@ -339,7 +361,7 @@ class Scheduler:
         A conversation of 100 tokens returns with a prompt of 20. It has had KV for 99 of them (the last one
         was sampled, but never fed to the model). Now 64 are on the GPU and 0 on the CPU:
 
-            gpu 64, cpu 0, recomputed 99 - 64 = 35, new 120 - 99 = 21"""
+            gpu 64, cpu 0, recomputed 99 - 64 = 35, new 120 - 99 = 21        120 in all"""
         gpu, cpu = request.conversation.sources()
         # A conversation that shares a beginning with others finds KV that it has not computed itself.
         known = max(request.before[1], gpu + cpu)
@@ -355,27 +377,26 @@ class Scheduler:
 
     def _enqueue(self, request: Request):
         self.cache.set_waiting(request.conversation, True)
-        heapq.heappush(self.queue, (request.arrival, request))
+        heapq.heappush(self.queue, request)
 
     def _end(self, request: Request, reason: str):
         """Take the request off the books. The conversation's next turn, if there is one, joins the queue at
         its own arrival."""
         request.finish_reason = reason
         self.stats["cancelled" if reason in ("cancelled", "failed") else "finished"] += 1
-        turns = self.turns[request.conversation.order]
-        was_first = turns[0] is request
-        turns.remove(request)
-        if not turns:
-            del self.turns[request.conversation.order]
+        requests = self.unfinished[request.conversation.order]
+        was_first = requests[0] is request
+        requests.remove(request)
+        if not requests:
+            del self.unfinished[request.conversation.order]
             self.cache.set_waiting(request.conversation, False)
             if request.conversation.one_off:
                 self.cache.forget(request.conversation)
         elif was_first:
-            self._enqueue(turns[0])
+            self._enqueue(requests[0])
         request.outbox.put(None)
 
 
 def decodes_first(requests: list[Request]) -> list[Request]:
-    """Decodes, then unfinished prefills, each by arrival as `requests` are."""
-    return ([request for request in requests if not request.prefilling]
-            + [request for request in requests if request.prefilling])
+    """Decodes, then unfinished prefills. Both stay in the order that they have in `requests`."""
+    return sorted(requests, key=lambda request: request.prefilling)

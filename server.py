@@ -31,10 +31,10 @@ from urllib.parse import parse_qsl, unquote
 
 from serving import live
 from config import Config
-from engine import Engine, Handle, Reply
 from serving.history import StaleTurn
 from serving.metrics import Metrics
 from serving.openai_api import API, OPERATIONS, APIError, Operation, Writer, openapi, parse
+from serving.sessions import Answer, LiveTurn, Sessions
 
 MAX_BODY_BYTES = 2 * 2**20
 REQUEST_SECONDS = 30        # for a request to arrive, head and body
@@ -67,13 +67,13 @@ class Drained(Exception):
 class Server(ThreadingHTTPServer):
     daemon_threads, request_queue_size = True, 128
 
-    def __init__(self, address: tuple[str, int], engine: Engine, api_keys: list[str] = (), max_waiting: int = 256, max_connections: int = 800):
-        """engine: started. OSError if the address cannot be had."""
-        self.engine = engine
+    def __init__(self, address: tuple[str, int], sessions: Sessions, api_keys: list[str] = (), max_waiting: int = 256, max_connections: int = 800):
+        """sessions: started. OSError if the address cannot be had."""
+        self.sessions, self.engine = sessions, sessions.engine
         self.owners = [(key.encode(), f"{hashlib.sha256(key.encode()).hexdigest()[:16]}/") for key in api_keys]
-        self.served = Path(engine.config.model).resolve().name, engine.config.model
-        self.api, self.metrics, self.turns = API(engine, self.served), Metrics(), deque(maxlen=TURNS_SHOWN)
-        self.lock, self.at_work, self.most_turns = threading.Lock(), 0, engine.config.max_running + max_waiting
+        self.served = Path(self.engine.config.model).resolve().name, self.engine.config.model
+        self.api, self.metrics, self.turns = API(sessions, self.served), Metrics(), deque(maxlen=TURNS_SHOWN)
+        self.lock, self.at_work, self.most_turns = threading.Lock(), 0, self.engine.config.max_running + max_waiting
         self.connections = threading.BoundedSemaphore(max_connections)
         self.deadlines: dict[socket.socket, float] = {}     # of requests that are arriving
         self.stop_at = None                                 # once it drains
@@ -135,14 +135,14 @@ class Server(ThreadingHTTPServer):
         """For ever, in a thread of its own. What fails is tried again."""
         while not self.engine.failure:
             try:
-                self.engine.prune(max_age, max_bytes)
+                self.sessions.prune(max_age, max_bytes)
             except Exception as error:
                 traceback.print_exception(error)
             time.sleep(PRUNE_SECONDS)
 
     # ---- what can be seen
 
-    def finish_turn(self, handle: Handle) -> Reply:
+    def finish_turn(self, handle: LiveTurn) -> Answer:
         """Waits until the turn is in the history, and tells where its context came from."""
         reply = handle.result()
         if reply.finish_reason != "cancelled":
@@ -340,7 +340,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def cancelled_if_gone(connection: socket.socket, handles: list[Handle]):
+def cancelled_if_gone(connection: socket.socket, handles: list[LiveTurn]):
     """Cancels the turns when the client hangs up, even while nothing is written to it; in the end those that are not done, since writing
     or another of them has failed."""
     over = threading.Event()
@@ -387,6 +387,9 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-connections", type=int, default=800, help="beyond, 503 (default: 800)")
     parser.add_argument("--history-max-age-days", type=float, default=30, help="a conversation idle for longer is forgotten (default: 30)")
     parser.add_argument("--history-max-bytes", type=int, default=2**30, help="beyond, the longest idle are forgotten (default: 1 GiB)")
+    parser.add_argument("--history", help="file that keeps every conversation's turns (default: one per model, beside this program)")
+    parser.add_argument("--system-prompt", help="text, or a file of it, that a chat without a system message begins with; its KV is shared and never "
+                        "evicted (default: none)")
     Config.add_flags(parser)
     flags = parser.parse_args(argv)
     flags.history = flags.history or str(default_history(flags.model))
@@ -414,8 +417,9 @@ def open_server(flags: argparse.Namespace) -> Server:
     for name, least in dict(max_waiting=0, max_connections=1, history_max_age_days=0, history_max_bytes=0).items():
         if not getattr(flags, name) >= least:
             raise ValueError(f"{name} must be at least {least}, got {getattr(flags, name)}")
-    engine = Engine(**Config.given(flags))
-    server = Server((flags.host, flags.port), engine.start(), flags.api_key, flags.max_waiting, flags.max_connections)
+    keywords = Config.given(flags)
+    sessions = Sessions(keywords.pop("model"), history=flags.history, system_prompt=flags.system_prompt, **keywords)
+    server = Server((flags.host, flags.port), sessions.start(), flags.api_key, flags.max_waiting, flags.max_connections)
     limits = 86400 * flags.history_max_age_days, flags.history_max_bytes
     threading.Thread(target=server.prune_history, args=limits, daemon=True).start()
     return server
@@ -434,7 +438,7 @@ def serve(server: Server):
             sys.exit(f"server.py: {failure}")           # with 1
     finally:
         server.server_close()
-        server.engine.close()
+        server.sessions.close()
 
 
 def main():

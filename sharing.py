@@ -9,10 +9,11 @@ the tokens up to there and on nothing else, so both conversations can use the sa
 
 To the core every chunk has one *holder*, and eviction looks at holders only. The holder of a chunk that is
 not shared is its conversation. When we share a chunk, we hand it over to a *stem*: a holder that nobody
-talks to, with that one chunk and several users. A stem is pinned while any of its users runs, waits while a
-turn of any of them waits, and is as idle as its most recently active user. A chunk with three users is
-worth three times as much. Whoever recomputes a shared chunk does it for all. The stem goes with its last
-user.
+talks to, with that one chunk and several users. `admit` pins every holder of the conversation that runs,
+stems too. A pinned stem is in no index and offers no slots, so its chunk is safe until its last running
+user is released. A stem waits while a turn of any user waits. It is idle since a run of any user last
+ended. A chunk with three users is worth three times as much. Whoever recomputes a shared chunk does it for
+all. The stem goes with its last user.
 
 The *designated prefix* (the operator's system prompt) is a conversation that is pinned for good. Whoever
 begins like it shares its chunks.
@@ -25,7 +26,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from eviction import Policy
 from kv_cache import Chunk, Conversation, KVCache
 
 
@@ -35,9 +35,10 @@ class Stem(Conversation):
     def __init__(self, chunk: Chunk, number: int):
         """number: no other stem has it. In a trace the stem bears the name of its oldest user."""
         holder, toward = chunk.holder, chunk.holder.toward
-        # Order decides between equal values: conversations give first, then stems, from the policy's end.
-        distance = chunk.index if toward > 0 else 2**20 - chunk.index
-        super().__init__(holder.name, (1 + distance << 40) + number, (), holder.chunk_size, toward)
+        # Among equally cheap chunks the lowest order leaves first: those of conversations, then those of
+        # stems, and among stems the one at the end that the policy takes from.
+        rank = 1 + (chunk.index if toward > 0 else 2**20 - chunk.index)
+        super().__init__(holder.name, (rank << 40) + number, (), holder.chunk_size, toward)
         self.chunks = [chunk]
         self.used_by: dict[int, Conversation] = {}       # by order
         self.last_active = holder.last_active
@@ -46,26 +47,27 @@ class Stem(Conversation):
     def users(self) -> int:
         return len(self.used_by)
 
-    def next(self, move: str) -> Chunk:
+    def next_victim(self, move: str) -> Chunk:
         return self.chunks[0]
 
 
 class SharingCache(KVCache):
     """A KVCache whose conversations may share their first chunks."""
 
-    def __init__(self, num_slots: int, num_places: int, chunk_size: int, rows: int, max_context: int,
-                 policy: Policy):
-        super().__init__(num_slots, num_places, chunk_size, rows, max_context, policy)
+    def __init__(self, *sizes_and_policy):
+        super().__init__(*sizes_and_policy)
         self.leaders: dict[int, Conversation] = {}      # by the order of who follows, see `follow`
         self.designate(())
 
     # ---- what can be shared
 
     def designate(self, tokens: Sequence[int]):
-        """From now on conversations that begin with these tokens share them (the full chunks of them). The
-        first such conversation computes them, and they are never evicted.
+        """Conversations that begin with these tokens share the full chunks of them. The first such
+        conversation computes these chunks, and they are never evicted. Call this once, before the first
+        conversation.
 
         ValueError if they would fill more than half of the slots."""
+        assert not self.conversations
         full = len(tokens) // self.chunk_size
         if 2 * full * self.chunk_size > self.num_slots:
             raise ValueError(f"a prefix of {len(tokens)} tokens would fill more than half of "
@@ -104,19 +106,20 @@ class SharingCache(KVCache):
 
         The last token of the prompt stays the conversation's own, since its reply is sampled there. With
         chunks of 4 and a prompt of 8, chunk 0 is shared and chunk 1 is not."""
-        tokens = conversation.tokens + array("i", prompt)
-        shareable = tokens[:-1]
-        leader = self.leaders.get(conversation.order, self.designated)
-        if leader.row is not None and leader.known < len(shareable):
+        leader = self.leaders.get(conversation.order)
+        end = len(conversation.tokens) + len(prompt) - 1
+        if leader and leader.row is not None and leader.known < end:
             return False
         self.leaders.pop(conversation.order, None)
-        self._share(conversation, shareable, leader)
-        self._share(conversation, shareable, self.designated)
-        return super().extend(conversation, prompt)
+        super().extend(conversation, prompt)
+        for parent in (leader, self.designated) if leader else (self.designated,):
+            self._share(conversation, conversation.tokens[:-1], parent)
+        return True
 
     def _share(self, child: Conversation, tokens: Sequence[int], parent: Conversation):
         """The child, whose context begins with `tokens`, shares the full chunks that these have in common
-        with what the parent knows. Nothing happens if the child holds chunks of its own already."""
+        with the first `known` tokens of the parent. Nothing happens if the child holds chunks of its own
+        already."""
         shared = len(child.holders) - 1
         if len(child.chunks) > shared:
             return
@@ -125,13 +128,16 @@ class SharingCache(KVCache):
         common = known if same.all() else int(same.argmin())
         for chunk in parent.chunks[:common // self.chunk_size]:
             if chunk.holder is parent:
-                stem = Stem(chunk, next(self.orders))
-                self._join(parent, stem)
-                chunk.holder = stem
-                self._update(chunk)             # the totals of both holders follow
-            if chunk.index >= shared:
+                self._hand_to_stem(chunk)
+            if chunk.index >= shared:           # the child takes those that it lacks
                 self._join(child, chunk.holder)
                 child.chunks.append(chunk)
+
+    def _hand_to_stem(self, chunk: Chunk):
+        stem = Stem(chunk, next(self.orders))
+        self._join(chunk.holder, stem)
+        chunk.holder = stem
+        self._update(chunk)                     # the totals of both holders follow
 
     # ---- who uses a stem
 
@@ -151,12 +157,14 @@ class SharingCache(KVCache):
     def _count_user(self, user: Conversation, stem: Stem, sign: int):
         stem.pins += sign * user.pins
         stem.waiting += sign * user.waiting
-        self.unfiled[stem.order] = stem
+        self.changed |= {stem.order: stem, user.order: user}
 
     # ---- what the core does, with shared chunks
 
     def truncate(self, conversation: Conversation, length: int, known: int):
-        """What is shared stays with its other users."""
+        """What is shared stays with its other users. The core may shorten only chunks that the conversation
+        holds, so we tell it to keep all others. Then the conversation leaves the stems that are not wholly
+        in `known`."""
         full, shared = known // self.chunk_size, len(conversation.holders) - 1
         super().truncate(conversation, length, max(known, shared * self.chunk_size))
         conversation.known = min(conversation.known, known)
@@ -179,17 +187,17 @@ class SharingCache(KVCache):
         self.leaders.pop(conversation.order, None)
         super().forget(conversation)
 
-    def _file(self, conversation: Conversation):
-        super()._file(conversation)
-        if isinstance(conversation, Stem) and not conversation.cached:
-            for user in conversation.used_by.values():          # they may be cold now
-                super()._file(user)
+    def _reindex(self, conversation: Conversation):
+        super()._reindex(conversation)
+        if isinstance(conversation, Stem) and conversation.pins < math.inf:
+            for user in conversation.used_by.values():          # they may be cold now, or cold no more
+                self._note_cold(user)
 
     def _is_cold(self, conversation: Conversation) -> bool:
         """No stem is cold, and no conversation while a chunk that it shares is cached and may be evicted."""
         if isinstance(conversation, Stem):
             return False
-        shares = any(stem.cached and stem.pins < math.inf for stem in conversation.holders[1:])
+        shares = any(stem.present and stem.pins < math.inf for stem in conversation.holders[1:])
         return super()._is_cold(conversation) and not shares
 
     # ---- checking

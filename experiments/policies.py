@@ -1,87 +1,118 @@
-"""Policies that no server has: the paper's letter, one of ours, and one that knows the future (for fig14)."""
+"""Eviction policies that no server offers: `bench.py fig14` compares them with the others.
+
+    literal idleness    the paper to the letter; shows what it costs to evict a conversation whose turn waits
+    return hazard       our own try: learns when conversations return, and ignores the cost of recomputing
+    oracle              knows when each conversation returns; shows how far any policy is from the best
+
+A policy of your own is a class like these and a line in `EXPERIMENTS`; then `bench.py fig14` compares
+it, too. `eviction.Policy` says what a policy answers.
+
+Invariant, as for every policy: `value` never rises with `idle`. The longer idle of two conversations
+with equal keys leaves first, now and later. (To the oracle, `idle` is the time until the return.)
+"""
 import math
 from bisect import bisect_right
 from itertools import accumulate
 
-from eviction import MIN_IDLE, Policy, RetentionValue
+from eviction import MIN_IDLE, Policy, RecomputeCost, RetentionValue
 
 
 class LiteralIdleness(RetentionValue):
-    """The paper's letter: idle since the last answer, even for a conversation whose turn waits in the queue."""
+    """The paper's letter: idle since the last answer, even while the conversation's next turn waits."""
 
     def last_needed(self, conversation):
         return conversation.last_active
 
 
 class ReturnHazard(Policy):
-    """Ours: what is worth least is what is least likely to be asked for soon. It learns at what rate idle conversations return, by
-    the number of turns that they have had and by how long they have been idle, in intervals that double:
+    """Evict first the chunks of the conversation that is least likely to return soon.
 
-        hazard = returns in the interval / (conversations that were still idle when it began x its seconds)
+    A chunk's value is its conversation's hazard: the rate at which idle conversations return. We
+    estimate one hazard for each interval of idle time (0 to 1 s, 1 to 2 s, 2 to 4 s, ...), and for
+    conversations that have had 1, 2, ..., 6 or more turns:
 
-    made monotone from the longest interval down. What a chunk costs to recompute is left out: this saves tokens."""
-    EDGES = [0.0] + [2.0 ** n for n in range(14)]     # seconds, the beginnings of the intervals
-    TURNS = 6                                       # so many, and more, are one class
-    EVERY = 64                                      # returns between two estimates
+        hazard = returns in the interval / (conversations still idle at its beginning * its seconds)
 
-    def __init__(self, cost, chunk_size):
+    100 conversations become idle; 20 return in the first second, and 8 between 1 and 2 s. The hazards are
+    20 / (100 * 1 s) = 0.20 per second, and 8 / (80 * 1 s) = 0.10 per second.
+
+    The cost of recomputing a chunk plays no part, so this policy saves tokens, not seconds.
+    """
+    EDGES = [0.0] + [2.0 ** n for n in range(14)]       # seconds at which the intervals begin
+    TURNS = 6                                           # so many turns, and more, are one class
+    EVERY = 64                                          # returns between two estimates
+
+    def __init__(self, cost: RecomputeCost, chunk_size: int):
         super().__init__(cost, chunk_size)
-        self.left = [0] * (self.TURNS + 1)          # by turns: how often a conversation became idle
-        self.returns = [[0] * len(self.EDGES) for _ in self.left]
-        self.hazards = None                         # [turns][interval], per second
+        classes = self.TURNS + 1
+        self.left = [0] * classes                                       # [turns]: how many became idle
+        self.returns = [[0] * len(self.EDGES) for _ in range(classes)]  # [turns][interval]
+        self.hazards = None                                             # [turns][interval], per second
 
     def ended(self, conversation):
         conversation.turns = min(conversation.turns + 1, self.TURNS)
         self.left[conversation.turns] += 1
 
-    def returned(self, conversation, now):
-        if conversation.turns:
-            self.returns[conversation.turns][self._interval(now - conversation.last_active)] += 1
-            if sum(map(sum, self.returns)) % self.EVERY == 0:
-                self.hazards = [self.estimate(*counts) for counts in zip(self.left, self.returns)]
+    def returned(self, conversation, now: float):
+        if not conversation.turns:
+            return                                      # its first turn: it comes, it does not return
+        self.returns[conversation.turns][self._interval(now - conversation.last_active)] += 1
+        if sum(map(sum, self.returns)) % self.EVERY == 0:
+            self.hazards = [self.estimate(*counts) for counts in zip(self.left, self.returns)]
 
     def estimate(self, left: int, returns: list[int]) -> list[float]:
-        """The hazard in each interval; half a return is added to each, so that the unseen is not impossible."""
-        seconds = [end - begin for begin, end in zip(self.EDGES, [*self.EDGES[1:], 2 * self.EDGES[-1]])]
-        still = [max(left - sum(returns[:n]), 0) + 1 for n in range(len(returns))]
-        hazards = [(count + 0.5) / (idle * width) for count, idle, width in zip(returns, still, seconds)]
+        """The hazard of each interval, per second.
+
+        We add half a return to each interval, because a return that we have not seen yet is still
+        possible. A running maximum from the longest interval down keeps the hazard from rising with
+        idle time."""
+        ends = [*self.EDGES[1:], 2 * self.EDGES[-1]]
+        hazards = []
+        for interval, (begin, end) in enumerate(zip(self.EDGES, ends)):
+            still_idle = max(left - sum(returns[:interval]), 0) + 1
+            hazards.append((returns[interval] + 0.5) / (still_idle * (end - begin)))
         return list(accumulate(reversed(hazards), max))[::-1]
 
-    def _interval(self, idle):
+    def _interval(self, idle: float) -> int:
         return bisect_right(self.EDGES, idle) - 1
 
     def key(self, conversation, index, count):
         return conversation.turns
 
     def value(self, key, idle):
-        """Of all chunks of a conversation alike: the hazard, linear from one interval's beginning to the next's. Before anything is
-        learnt, least recently used."""
+        """The hazard, linear from the beginning of one interval to the beginning of the next one.
+
+        All chunks of a conversation are worth the same. Until the first estimate, LRU decides."""
         if not self.hazards:
             return 1 / idle
-        n, hazards = self._interval(idle), [*self.hazards[key], self.hazards[key][-1]]
-        begin, end = self.EDGES[n], [*self.EDGES, 2 * self.EDGES[-1]][n + 1]
-        share = min((idle - begin) / (end - begin), 1.0)
+        n = self._interval(idle)
+        edges = [*self.EDGES, 2 * self.EDGES[-1]]
+        hazards = [*self.hazards[key], self.hazards[key][-1]]
+        share = min((idle - edges[n]) / (edges[n + 1] - edges[n]), 1.0)
         return (1 - share) * hazards[n] + share * hazards[n + 1]
 
 
 class Oracle(RetentionValue):
-    """Not to be had: recomputation cost per second until the conversation *returns*. `foresee` tells it what nobody knows."""
+    """No real policy can do this: recomputation cost per second until the conversation *returns*.
 
-    def __init__(self, cost, chunk_size):
+    The experiment, which has planned the turns, calls `foresee`. `last_needed` is minus the time of
+    the return. So the order is as for all policies: who returns later is counted as idle longer."""
+
+    def __init__(self, cost: RecomputeCost, chunk_size: int):
         super().__init__(cost, chunk_size)
-        self.thinks = {}
+        self.thinks: dict[str, float] = {}              # conversation -> seconds of its next think time
 
     def foresee(self, name: str, think_seconds: float):
-        """How long the conversation will be idle after the turn that it is in; inf: for ever."""
+        """After its present turn the conversation will be idle for think_seconds (inf: for ever)."""
         self.thinks[name] = think_seconds
 
     def last_needed(self, conversation):
-        """Minus the time of its return: the less, the later."""
         if conversation.waiting:
             return math.inf
         return -(conversation.last_active + self.thinks.get(conversation.name, math.inf))
 
     def idle(self, now, last_needed):
+        """Seconds until the conversation returns."""
         return max(-last_needed - now, MIN_IDLE)
 
 

@@ -1,11 +1,17 @@
-"""Anyone's chat server, driven like an engine: what `python bench.py serve` measures.
+"""Anyone's chat server, driven like an engine, over HTTP: `python bench.py serve`.
 
     resend      POST /v1/chat/completions with the whole visible history, as every chat client does
     stateful    POST /v1/responses with the new message and previous_response_id, where the server has it
 
-`RemoteEngine` has of Engine what bench.drive needs: submit, step, clock. A turn is a thread that reads a stream. A prompt of n tokens
-is made of as many short words as the server's tokenizer makes about n tokens of, which one request tells at the start. What a server
-does not tell (where a context came from, beyond OpenAI's cached_tokens) is counted as new."""
+`RemoteEngine` offers what `experiments.run.drive` needs of an engine: submit, step and clock. Each turn
+reads its stream in a thread of its own.
+
+The experiment plans prompts in tokens, but we do not know the server's tokenizer. So a prompt consists of
+short English words, and one request at the start tells how many tokens the server makes of a word.
+
+Servers do not say where a context came from, beyond OpenAI's `cached_tokens`. Those count as "gpu"
+here, and the other tokens as "new". (Our own server names every source.)
+"""
 import json
 import threading
 import time
@@ -15,115 +21,149 @@ from types import SimpleNamespace
 
 from scheduler import SOURCES
 
-WORDS = "time year people way day man thing woman life child world school state family student group country problem hand part".split()
-PROBE = 50      # words
+WORDS = ("time year people way day man thing woman life child world school "
+         "state family student group country problem hand part").split()
+PROBE = 50      # words of the request that measures tokens per word
 
 
 class RemoteTurn:
-    """Stands for a Handle and for its Request."""
+    """A turn under way; to `drive` it is the handle and its request in one."""
 
     def __init__(self):
-        self.request, self.generated, self.finish_reason = self, [], None       # generated: when each piece of text came
-        self.text, self.id, self.token_ids, self.usage, self.error = "", None, (), {}, None
+        self.request = self
+        self.generated: list[float] = []            # the time at which each piece of text came
+        self.finish_reason: str | None = None       # set last: from now on nothing changes
+        self.text = ""
+        self.token_ids = ()                         # only its length is known
+        self.usage: dict = {}
+        self.error: ValueError | None = None
+
+    def grow(self, piece: str | None, now: float):
+        if piece:
+            self.text += piece
+            self.generated.append(now)
 
     def result(self) -> "RemoteTurn":
+        """ValueError: the server refused the turn, or did not answer as it should."""
         if self.error:
             raise self.error
         return self
 
 
 class RemoteEngine:
-    def __init__(self, url: str, key: str | None = None, model: str | None = None, stateful: bool = False, timeout: float = 600.0):
-        """url: the server's, without /v1. model: by default the first that it serves. ValueError if it does not answer as it should."""
-        self.url, self.key, self.stateful, self.timeout = url.rstrip("/").removesuffix("/v1"), key, stateful, timeout
-        self.clock, self.worker = time.monotonic, SimpleNamespace(vocab_size=len(WORDS))
+    """A running server. ValueError: it does not answer as it should."""
+
+    def __init__(self, url: str, key: str | None = None, model: str | None = None, stateful: bool = False,
+                 timeout: float = 600.0):
+        """url: the server's, with or without /v1. key: its API key. model: None takes the first that it
+        serves. timeout: seconds without a byte."""
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.key, self.stateful, self.timeout = key, stateful, timeout
+        self.clock = time.monotonic
+        self.worker = SimpleNamespace(vocab_size=len(WORDS))        # `drive` draws prompts from this many
         with self.open("/v1/models") as answer:
             served = json.load(answer)["data"][0]
-        self.model, self.limit = model or served["id"], served.get("max_model_len") or 4096
-        self.histories: dict[str, list[dict]] = {}          # by conversation: its visible messages
-        self.latest: dict[str, str] = {}                    # by conversation: its last response's id
-        probe, self.tokens_per_word = RemoteTurn(), 1.0
-        self.resend(probe, self.message([0] * PROBE), "", {}, 1)
+        self.model = model or served["id"]
+        self.limit = served.get("max_model_len") or 4096            # tokens of the longest context
+        self.histories: dict[str, list[dict]] = {}      # by conversation: its visible messages
+        self.latest: dict[str, str] = {}                # by conversation: the id of its last response
+        self.tokens_per_word = 1.0
+        probe = RemoteTurn()
+        self.resend(probe, self.message([0] * PROBE), "", {}, max_tokens=1)
         self.tokens_per_word = probe.usage["prompt_tokens"] / PROBE
 
     def message(self, prompt: list[int]) -> dict:
-        words = [WORDS[token] for token in prompt[:max(1, round(len(prompt) / self.tokens_per_word))]]
-        return dict(role="user", content=" ".join(words))
+        """A user's message of about len(prompt) tokens. Each number below len(WORDS) names a word."""
+        count = max(1, round(len(prompt) / self.tokens_per_word))
+        return dict(role="user", content=" ".join(WORDS[number] for number in prompt[:count]))
 
     def submit(self, prompt: list[int], conversation: str, max_tokens: int, ignore_eos: bool) -> RemoteTurn:
-        turn, work = RemoteTurn(), self.respond if self.stateful else self.resend
-        arguments = turn, work, self.message(prompt), conversation, dict(ignore_eos=ignore_eos), max_tokens
+        turn, extra = RemoteTurn(), dict(ignore_eos=ignore_eos)
+        arguments = turn, self.message(prompt), conversation, extra, max_tokens
         threading.Thread(target=self.run, args=arguments, daemon=True).start()
         return turn
 
     def step(self):
+        """The server steps by itself; wait a millisecond."""
         time.sleep(1e-3)
 
     # ---- one turn, in its thread
 
-    def run(self, turn, work, message, conversation, extra, max_tokens):
+    def run(self, turn, message, conversation, extra, max_tokens):
+        post = self.respond if self.stateful else self.resend
         try:
-            work(turn, message, conversation, extra, max_tokens)
-            turn.generated = turn.generated or [self.clock()]               # a reply without text
+            post(turn, message, conversation, extra, max_tokens)
+            turn.generated = turn.generated or [self.clock()]       # a reply without text
             turn.token_ids = range(turn.usage["completion_tokens"])
         except Exception as error:
-            turn.error = error if isinstance(error, ValueError) else ValueError(f"{self.url} did not answer as it should: {error!r}")
+            if not isinstance(error, ValueError):
+                error = ValueError(f"{self.url} did not answer as it should: {error!r}")
+            turn.error = error
             turn.generated = [self.clock()]
-        turn.finish_reason = "length"                                       # last: now the turn has ended
+        turn.finish_reason = "length"
 
     def resend(self, turn, message, conversation, extra, max_tokens):
+        """A turn through chat completions."""
         history = self.histories.setdefault(conversation, [])
         history.append(message)
         body = dict(extra, messages=history, max_tokens=max_tokens, stream_options=dict(include_usage=True))
         for event in self.events("/v1/chat/completions", body):
-            if event.get("usage"):
-                turn.usage = usage(event["usage"], event["usage"]["prompt_tokens"], event["usage"]["completion_tokens"], "prompt_tokens_details")
+            if told := event.get("usage"):
+                turn.usage = usage(told["prompt_tokens"], told["completion_tokens"],
+                                   told.get("prompt_tokens_details"))
             for choice in event["choices"]:
-                self.grow(turn, choice["delta"].get("content"))
+                turn.grow(choice["delta"].get("content"), self.clock())
         history.append(dict(role="assistant", content=turn.text))
 
     def respond(self, turn, message, conversation, extra, max_tokens):
-        body = dict(extra, input=message["content"], max_output_tokens=max_tokens, previous_response_id=self.latest.get(conversation))
+        """A turn through responses."""
+        body = dict(extra, input=message["content"], max_output_tokens=max_tokens,
+                    previous_response_id=self.latest.get(conversation))
         for event in self.events("/v1/responses", body):
             if event["type"] == "response.output_text.delta":
-                self.grow(turn, event["delta"])
+                turn.grow(event["delta"], self.clock())
             elif event["type"] in ("response.completed", "response.incomplete"):
                 told = event["response"]["usage"]
-                turn.usage = usage(told, told["input_tokens"], told["output_tokens"], "input_tokens_details")
+                turn.usage = usage(told["input_tokens"], told["output_tokens"],
+                                   told.get("input_tokens_details"))
                 self.latest[conversation] = event["response"]["id"]
-
-    def grow(self, turn, piece: str | None):
-        if piece:
-            turn.text += piece
-            turn.generated.append(self.clock())
 
     # ---- the wire
 
     def events(self, path: str, body: dict):
-        """The JSON events of a stream."""
+        """POST the body; yield the JSON events of the stream. ValueError: one of them is an error."""
         with self.open(path, dict(body, model=self.model, stream=True)) as answer:
             for line in answer:
-                if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
-                    event = json.loads(line[6:])
-                    if event.get("error") or event.get("type") == "response.failed":
-                        raise ValueError(f"{self.url}{path}: {line[6:500].decode()}")
-                    yield event
+                if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+                    continue
+                event = json.loads(line[6:])
+                if event.get("error") or event.get("type") == "response.failed":
+                    raise ValueError(f"{self.url}{path}: {line[6:500].decode()}")
+                yield event
 
     def open(self, path: str, body: dict | None = None):
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        """The server's answer, to be read: to a POST of the body as JSON, or to a GET without one."""
+        headers = {"Content-Type": "application/json"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        data = json.dumps(body).encode() if body else None
         try:
-            request = urllib.request.Request(self.url + path, body and json.dumps(body).encode(), headers)
+            request = urllib.request.Request(self.url + path, data, headers)
             return urllib.request.urlopen(request, timeout=self.timeout)
         except urllib.error.HTTPError as error:
-            raise ValueError(f"{self.url}{path} answers {error.code}: {error.read(500).decode(errors='replace')}") from error
+            reason = error.read(500).decode(errors="replace")
+            raise ValueError(f"{self.url}{path} answers {error.code}: {reason}") from error
         except (OSError, ValueError) as error:
-            raise ValueError(f"{self.url} cannot be reached ({error}): give --url a running server") from error
+            raise ValueError(f"{self.url} cannot be reached ({error}): start a server, or name one with --url"
+                             ) from error
 
 
-def usage(told: dict, prompt: int, completion: int, details: str) -> dict:
-    """As Reply.usage: our own server tells every source, others what was cached at all."""
-    details = told.get(details) or {}
+def usage(prompt_tokens: int, completion_tokens: int, details: dict | None) -> dict:
+    """The same fields as Reply.usage, from a server's token counts and the details of its prompt
+    tokens."""
+    details = details or {}
     sources = {source: details.get(source, 0) for source in SOURCES}
-    if not sum(sources.values()):
-        sources |= dict(gpu=details.get("cached_tokens") or 0, new=prompt - (details.get("cached_tokens") or 0))
-    return dict(prompt_tokens=prompt, completion_tokens=completion, **sources)
+    if not any(sources.values()):                           # a server other than ours
+        cached = details.get("cached_tokens") or 0
+        sources |= dict(gpu=cached, new=prompt_tokens - cached)
+    return dict(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, **sources)

@@ -1,15 +1,21 @@
-"""The engine on machines that we do not own: a worker made of a cost model, and a clock that it moves (paper §6, at its scale).
+"""The engine on machines that we do not own: a worker that computes only times, and a clock to move.
 
-    Engine(worker=SimulatedWorker(PRESETS["opt-13b"], HARDWARE["a100"], ...), clock=the same VirtualClock)
+    clock = VirtualClock()
+    Engine(worker=SimulatedWorker(PRESETS["opt-13b"], HARDWARE["a100"], ..., clock, ...), clock=clock)
 
-Scheduler, cache, policies and the step loop are the real ones; only the tensors are missing. `execute` adds up what the batch
-would take and moves the clock by that: a roofline for the matrix products of all tokens together, one for the attention of each
-span, a price per layer and per step for what is neither, and copies that overlap the computation layer by layer:
+Scheduler, cache, policies and the step loop are the real ones; only the tensors are missing. `execute`
+adds up the seconds that the batch would take, and moves the clock by them (paper §6, at the paper's
+scale). It counts the matrix products of all tokens together, the attention of each span, a fixed price
+per layer and per step, and the copies, which overlap the computation layer by layer:
 
-    copies in    |0|1|2|3|...              layer l computes when it has arrived and layer l-1 is done
-    layers         |  0  |  1  |  2  |     so a step takes max(first copy + all layers, all copies + last layer)
+    copies in    |0|1|2|3|...              layer l starts when its KV has arrived and layer l - 1 is done
+    layers         |  0  |  1  |  2  |     a step takes max(first copy + all layers, all copies + last layer)
 
-Invariant: figures of hardware are data sheets' or measured, efficiencies are chosen once; no experiment has its own."""
+Each product takes its arithmetic or its reading from memory, whichever is longer (the roofline model).
+
+Invariant: the figures of the hardware come from data sheets or from measurements, and the operators'
+shares of them were chosen once. No experiment has figures of its own.
+"""
 from typing import NamedTuple
 
 from eviction import RecomputeCost
@@ -17,7 +23,7 @@ from scheduler import Batch, Result, Span
 
 
 class VirtualClock:
-    """Seconds since the simulation began. Time passes when a worker computes or somebody sleeps, and only then."""
+    """Seconds since the simulation began. Time passes only when a worker computes or somebody sleeps."""
 
     def __init__(self):
         self.now = 0.0
@@ -30,7 +36,7 @@ class VirtualClock:
 
 
 class Hardware(NamedTuple):
-    """Of one GPU, per second: peaks, or rates that were measured."""
+    """What one GPU can do per second: its peaks, or rates that were measured."""
     flops: float            # of a dense matrix product
     memory: float           # bytes read
     host_link: float        # bytes to or from the host, each way
@@ -38,29 +44,30 @@ class Hardware(NamedTuple):
     element_size: int = 2   # bytes of a number in all of this: bfloat16
 
 
-# NVIDIA's data sheets: A100 80GB PCIe, H100 SXM5, H200 SXM5. The paper's machine (Azure NC A100 v4) has its PCIe cards bridged in
-# pairs only, so that a reduction over four goes through PCIe.
+# From NVIDIA's data sheets: A100 80GB PCIe, H100 SXM5, H200 SXM5. In the paper's machine (Azure NC A100
+# v4) only pairs of PCIe cards are bridged, so a reduction over four cards goes through PCIe.
 HARDWARE = {
-    "a100": Hardware(312e12, 1935e9, 32e9, 32e9),
-    "h100": Hardware(989e12, 3350e9, 64e9, 450e9),
-    "h200": Hardware(989e12, 4800e9, 64e9, 450e9),
+    "a100": Hardware(flops=312e12, memory=1935e9, host_link=32e9, peer_link=32e9),
+    "h100": Hardware(flops=989e12, memory=3350e9, host_link=64e9, peer_link=450e9),
+    "h200": Hardware(flops=989e12, memory=4800e9, host_link=64e9, peer_link=450e9),
 }
 
 
 class Operators(NamedTuple):
-    """What an implementation makes of the hardware: shares of the peaks, and seconds that no peak explains."""
-    matmul: float
-    attention: float        # of flops
-    memory: float
-    link: float
-    per_layer: float        # launches and gaps between kernels
-    per_step: float         # scheduling, inputs, sampling
-    per_span: float = 0.0   # what a batch costs the host for each of its spans
+    """How much of the hardware an implementation reaches: shares of the peaks, and seconds of its own."""
+    matmul: float           # share of flops
+    attention: float        # share of flops
+    memory: float           # share
+    link: float             # share
+    per_layer: float        # seconds of launches, and of gaps between kernels
+    per_step: float         # seconds of scheduling, inputs and sampling
+    per_span: float = 0.0   # seconds of the host for each span of a batch
 
 
-# Matrix products of large batches, long copies and FlashAttention-2 (190 of 312 TFLOP/s) on an A100 reach about these shares; gathered
-# attention in Triton is somewhat below. Ten launches of 5 us per layer, and 3 ms per step, are an eager engine's in Python. "fused"
-# stands for an engine of compiled operators, such as TensorRT-LLM: nothing in it was measured on one.
+# On an A100, matrix products of large batches, long copies and FlashAttention-2 (190 of 312 TFLOP/s)
+# reach about these shares; gathered attention in Triton is somewhat slower. An eager engine in Python
+# makes ten launches of 5 us per layer, and takes 3 ms per step. "fused" stands for an engine of
+# compiled operators, such as TensorRT-LLM; nothing in it was measured on one.
 OPERATORS = {
     "eager": Operators(matmul=0.65, attention=0.45, memory=0.80, link=0.80, per_layer=50e-6, per_step=3e-3),
     "fused": Operators(matmul=0.75, attention=0.55, memory=0.90, link=0.80, per_layer=15e-6, per_step=1e-3),
@@ -68,75 +75,106 @@ OPERATORS = {
 
 
 class SimulatedWorker:
-    """Takes the time that `gpus` GPUs together would take (tensor parallelism), and answers with token 0."""
+    """A worker that answers every sample with token 0, and says how long that would have taken.
+
+    `gpus` GPUs share each matrix product and the attention heads, as tensor parallelism does.
+    """
     stop_ids = frozenset()
 
-    def __init__(self, shape, hardware: Hardware, operators: Operators, clock: VirtualClock, num_slots: int, num_places: int,
-                 max_context: int, chunk_size: int = 32, gpus: int = 1, pipeline: bool = True):
-        """shape: a model.ModelConfig, of which only sizes are looked at; max_context is the experiment's, as in the paper."""
-        self.shape, self.operators, self.clock, self.gpus, self.pipeline = shape, operators, clock, gpus, pipeline
+    def __init__(self, shape, hardware: Hardware, operators: Operators, clock: VirtualClock,
+                 num_slots: int, num_places: int, max_context: int, chunk_size: int = 32, gpus: int = 1,
+                 pipeline: bool = True):
+        """shape: a model.ModelConfig, of which we use only the sizes. num_slots: tokens of the GPU cache.
+        num_places: chunks of the CPU tier. max_context: the longest context of the experiment, in tokens.
+        pipeline: False computes a step only after all of its copies in."""
+        self.shape, self.operators, self.clock = shape, operators, clock
+        self.gpus, self.pipeline = gpus, pipeline
         self.num_slots, self.num_places, self.chunk_size = num_slots, num_places, chunk_size
-        self.vocab_size, self.max_context, self.element_size = shape.vocab_size, max_context, hardware.element_size
+        self.vocab_size, self.max_context = shape.vocab_size, max_context
+        self.element_size = hardware.element_size
         self.token_bytes = kv_token_bytes(shape, hardware.element_size)
-        self.matmul = hardware.flops * operators.matmul * gpus
-        self.attend = hardware.flops * operators.attention * gpus
+        # Rates per second that all GPUs reach together; but each GPU has its own link to the other GPUs.
+        self.matmul_flops = hardware.flops * operators.matmul * gpus
+        self.attention_flops = hardware.flops * operators.attention * gpus
         self.memory = hardware.memory * operators.memory * gpus
-        self.link = hardware.host_link * operators.link * gpus         # each GPU copies its share of the heads
+        self.link = hardware.host_link * operators.link * gpus
         self.peer = hardware.peer_link * operators.link
-        self.out_ends = 0.0                                            # when the link out of the GPUs is free
-        self.flights = []                                              # (end, tickets), by end
+        self.out_ends = 0.0                 # when the link out of the GPUs is free
+        self.flights = []                   # (end, tickets) of the copies under way, the first to end first
 
     def execute(self, batch: Batch) -> Result:
-        """Moves the clock to the end of the batch; with nothing to compute to that of the oldest copy, as Worker does."""
-        begin, arriving = self.clock(), self.copy_seconds(batch.swap_in)
-        end = begin + self.overlapped(arriving, self.step_seconds(batch.spans)) if batch.spans else begin
+        """Move the clock to the end of the batch. A batch without spans waits for the oldest copy.
+
+        Copies out start after this batch's copies in and after all earlier copies out. They may last
+        longer than the step; their tickets land in the first step that ends later."""
+        begin = self.clock()
+        arriving = self.copy_seconds(batch.swap_in)
         if batch.swap_in:
             self.flights.append((begin + arriving, batch.swap_in))
-        if batch.swap_out:                                             # behind what comes in, and behind earlier ones
+        if batch.swap_out:
             self.out_ends = max(self.out_ends, begin + arriving) + self.copy_seconds(batch.swap_out)
             self.flights.append((self.out_ends, batch.swap_out))
         self.flights.sort(key=lambda flight: flight[0])
-        if not batch.spans and self.flights:
+
+        end = begin
+        if batch.spans:
+            end = begin + self.overlapped(arriving, self.step_seconds(batch.spans))
+        elif self.flights:
             end = max(begin, self.flights[0][0])
         self.clock.sleep(end - begin)
+
         landed = [ticket for at, tickets in self.flights if at <= end for ticket in tickets]
         self.flights = [flight for flight in self.flights if flight[0] > end]
         return Result([0] * sum(span.samples for span in batch.spans), landed)
 
     def overlapped(self, copy: float, compute: float) -> float:
-        """Seconds of a step whose swap-ins take `copy` and whose layers take `compute` in all."""
+        """Seconds of a step; copy: of all its copies in; compute: of all its layers.
+
+        2 layers, copy 10 ms, compute 4 ms: the last layer starts after 10 ms and takes 2 ms, so 12 ms."""
+        if not self.pipeline:
+            return copy + compute
         layers = self.shape.num_layers
-        return max(copy / layers + compute, copy + compute / layers) if self.pipeline else copy + compute
+        return max(copy / layers + compute, copy + compute / layers)
 
     def step_seconds(self, spans: list[Span]) -> float:
-        tokens, samples = sum(span.end - span.start for span in spans), sum(span.samples for span in spans)
+        tokens = sum(span.end - span.start for span in spans)
+        samples = sum(span.samples for span in spans)
         attention = sum(self.attention_seconds(end - start, end) for _, start, end in spans)
         return self.linear_seconds(tokens, samples) + attention + len(spans) * self.operators.per_span
 
     def linear_seconds(self, tokens: int, samples: int) -> float:
-        """Everything but attention: the matrix products, or reading their weights, whichever is longer."""
-        shape, head = self.shape, self.shape.vocab_size * self.shape.width
-        compute = 2 * (shape.matmul_parameters * tokens + head * samples) / self.matmul
+        """Seconds of everything but attention. samples: tokens that go through the output layer, too.
+
+        The matrix products of all layers, or reading their weights; reductions between GPUs; launches."""
+        shape = self.shape
+        head = shape.vocab_size * shape.width
+        compute = 2 * (shape.matmul_parameters * tokens + head * samples) / self.matmul_flops
         read = (shape.matmul_parameters + head) * self.element_size / self.memory
-        reduced = 4 * (self.gpus - 1) / self.gpus * tokens * shape.width * self.element_size / self.peer      # twice a layer, there and back
-        fixed = self.operators.per_step + shape.num_layers * self.operators.per_layer
-        return max(compute, read) + shape.num_layers * reduced + fixed
+        # Two reductions per layer; in each, (gpus - 1) / gpus of the activations travel there and back.
+        reduced = 4 * (self.gpus - 1) / self.gpus * tokens * shape.width * self.element_size / self.peer
+        launches = self.operators.per_step + shape.num_layers * self.operators.per_layer
+        return max(compute, read) + shape.num_layers * reduced + launches
 
     def attention_seconds(self, q_len: int, kv_len: int) -> float:
-        """Of one span in all layers: its products, or reading its KV, whichever is longer."""
+        """Seconds of one span's attention in all layers: its products, or reading its KV.
+
+        The queries of the span [2, 5) have q_len 3 and kv_len 5; they see 3 + 4 + 5 = 12 positions."""
         shape = self.shape
-        seen = q_len * kv_len - q_len * (q_len - 1) / 2                # pairs of a query and a position
-        return max(4 * shape.num_layers * shape.num_heads * shape.head_dim * seen / self.attend, kv_len * self.token_bytes / self.memory)
+        seen = q_len * kv_len - q_len * (q_len - 1) / 2
+        compute = 4 * shape.num_layers * shape.num_heads * shape.head_dim * seen / self.attention_flops
+        return max(compute, kv_len * self.token_bytes / self.memory)
 
     def copy_seconds(self, tickets) -> float:
         return sum(ticket.filled for ticket in tickets) * self.token_bytes / self.link
 
     def profile(self) -> RecomputeCost:
-        """Of a chunk that is computed alone, as Worker measures it."""
-        lengths = [self.chunk_size << n for n in range((self.max_context // self.chunk_size).bit_length())]
-        return RecomputeCost({length: self.attention_seconds(self.chunk_size, length) for length in lengths},
-                             self.linear_seconds(self.chunk_size, 0))
+        """The cost of a chunk that is computed alone, as Worker.profile measures it."""
+        count = (self.max_context // self.chunk_size).bit_length()
+        lengths = [self.chunk_size << n for n in range(count)]          # 32, 64, 128, ... tokens
+        attention = {length: self.attention_seconds(self.chunk_size, length) for length in lengths}
+        return RecomputeCost(attention, self.linear_seconds(self.chunk_size, 0))
 
 
 def kv_token_bytes(shape, element_size: int) -> int:
+    """Bytes of one KV-token: K and V of all layers."""
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * element_size

@@ -1,17 +1,29 @@
 """The persistent store: the raw tokens of every turn, a tree in SQLite.
 
-KV-tokens are only a cache; these ids are what dropped ones are recomputed from (the paper's persistent store of raw tokens).
-Turns are like commits: each has a parent and holds only what it added, a conversation is a name for its last turn, a branch is
-a second name. A turn keeps the ids that the model sampled, since tokenising the visible reply again may give others. A turn whose
-beginning differs from what its parent's context began with (other instructions, a cut-off front) starts a *context of its own*.
+KV-tokens are only a cache. When a chunk was dropped, its tokens are read from here and computed again
+(the paper's persistent store of raw tokens, §4.3).
 
-A client that resends its whole history is recognised without a name: a turn stores a rolling hash of all visible messages up
-to it. A turn whose ids are not vouched for by its visible text has no hash, and neither has any turn after it.
+Turns are like commits in git. A turn has a parent and holds only the tokens that it added. A
+conversation is a name for its last turn, its *head*. A branch is a second name.
 
-Owners need no column: a conversation's name begins with its owner's prefix, and so does whatever is asked for by that owner.
+    turn 1 ---- turn 2 ---- turn 3      <- conversation "main"
+                      \\
+                       ---- turn 4      <- conversation "side", a branch after turn 2
 
-Invariants: every turn is needed by a conversation or by a later turn; what `commit` returned survives a crash (WAL,
-synchronous=FULL); a commit whose parent is not the conversation's last turn changes nothing."""
+A turn keeps the ids that the model sampled, because one text can be tokenised in several ways. A turn
+may also restart: then the model reads its tokens after an empty context instead of its parent's (other
+instructions, or older messages left out).
+
+A client that resends all its messages needs no name. Each turn stores a hash of all visible messages up
+to it, and `match` looks for that hash. If a turn's visible text does not determine its ids, then it has
+no hash, and neither has any turn after it.
+
+A conversation's name begins with its owner's prefix, so owners need no column.
+
+Invariants: every stored turn is needed by a conversation or by a later turn. A turn that `commit`
+returned survives a crash (WAL, synchronous=FULL). A commit whose parent is not the conversation's head
+changes nothing.
+"""
 import hashlib
 import json
 import os
@@ -20,30 +32,32 @@ import sqlite3
 import threading
 import time
 from array import array
+from collections.abc import Iterable
 from contextlib import contextmanager
-from typing import Iterable, NamedTuple
+from typing import NamedTuple
 
 SCHEMA_VERSION = 2
+BUSY_SECONDS = 5            # so long a write waits for another process that holds the file
 SCHEMA = f"""
 CREATE TABLE meta (fingerprint TEXT NOT NULL);
 CREATE TABLE turn (
     id TEXT PRIMARY KEY,
     parent TEXT REFERENCES turn(id),
     conversation TEXT NOT NULL,     -- in which it was committed
-    length INTEGER NOT NULL,        -- tokens of its context up to here
+    length INTEGER NOT NULL,        -- tokens of its context, including its own
     last_token INTEGER NOT NULL,
     prompt BLOB NOT NULL,           -- int32 ids
     reply BLOB NOT NULL,            -- int32 ids
     messages TEXT NOT NULL,         -- JSON: the new visible messages, then the reply
-    carried INTEGER,                -- NULL: goes on from its parent's context, else starts one of its own with so many older messages
-    note TEXT NOT NULL,             -- JSON: what its caller wants to know of it later
-    hidden INTEGER NOT NULL DEFAULT 0,      -- deleted, but later turns need it
-    hash BLOB,                      -- of all visible messages of its context up to here (NULL: never matched)
+    carried INTEGER,                -- NULL: continues its parent's context. A number: see History.commit
+    note TEXT NOT NULL,             -- JSON: whatever its caller wants to read again later
+    hidden INTEGER NOT NULL DEFAULT 0,      -- its client deleted it, but later turns need it
+    hash BLOB,                      -- of all visible messages up to here (NULL: never matched)
     created REAL NOT NULL);
 CREATE TABLE conversation (
     name TEXT PRIMARY KEY,
     head TEXT REFERENCES turn(id),  -- NULL: no turn yet
-    metadata TEXT,                  -- JSON (NULL: it was not asked for, it came with its first turn)
+    metadata TEXT,                  -- JSON (NULL: no client created it by name, it came with its first turn)
     waiting TEXT NOT NULL,          -- JSON: visible messages that its next turn begins with
     created REAL NOT NULL,
     active REAL NOT NULL);
@@ -52,45 +66,50 @@ CREATE INDEX turn_hash ON turn(hash);
 CREATE INDEX conversation_head ON conversation(head);
 CREATE INDEX conversation_active ON conversation(active);
 PRAGMA user_version = {SCHEMA_VERSION}"""
-TURNS = ("SELECT id, parent, coalesce(name, conversation), length, last_token, note, turn.created "
+# The columns are the fields of Turn.
+TURNS = ("SELECT id, parent, coalesce(name, conversation), length, last_token, note, hash, turn.created "
          "FROM turn LEFT JOIN conversation ON head = id")
-CONTEXT, ANCESTRY = "CASE WHEN carried IS NULL THEN parent END", "parent"      # two ways up: as far as the model reads, and to the root
+# SQL for the turn before a turn, in two senses: as far as the model reads, as far as the conversation goes.
+CONTEXT = "CASE WHEN carried IS NULL THEN parent END"
+ANCESTRY = "parent"
 
 
 class Turn(NamedTuple):
-    """A stored turn. conversation: one whose head it is, else the one in which it was committed.
-    length: tokens of its context up to here; last_token: the last of them, sampled but never fed to the model.
-    note: JSON, what `commit` was told; created: seconds since 1970."""
+    """A stored turn."""
     id: str
     parent: str | None
-    conversation: str
-    length: int
-    last_token: int
-    note: str
-    created: float
+    conversation: str       # one whose head it is; if there is none, the one in which it was committed
+    length: int             # tokens of its context, including its own
+    last_token: int         # the last of them: it was sampled, but never fed to the model
+    note: str               # JSON: the note that `commit` was given
+    hash: bytes | None      # of all visible messages up to here; None: never matched
+    created: float          # seconds since 1970
 
 
 class ConversationRecord(NamedTuple):
-    """metadata: None for a conversation that came with its first turn; waiting: messages that its next turn begins with."""
+    """A stored conversation."""
     name: str
-    head: str | None
-    metadata: dict | None
-    waiting: list[dict]
-    created: float
-    active: float
+    head: str | None        # None: no turn yet
+    metadata: dict | None   # None: no client created it by name, it came with its first turn
+    waiting: list[dict]     # visible messages that its next turn begins with
+    created: float          # seconds since 1970
+    active: float           # seconds since 1970
 
 
 class StaleTurn(LookupError):
-    """The turn to build on is gone, or its conversation has gone on without us."""
+    """The turn to build on is gone, or another turn was committed after it."""
 
 
 class History:
     """Any thread may call any method."""
 
-    def __init__(self, path=":memory:", fingerprint: str = ""):
-        """fingerprint: the tokenizer's. ValueError if the file belongs to another tokenizer, another version of this program, or is
-        no history at all."""
-        if path != ":memory:":          # private conversations; SQLite gives -wal and -shm the mode of the file
+    def __init__(self, path: str | os.PathLike = ":memory:", fingerprint: str = ""):
+        """fingerprint: the tokenizer's.
+
+        ValueError if the file belongs to another tokenizer or to another version of this program, or if
+        it is not a history."""
+        if path != ":memory:":
+            # Conversations are private. SQLite gives the -wal and -shm files the mode of this one.
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
             os.chmod(path, 0o600)
         self._root_hash = digest(b"", fingerprint)
@@ -101,95 +120,125 @@ class History:
         except sqlite3.DatabaseError as error:
             raise ValueError(f"{path} cannot be used as a history ({error}): name another file") from error
 
-    def _open(self, path, fingerprint: str):
-        with self._db:
-            self._db.execute("BEGIN IMMEDIATE")
+    def _open(self, path: str | os.PathLike, fingerprint: str):
+        with self._writing():
             if not self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                for statement in SCHEMA.split(";"):
+                for statement in SCHEMA.split(";\n"):
                     self._db.execute(statement)
                 self._db.execute("INSERT INTO meta VALUES (?)", (fingerprint,))
         version, = self._db.execute("PRAGMA user_version").fetchone()
         if version != SCHEMA_VERSION:
-            raise ValueError(f"{path} has schema version {version}, this program reads {SCHEMA_VERSION}: name another file")
+            raise ValueError(f"{path} has schema version {version}, this program reads {SCHEMA_VERSION}: "
+                             "name another file")
         if self._db.execute("SELECT fingerprint FROM meta").fetchone() != (fingerprint,):
-            raise ValueError(f"{path} was written with another tokenizer or chat template, so its token ids mean something else "
-                             "here: name another file for this model, or delete this one")
-        for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+            raise ValueError(f"{path} was written with another tokenizer or chat template, its token ids "
+                             "mean something else here: name another file for this model, or delete this")
+        for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON",
+                        "busy_timeout = 20"):
             self._db.execute(f"PRAGMA {setting}")
 
+    # ---- turns
+
     def head(self, conversation: str) -> Turn | None:
-        """The last turn of a conversation; None if it has none, or does not exist."""
+        """The last turn of a conversation. None if it has no turn, or does not exist."""
         with self._lock:
             return self._head(conversation)
 
     def turn(self, turn_id: str) -> Turn | None:
-        """None if it is gone or was deleted."""
+        """None if it is gone, or if its client deleted it."""
         with self._lock:
-            row = self._db.execute(f"{TURNS} WHERE id = ? AND NOT hidden", (turn_id,)).fetchone()
-        return Turn(*row) if row else None
+            return self._turn("id = :id AND NOT hidden", id=turn_id)
 
     def tokens(self, turn_id: str) -> array:
-        """The raw ids of the context up to the end of this turn, array('i'). StaleTurn if it is gone."""
+        """The raw ids of a turn's context, its own included, as array("i"). StaleTurn if it is gone."""
         with self._lock:
-            return array("i", b"".join(prompt + reply for prompt, reply in self._up(CONTEXT, turn_id, "prompt, reply")))
+            rows = self._up(CONTEXT, turn_id, "prompt, reply")
+        return array("i", b"".join(prompt + reply for prompt, reply in rows))
 
     def messages(self, turn_id: str) -> list[dict]:
-        """The visible messages of the context up to the end of this turn. StaleTurn if it is gone."""
+        """The visible messages of a turn's context, its own included. StaleTurn if it is gone."""
         with self._lock:
-            return [message for text, in self._up(CONTEXT, turn_id, "messages") for message in json.loads(text)]
+            rows = self._up(CONTEXT, turn_id, "messages")
+        return [message for text, in rows for message in json.loads(text)]
 
-    def commit(self, conversation: str, parent: str | None, prompt: Iterable[int], reply: Iterable[int], messages: Iterable[dict] = (),
-               text: str | None = None, exact: bool = True, carried: int | None = None, note: dict = {}, id: str | None = None) -> Turn:
-        """Appends a turn to a conversation whose head is `parent` (None: that has no turn yet); durable on return.
+    def commit(self, conversation: str, parent: str | None, prompt: Iterable[int], reply: Iterable[int],
+               messages: Iterable[dict] = (), text: str | None = None, exact: bool = True,
+               carried: int | None = None, note: dict | None = None, id: str | None = None) -> Turn:
+        """Append a turn to a conversation. It is on disk when this returns.
 
-        prompt, reply: its ids. messages: its visible messages, {"role", "content"}, before the reply, whose visible text is
-        `text` (None: a turn of raw tokens). exact: decoding `reply` gives `text`; where it does not (a stop string was cut
-        off), a resent history never matches this turn. carried: the ids start a context of their own, and so many of its messages
-        are older than this turn. StaleTurn if parent is gone or is not the head any more."""
+        parent: the id of the conversation's head. None: the conversation has no turn yet.
+        prompt, reply: the turn's token ids.
+        messages: the visible messages before the reply, each {"role", "content"}.
+        text: the visible text of the reply. None: a turn of raw tokens, which has no text.
+        exact: decoding `reply` gives `text`. If not (a stop string was cut off), a client that resends
+            its messages never matches this turn.
+        carried: None continues the cached context. A number restarts from an empty one; that many of
+            `messages` come from earlier turns. They are the first ones, instructions included:
+
+                carried=3   [instructions, "Hi", "Hello", "More"]   only "More" is new in this turn
+
+        StaleTurn if the parent is gone, or is not the head any more."""
         prompt, reply, visible = array("i", prompt), array("i", reply), list(messages)
         if text is not None:
             visible.append({"role": "assistant", "content": text})
         if not prompt and not reply:
             raise ValueError("a turn needs at least one token")
         with self._writing():
-            length, before = self._end_of(conversation, parent)
+            length, hashed = self._end_of(conversation, parent)
             if carried is not None:
-                length, before = 0, self._root_hash
-            vouched = before and text is not None and exact
-            turn = Turn(id or new_id(), parent, conversation, length + len(prompt) + len(reply), (prompt + reply)[-1], json.dumps(note), time.time())
-            self._db.execute("INSERT INTO turn VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?)", (
-                *turn[:5], prompt, reply, json.dumps(visible), carried, turn.note, rolled(before, visible)[-1] if vouched else None, turn.created))
-            self._db.execute("INSERT INTO conversation VALUES (:name, :head, NULL, '[]', :now, :now) ON CONFLICT (name) DO UPDATE "
-                             "SET head = :head, waiting = '[]', active = :now", dict(name=conversation, head=turn.id, now=turn.created))
+                length, hashed = 0, self._root_hash
+            determined = hashed and text is not None and exact
+            hashed = rolled(hashed, visible)[-1] if determined else None
+            turn = Turn(id or new_id(), parent, conversation, length + len(prompt) + len(reply),
+                        (prompt + reply)[-1], json.dumps(note or {}), hashed, time.time())
+            self._db.execute("""
+                INSERT INTO turn VALUES (:id, :parent, :conversation, :length, :last_token, :prompt,
+                                         :reply, :messages, :carried, :note, 0, :hash, :created)""",
+                turn._asdict() | dict(prompt=prompt, reply=reply, messages=json.dumps(visible),
+                                      carried=carried))
+            self._db.execute("""
+                INSERT INTO conversation VALUES (:conversation, :id, NULL, '[]', :created, :created)
+                ON CONFLICT (name) DO UPDATE SET head = :id, waiting = '[]', active = :created""",
+                turn._asdict())
         return turn
 
-    def match(self, messages: list[dict], hint: str | None = None, owner: str = "") -> tuple[Turn, int] | None:
-        """For a client that resends its history: the turn whose visible messages are the longest proper prefix of `messages`
-        that ends with an assistant message, and the length of that prefix. Among equal turns one of the hinted conversation is
-        preferred, then the head of any, then the newest. Only conversations whose name begins with `owner` are looked at."""
+    def match(self, messages: list[dict], hint: str | None = None,
+              owner: str = "") -> tuple[Turn, int] | None:
+        """The turn that a client continues when it resends its messages, and how many of them are known.
+
+        The first n of `messages` are known if they are the visible messages up to the end of a turn. We
+        look for the turn with the largest n, but at least one message must be new. Among equal turns we
+        prefer one of the conversation `hint`, then the head of any conversation, then the newest.
+
+        owner: we only look at conversations whose name begins with it."""
         hashes = rolled(self._root_hash, messages)
-        for count in range(len(messages) - 1, 0, -1):
-            if messages[count - 1]["role"] == "assistant":
-                with self._lock:
-                    row = self._db.execute(
-                        f"{TURNS} WHERE hash = :hash AND NOT hidden AND substr(conversation, 1, length(:owner)) = :owner "
-                        "ORDER BY :hint IN (name, conversation) DESC, name = :hint DESC, name IS NOT NULL DESC, turn.rowid DESC",
-                        dict(hash=hashes[count - 1], hint=hint, owner=owner)).fetchone()
-                if row:
-                    return Turn(*row), count
+        for n in range(len(messages) - 1, 0, -1):
+            if messages[n - 1]["role"] != "assistant":          # a turn ends with its reply
+                continue
+            with self._lock:
+                turn = self._turn("""
+                    hash = :hash AND NOT hidden AND substr(conversation, 1, length(:owner)) = :owner
+                    ORDER BY :hint IN (name, conversation) DESC, name = :hint DESC,
+                             name IS NOT NULL DESC, turn.rowid DESC""",
+                    hash=hashes[n - 1], hint=hint, owner=owner)
+            if turn:
+                return turn, n
         return None
 
     def branch(self, turn_id: str, conversation: str) -> Turn:
-        """Starts a conversation whose head is an existing turn; nothing is copied. StaleTurn if the turn is gone; ValueError if
-        the conversation exists."""
+        """Start a conversation whose head is an existing turn. Nothing is copied.
+
+        StaleTurn if the turn is gone; ValueError if the conversation exists."""
         with self._writing():
-            self._up(ANCESTRY, turn_id, "id")       # raises if it is gone
-            self._insert(conversation, turn_id, None, [])
+            self._up(ANCESTRY, turn_id, "id")       # raises StaleTurn
+            self._insert(conversation, turn_id)
             return self._head(conversation)
 
     def forget(self, conversation: str) -> list[str]:
-        """Drops a conversation and its turns that no other conversation or turn needs. An unknown name is no error. Returns the
-        conversations that are not what they were, as `delete` does."""
+        """Delete a conversation, and those of its turns that only it needed.
+
+        Returns the names of the conversations that are gone or shorter now. An unknown name is no
+        error."""
         with self._writing():
             if (record := self._record(conversation)) is None:
                 return []
@@ -197,49 +246,63 @@ class History:
             return [conversation] + self._release(record.head)
 
     def delete(self, turn_id: str) -> list[str]:
-        """Drops a turn: conversations that end with it end with its parent then; without one they go, unless they were asked for. They
-        are returned. A turn that later ones build on is hidden, and goes with the last of these."""
+        """Delete a turn. If later turns build on it, it is only hidden, and goes with the last of them.
+
+        A conversation that ended with the turn ends with its parent now. If there is no parent, the
+        conversation goes, too, unless a client created it by name. Returns the names of these
+        conversations."""
         with self._writing():
             self._db.execute("UPDATE turn SET hidden = 1 WHERE id = ?", (turn_id,))
             return self._release(turn_id)
 
-    # ---- conversations as such
+    # ---- conversations
 
     def create(self, conversation: str, metadata: dict, messages: Iterable[dict] = ()):
-        """A conversation without a turn; `messages` are what its first one will begin with. ValueError if it exists."""
+        """Create a conversation without a turn. Its first turn will begin with `messages`.
+
+        ValueError if it exists."""
         with self._writing():
-            self._insert(conversation, None, metadata, list(messages))
+            self._insert(conversation, None, json.dumps(metadata), json.dumps(list(messages)))
 
     def record(self, conversation: str) -> ConversationRecord | None:
         with self._lock:
             return self._record(conversation)
 
     def update(self, record: ConversationRecord):
-        """Stores its metadata and waiting messages; from now on it counts as asked for."""
+        """Store its metadata and waiting messages. From now on it counts as created by name."""
+        metadata, waiting = json.dumps(record.metadata or {}), json.dumps(record.waiting)
         with self._writing():
             self._db.execute("UPDATE conversation SET metadata = ?, waiting = ?, active = ? WHERE name = ?",
-                             (json.dumps(record.metadata or {}), json.dumps(record.waiting), time.time(), record.name))
+                             (metadata, waiting, time.time(), record.name))
 
     def items(self, conversation: str) -> list[dict]:
-        """Every visible message of a conversation once, in order, each with an "id" of its own; those of deleted turns are left out."""
+        """Every visible message of a conversation once, in order, without those of deleted turns.
+
+        Each has an id. The reply of turn T is msg_T; the messages before it are msg_T_0, msg_T_1, ..."""
         with self._lock:
             if (record := self._record(conversation)) is None:
                 return []
-            turns = self._up(ANCESTRY, record.head, "id, messages, coalesce(carried, 0), hidden") if record.head else []
+            turns = record.head and self._up(ANCESTRY, record.head,
+                                             "id, messages, coalesce(carried, 0), hidden")
         items = []
-        for turn_id, text, carried, hidden in turns:
+        for turn_id, text, carried, hidden in turns or []:
             messages = [] if hidden else json.loads(text)[carried:]
-            names = [f"msg_{turn_id}_{i}" for i in range(len(messages) - 1)] + [f"msg_{turn_id}"]      # the reply's has no number
-            items += [dict(id=name) | message for name, message in zip(names, messages)]
+            ids = [f"msg_{turn_id}_{i}" for i in range(len(messages) - 1)] + [f"msg_{turn_id}"]
+            items += [dict(id=id) | message for id, message in zip(ids, messages)]
         return items + record.waiting
 
     def oldest(self, before: float, max_bytes: float) -> str | None:
-        """The least recently active conversation, if it was not active since `before` (seconds since 1970), or if all that is stored
-        takes more than max_bytes."""
+        """The least recently active conversation, if it must go; else None.
+
+        It must go if it was last active before `before` (seconds since 1970), or if the history takes
+        more than max_bytes."""
         with self._lock:
-            name, active = self._db.execute("SELECT name, active FROM conversation ORDER BY active LIMIT 1").fetchone() or (None, before)
-            size, pages, free = (self._db.execute(f"PRAGMA {what}").fetchone()[0] for what in ("page_size", "page_count", "freelist_count"))
-        return name if active < before or size * (pages - free) > max_bytes else None
+            row = self._db.execute("""
+                SELECT name, active, page_size * (page_count - freelist_count)
+                FROM conversation, pragma_page_size, pragma_page_count, pragma_freelist_count
+                ORDER BY active LIMIT 1""").fetchone()
+        name, active, size = row or (None, before, 0)
+        return name if active < before or size > max_bytes else None
 
     def conversations(self) -> list[str]:
         """The names of all conversations, sorted."""
@@ -247,75 +310,112 @@ class History:
             return [name for name, in self._db.execute("SELECT name FROM conversation ORDER BY name")]
 
     def close(self):
-        """Closes the file; the history must not be used after."""
+        """Close the file. No other method may be called after."""
         with self._lock:
             self._db.close()
 
     @contextmanager
     def _writing(self):
-        """A transaction: all or nothing, and nobody else writes meanwhile."""
-        with self._lock, self._db:
-            self._db.execute("BEGIN IMMEDIATE")
-            yield
+        """A transaction: all or nothing, and no other thread or process writes meanwhile."""
+        self._begin()
+        try:
+            with self._db:
+                yield
+        finally:
+            self._lock.release()
+
+    def _begin(self):
+        """Take the lock and begin a transaction. While another process holds the file, we try again for
+        BUSY_SECONDS. In between we give up the lock, so that our readers need not wait."""
+        deadline = time.monotonic() + BUSY_SECONDS
+        while True:
+            self._lock.acquire()
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                return
+            except BaseException as error:
+                self._lock.release()
+                is_busy = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
+                if not is_busy or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.02)
+
+    # ---- whoever calls these holds the lock
+
+    def _turn(self, where: str, **values) -> Turn | None:
+        """The first turn for which an SQL condition holds."""
+        row = self._db.execute(f"{TURNS} WHERE {where}", values).fetchone()
+        return Turn(*row) if row else None
 
     def _head(self, conversation: str) -> Turn | None:
-        row = self._db.execute(f"{TURNS} WHERE name = ?", (conversation,)).fetchone()
-        return Turn(*row) if row else None
+        return self._turn("name = :name", name=conversation)
 
     def _record(self, conversation: str) -> ConversationRecord | None:
         row = self._db.execute("SELECT * FROM conversation WHERE name = ?", (conversation,)).fetchone()
-        return row and ConversationRecord(row[0], row[1], *(text and json.loads(text) for text in row[2:4]), *row[4:])
+        if row is None:
+            return None
+        record = ConversationRecord(*row)
+        return record._replace(metadata=json.loads(record.metadata or "null"),
+                               waiting=json.loads(record.waiting))
 
-    def _insert(self, conversation: str, head: str | None, metadata: dict | None, waiting: list[dict]):
+    def _insert(self, conversation: str, head: str | None, metadata: str | None = None, waiting: str = "[]"):
         if self._record(conversation):
             raise ValueError(f"conversation {conversation!r} exists already: use a new name")
-        now, metadata = time.time(), None if metadata is None else json.dumps(metadata)
-        self._db.execute("INSERT INTO conversation VALUES (?, ?, ?, ?, ?, ?)", (conversation, head, metadata, json.dumps(waiting), now, now))
+        now = time.time()
+        self._db.execute("INSERT INTO conversation VALUES (?, ?, ?, ?, ?, ?)",
+                         (conversation, head, metadata, waiting, now, now))
 
     def _release(self, turn_id: str | None) -> list[str]:
-        """Drops a turn, and those above it, that nobody needs: no later turn, nor, unless it is hidden, a conversation that ends with
-        it. Returns the conversations that end earlier now."""
+        """Delete a turn if nobody needs it, then its parent if nobody needs that, and so on.
+
+        A later turn needs its parent. A conversation needs its head, unless the head is hidden. Returns
+        the names of the conversations whose head was deleted: they end with its parent now."""
         moved = []
-        while turn_id and not self._db.execute("SELECT 1 FROM turn WHERE parent = ?", (turn_id,)).fetchone():
+        last_of_its_branch = ("SELECT parent, hidden FROM turn WHERE id = :id "
+                              "AND NOT EXISTS (SELECT * FROM turn AS later WHERE later.parent = :id)")
+        while row := self._db.execute(last_of_its_branch, dict(id=turn_id)).fetchone():
+            parent, hidden = row
             names = self._db.execute("SELECT name FROM conversation WHERE head = ?", (turn_id,)).fetchall()
-            parent, hidden = self._db.execute("SELECT parent, hidden FROM turn WHERE id = ?", (turn_id,)).fetchone() or (None, False)
             if names and not hidden:
                 break
             self._db.execute("UPDATE conversation SET head = ? WHERE head = ?", (parent, turn_id))
             self._db.execute("DELETE FROM turn WHERE id = ?", (turn_id,))
-            turn_id, moved = parent, moved + [name for name, in names if name not in moved]
+            moved += [name for name, in names if name not in moved]
+            turn_id = parent
         self._db.execute("DELETE FROM conversation WHERE head IS NULL AND metadata IS NULL")
         return moved
 
     def _end_of(self, conversation: str, parent: str | None) -> tuple[int, bytes | None]:
-        """Length and hash of a conversation that ends with `parent`."""
+        """The length and the hash of a conversation whose head is `parent`. StaleTurn if it is not."""
         head = self._head(conversation)
         if (head and head.id) != parent:
-            raise StaleTurn(f"conversation {conversation!r} does not end with {parent or 'nothing'} any more: "
-                            f"{'its last turn is ' + head.id if head else 'it was forgotten'}; read its head and try again")
-        if parent is None:
-            return 0, self._root_hash
-        return self._db.execute("SELECT length, hash FROM turn WHERE id = ?", (parent,)).fetchone()
+            now = f"its last turn is {head.id}" if head else "it was forgotten"
+            raise StaleTurn(f"conversation {conversation!r} does not end with {parent or 'nothing'} any "
+                            f"more: {now}; read its head and try again")
+        return (head.length, head.hash) if head else (0, self._root_hash)
 
     def _up(self, way: str, turn_id: str, columns: str) -> list[tuple]:
-        """These columns of every turn on the way up from turn_id, the topmost first."""
+        """These columns of a turn and of all turns before it, the first turn first.
+
+        way: CONTEXT or ANCESTRY. StaleTurn if the turn is gone."""
         rows = self._db.execute(f"""
             WITH RECURSIVE chain(link, above, depth) AS (
                 SELECT id, {way}, 0 FROM turn WHERE id = ?
                 UNION ALL SELECT id, {way}, depth + 1 FROM turn JOIN chain ON id = above)
-            SELECT {columns} FROM chain JOIN turn ON id = link ORDER BY depth DESC""", (turn_id,)).fetchall()
+            SELECT {columns} FROM chain JOIN turn ON id = link ORDER BY depth DESC""",
+            (turn_id,)).fetchall()
         if not rows:
             raise StaleTurn(f"turn {turn_id} is gone")
         return rows
 
 
 def new_id() -> str:
-    """96 random bits: nobody guesses it."""
+    """96 random bits, so that nobody can guess it."""
     return secrets.token_hex(12)
 
 
 def digest(previous: bytes, *texts: str) -> bytes:
-    """sha256 over a digest (or nothing) and texts, written so that their borders count."""
+    """sha256 of a digest (or of nothing) and texts. JSON keeps ("ab", "c") apart from ("a", "bc")."""
     return hashlib.sha256(previous + json.dumps(texts).encode()).digest()
 
 

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from itertools import accumulate
 
-from engine import Handle, Reply
+from serving.sessions import Answer, LiveTurn
 
 GAUGES = ("running", "waiting", "conversations", "slots_total", "slots_free", "cpu_chunks_total", "cpu_chunks_free", "swap_hidden_share")
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)      # the buckets' upper ends
@@ -36,7 +36,7 @@ class Metrics:
         self.lock, self.answers = threading.Lock(), Counter(stop=0, length=0)
         self.queued, self.first_token, self.inter_token, self.end_to_end = (Histogram() for _ in range(4))
 
-    def count(self, handle: Handle, reply: Reply):
+    def count(self, handle: LiveTurn, reply: Answer):
         """A turn that is done."""
         times = handle.request.times
         with self.lock:

@@ -21,8 +21,8 @@ from itertools import count
 from typing import NamedTuple
 
 from serving import live
-from engine import Engine, Handle, Reply
 from serving.history import ConversationRecord, Turn, new_id
+from serving.sessions import Answer, Busy, LiveTurn, Sessions
 from sampling import BIAS, LIMITS
 
 
@@ -194,9 +194,10 @@ def openapi() -> dict:
 class API:
     """owner: what precedes, inside, the names of all conversations that the client may see; outside, names have no owner."""
 
-    def __init__(self, engine: Engine, names: tuple[str, str]):
+    def __init__(self, sessions: Sessions, names: tuple[str, str]):
         """names: what `model` may be; the first is the one that we say."""
-        self.engine, self.history, self.names, self.created = engine, engine.history, names, int(time.time())
+        self.sessions, self.engine, self.history = sessions, sessions.engine, sessions.history
+        self.names, self.created = names, int(time.time())
 
     def create_chat_completion(self, owner: str, given: dict) -> "ChatWriter":
         options = self._options(given)
@@ -207,10 +208,9 @@ class API:
             raise APIError(400, "top_logprobs needs logprobs: true", "top_logprobs")
         hint = given.get("conversation_id")
         messages, hint = [plain(message) for message in given["messages"]], hint and owner + hint
-        with self.engine.lock:                               # so that all choices go on from the same turn
-            first, *others = seeded(options, given.get("n", 1))
-            handle = self.engine.submit_chat(messages, hint, owner, **first)
-            others = [self.engine.submit_chat(messages, hint, owner, like=handle, **each) for each in others]
+        first, *others = seeded(options, given.get("n", 1))
+        handle = self.sessions.submit_chat(messages, hint, owner, **first)
+        others = [self.sessions.another(handle, owner, **each) for each in others]
         return ChatWriter([handle, *others], owner, self.names[0], given)
 
     def create_response(self, owner: str, given: dict) -> "ResponseWriter":
@@ -221,9 +221,9 @@ class API:
         if given.get("include") or "top_logprobs" in given:
             options["logprobs"] = given.get("top_logprobs", 0)
         items = [dict(role="user", content=given["input"])] if isinstance(given["input"], str) else list(map(plain, given["input"]))
-        handle = self.engine.respond(
+        handle = self.sessions.respond(
             items, name and self._conversation(owner, name).name, after=previous and self._turn(owner, previous),
-            owner=owner if given.get("store", True) else None, instructions=given.get("instructions"), max_tokens=given.get("max_output_tokens"),
+            prefix=owner if given.get("store", True) else None, instructions=given.get("instructions"), max_tokens=given.get("max_output_tokens"),
             truncate=given.get("truncation") == "auto", note=dict({name: given[name] for name in ECHOED if name in given}, created_at=int(time.time())),
             **options)
         return ResponseWriter(handle, owner, self.names[0], given.get("stream", False))
@@ -241,7 +241,7 @@ class API:
         if handle := self._unfinished(owner, id):
             handle.cancel()
         if not handle or self.history.turn(handle.id):               # it may have been complete already
-            self.engine.delete(self._turn(owner, id))
+            self.sessions.delete(self._turn(owner, id))
         return dict(id=id, object="response", deleted=True)
 
     def cancel_response(self, owner: str, id: str) -> dict:
@@ -264,23 +264,21 @@ class API:
         return dict(id=id, object="conversation", created_at=int(found.created), metadata=found.metadata or {}, cache=cache)
 
     def update_conversation(self, owner: str, id: str, given: dict) -> dict:
-        with self.engine.lock:                               # nobody adds items meanwhile
-            self.history.update(self._conversation(owner, id)._replace(metadata=given["metadata"]))
+        self._update(owner, id, metadata=given["metadata"])
         return self.retrieve_conversation(owner, id)
 
     def delete_conversation(self, owner: str, id: str) -> dict:
-        if owner + id not in self.engine.pending:           # its first turn may still run
+        if not self.sessions.answering(owner + id):           # its first turn may still run
             self._conversation(owner, id)
-        self.engine.forget(owner + id)
+        self.sessions.forget(owner + id)
         return dict(id=id, object="conversation.deleted", deleted=True)
 
     def create_items(self, owner: str, id: str, given: dict) -> dict:
         new = list(map(identified, given["items"]))
-        with self.engine.lock:
-            found = self._conversation(owner, id)
-            if found.name in self.engine.pending:
-                raise APIError(409, f"a response is being written in conversation {id}: add items when it is done", code="conversation_locked")
-            self.history.update(found._replace(waiting=found.waiting + new))
+        try:
+            self._update(owner, id, new=new)
+        except Busy as busy:
+            raise APIError(409, f"a response is being written in conversation {id}: add items when it is done", code="conversation_locked") from busy
         return page(list(map(item, new)), False)
 
     def list_items(self, owner: str, id: str, given: dict) -> dict:
@@ -318,10 +316,14 @@ class API:
             raise missing("finished response", id)
         return turn
 
-    def _unfinished(self, owner, id) -> Handle | None:
+    def _unfinished(self, owner, id) -> LiveTurn | None:
         """One that is not stored is nobody's but its connection's."""
-        handle = self.engine.find(id.removeprefix("resp_")) if id.startswith("resp_") else None
+        handle = self.sessions.find(id.removeprefix("resp_")) if id.startswith("resp_") else None
         return handle if handle and handle.conversation is not None and handle.conversation.startswith(owner) else None
+
+    def _update(self, owner, id, **changes):
+        if not self.sessions.update(owner + id, **changes):
+            raise missing("conversation", id)
 
     def _conversation(self, owner, id) -> ConversationRecord:
         if not (found := self.history.record(owner + id)):
@@ -388,20 +390,20 @@ def response(turn_id: str, model: str, created: float, conversation: str | None,
                 text=dict(format=dict(type="text")), **{name: note.get(name, default) for name, default in ECHOED.items()})
 
 
-def logprobs_of(handle: Handle, first: int) -> list[dict]:
-    """Of the tokens from number `first` on that have text, if they were asked for."""
+def logprobs_of(handle: LiveTurn, first: int, last: int | None = None) -> list[dict]:
+    """Of the tokens from number `first` on, up to number `last`, that have text, if they were asked for."""
     def entry(token, value):
         piece = pieces[token]
         return dict(token=piece.decode(errors="replace"), logprob=max(value, -9999.0), bytes=list(piece))
-    pieces = handle.engine.tokenizer.pieces
+    pieces = handle.tokenizer.pieces
     return [dict(entry(token, value), top_logprobs=[entry(*other) for other in top if other[0] in pieces])
-            for token, (value, top) in zip(handle.token_ids[first:], (handle.logprobs or [])[first:]) if token in pieces]
+            for token, (value, top) in zip(handle.token_ids[first:last], (handle.logprobs or [])[first:last]) if token in pieces]
 
 
 class Writer:
     """An answer that is being generated, by one turn or several: `whole(*replies)` in one piece, or `events(finish)` of a stream, of which
     `failure` is the last if one occurs. finish: waits until a turn is in the history, and returns its reply."""
-    handles: list[Handle]
+    handles: list[LiveTurn]
     stream: bool
 
 
@@ -409,7 +411,7 @@ class ChatWriter(Writer):
     """Each choice is a turn of its own: the first goes on in the conversation, the others are branches of the same turn, and whichever
     the client resends is recognised. Their prompt is computed once, but for the part of a chunk at its end."""
 
-    def __init__(self, handles: list[Handle], owner: str, model: str, given: dict):
+    def __init__(self, handles: list[LiveTurn], owner: str, model: str, given: dict):
         self.handles, self.stream = handles, given.get("stream", False)
         self.told = [0] * len(handles)                       # of each the log probabilities of so many tokens
         self.conversation = handles[0].conversation.removeprefix(owner)
@@ -420,18 +422,19 @@ class ChatWriter(Writer):
         """All choices are generated at once, and told one after another."""
         replies = []
         for index, handle in enumerate(self.handles):
-            yield self.event(index, dict(role="assistant", content=""))
-            for text in handle.pieces():
-                yield self.event(index, dict(content=text))
+            yield self.event(index, dict(role="assistant", content=""), 0)
+            for text, told in handle.progress():
+                yield self.event(index, dict(content=text), told)
             replies.append(finish(handle))
-            yield (last := self.event(index, {}, self.reason(replies[-1])))
+            yield (last := self.event(index, {}, finish_reason=self.reason(replies[-1])))
         if self.include_usage:
             yield dict(last, choices=[], usage=self.usage(*replies))
         yield "[DONE]"
 
-    def event(self, index: int, delta: dict, finish_reason: str | None = None) -> dict:
+    def event(self, index: int, delta: dict, told: int | None = None, finish_reason: str | None = None) -> dict:
+        """told: the tokens that have been told with this one; None: all."""
         handle = self.handles[index]
-        logprobs, self.told[index] = self.logprobs(handle, self.told[index]), len(handle.token_ids)
+        logprobs, self.told[index] = self.logprobs(handle, self.told[index], told), told
         usage = dict(usage=None) if self.include_usage else {}
         choice = dict(index=index, delta=delta, finish_reason=finish_reason, logprobs=logprobs)
         return dict(self.envelope, object="chat.completion.chunk", choices=[choice], **usage)
@@ -439,20 +442,20 @@ class ChatWriter(Writer):
     def failure(self, error: APIError) -> dict:
         return error.body
 
-    def whole(self, *replies: Reply) -> dict:
+    def whole(self, *replies: Answer) -> dict:
         choices = [dict(index=index, message=dict(role="assistant", content=reply.text, refusal=None), finish_reason=self.reason(reply),
                         logprobs=self.logprobs(handle, 0)) for index, (handle, reply) in enumerate(zip(self.handles, replies))]
         return dict(self.envelope, object="chat.completion", usage=self.usage(*replies), choices=choices)
 
-    def reason(self, reply: Reply) -> str:
+    def reason(self, reply: Answer) -> str:
         if reply.finish_reason == "cancelled":              # the format has no word for it
             raise APIError(409, "the turn was cancelled, or its conversation deleted", code="cancelled")
         return reply.finish_reason
 
-    def logprobs(self, handle: Handle, first: int) -> dict | None:
-        return dict(content=logprobs_of(handle, first), refusal=None) if handle.logprobs is not None else None
+    def logprobs(self, handle: LiveTurn, first: int, last: int | None = None) -> dict | None:
+        return dict(content=logprobs_of(handle, first, last), refusal=None) if handle.logprobs is not None else None
 
-    def usage(self, first: Reply, *others: Reply) -> dict:
+    def usage(self, first: Answer, *others: Answer) -> dict:
         """The prompt counts once, as the first choice found it."""
         prompt, generated = first.usage["prompt_tokens"], sum(reply.usage["completion_tokens"] for reply in (first, *others))
         return dict(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated, prompt_tokens_details=sources(first.usage))
@@ -461,7 +464,7 @@ class ChatWriter(Writer):
 class ResponseWriter(Writer):
     """Its events are numbered."""
 
-    def __init__(self, handle: Handle, owner: str, model: str, stream: bool = False):
+    def __init__(self, handle: LiveTurn, owner: str, model: str, stream: bool = False):
         self.handle, self.handles, self.model, self.stream, self.told = handle, [handle], model, stream, 0
         self.conversation = handle.conversation and handle.conversation.removeprefix(owner)
         self.created, self.numbers, self.item_id = time.time(), count(), f"msg_{handle.id}"
@@ -480,8 +483,8 @@ class ResponseWriter(Writer):
 
     def events(self, finish):
         yield from self.opening()
-        for text in self.handle.pieces():
-            yield self.piece(text)
+        for text, told in self.handle.progress():
+            yield self.piece(text, told)
         yield from self.closing(finish(self.handle))
 
     def opening(self) -> list:
@@ -490,11 +493,11 @@ class ResponseWriter(Writer):
                 self.event("output_item.added", output_index=0, item=dict(begun, content=[])),
                 self.of_part("content_part.added", part=begun["content"][0])]
 
-    def piece(self, text: str) -> dict:
-        logprobs, self.told = logprobs_of(self.handle, self.told), len(self.handle.token_ids)
+    def piece(self, text: str, told: int) -> dict:
+        logprobs, self.told = logprobs_of(self.handle, self.told, told), told
         return self.of_part("output_text.delta", delta=text, logprobs=logprobs)
 
-    def closing(self, reply: Reply) -> list:
+    def closing(self, reply: Answer) -> list:
         whole = self.whole(reply)
         done, = whole["output"]
         part, = done["content"]
@@ -506,6 +509,6 @@ class ResponseWriter(Writer):
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         return self.event("failed", response=self.response("failed", error=dict(code=code, message=str(error))))
 
-    def whole(self, reply: Reply) -> dict:
+    def whole(self, reply: Answer) -> dict:
         status = STATUS[reply.finish_reason]
         return self.response(status, [self.item(reply.text, "completed" if status == "completed" else "incomplete")], reply.usage)

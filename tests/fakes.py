@@ -123,7 +123,7 @@ class World:
         self.now += dt
         batch = self.scheduler.schedule(self.now)
         if batch or self.cache.in_flight:
-            list(self.scheduler.account(batch, self.worker.execute(batch), self.now))
+            self.scheduler.account(batch, self.worker.execute(batch), self.now)
         self.cache.check_integrity()
         return batch
 

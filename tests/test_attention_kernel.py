@@ -1,5 +1,5 @@
-"""Multi-token attention against float64: the reference, and the Triton kernels in the interpreter (a process of its own) and on a GPU
-where there is one."""
+"""Multi-token attention against float64: the reference, and the Triton kernels in the interpreter
+(in a process of its own), and on a GPU where there is one."""
 import os
 import subprocess
 import sys
@@ -12,15 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attention_kernel as kernel
-from attention_kernel import (AMPERE, FLOAT32, HOPPER, MERGE_PIECES, SpanTensors, make_plan, multi_token_attention,
-                              multi_token_attention_reference)
+from attention_kernel import (AMPERE, FLOAT32, HOPPER, ITEM, MERGE, PIECES_AT_ONCE, SpanTensors, make_plan,
+                              multi_token_attention, multi_token_attention_reference)
 
 HALF, FLOAT = torch.float16, torch.float32
 GPU = torch.cuda.is_available()
 
 
 def make_case(q_len, kv_len, group, kv_heads, D, dtype=FLOAT, device="cpu", seed=0):
-    """Arguments with shuffled slots and rows; unused table entries are out of range and unused slots hold NaN."""
+    """Arguments with shuffled slots and rows; unused table entries are out of range and unused
+    slots hold NaN."""
     random = torch.Generator().manual_seed(seed)
     rows, used = list(range(len(q_len), 0, -1)), sum(kv_len)
     slots = torch.randperm(used + 9, generator=random).int()
@@ -35,15 +36,18 @@ def make_case(q_len, kv_len, group, kv_heads, D, dtype=FLOAT, device="cpu", seed
 
 
 def exact(q, k_cache, v_cache, slot_table, spans, scale=None):
-    """The definition, in float64: one span at a time, a dense matrix of scores in which the future is masked."""
+    """The definition, in float64: one span at a time, a dense matrix of scores in which the future
+    is masked."""
     q, k_cache, v_cache, slot_table = (x.cpu() for x in (q, k_cache, v_cache, slot_table))
-    group, out = q.shape[1] // k_cache.shape[1], [q[:0].double()]
-    starts = spans.q_start.tolist()
-    for row, start, end, kv_len in zip(spans.row.tolist(), starts, starts[1:], spans.kv_len.tolist()):
+    group, scale = q.shape[1] // k_cache.shape[1], scale or q.shape[2] ** -0.5
+    out, rest = [q[:0].double()], q.double()
+    for row, q_len, kv_len in spans.host.T.tolist():
+        queries, rest = rest[:q_len].transpose(0, 1), rest[q_len:]                  # [H, q_len, D]
         slots = slot_table[row, :kv_len].long()
-        k, v = (cache[slots].double().repeat_interleave(group, dim=1).transpose(0, 1) for cache in (k_cache, v_cache))  # [H, kv_len, D]
-        scores = q[start:end].double().transpose(0, 1) @ k.transpose(1, 2) * (scale or q.shape[2] ** -0.5)              # [H, q_len, kv_len]
-        position = torch.arange(kv_len - (end - start), kv_len)
+        k, v = (cache[slots].double().repeat_interleave(group, dim=1).transpose(0, 1)
+                for cache in (k_cache, v_cache))                                    # [H, kv_len, D]
+        scores = queries @ k.transpose(1, 2) * scale                                # [H, q_len, kv_len]
+        position = torch.arange(kv_len - q_len, kv_len)
         scores.masked_fill_(torch.arange(kv_len) > position[:, None], -torch.inf)
         out.append((scores.softmax(-1) @ v).transpose(0, 1))
     return torch.cat(out)
@@ -57,12 +61,14 @@ def assert_close(actual, case, **kwargs):
 spans_of_a_batch = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40)), max_size=5)
 
 
-# ---- the reference ------------------------------------------------------------------------------------------------------------
+# ---- the reference
 
 @settings(max_examples=60, deadline=None)
-@given(spans_of_a_batch, st.sampled_from([1, 2, 3, 8]), st.integers(1, 3), st.sampled_from([16, 40, 64, 80, 128]), st.integers(0, 999))
+@given(spans_of_a_batch, st.sampled_from([1, 2, 3, 8]), st.integers(1, 3),
+       st.sampled_from([16, 40, 64, 80, 128]), st.integers(0, 999))
 def test_reference_is_exact(spans, group, kv_heads, D, seed):
-    case = make_case([q for q, _ in spans], [q + history for q, history in spans], group, kv_heads, D, seed=seed)
+    case = make_case([q for q, _ in spans], [q + history for q, history in spans], group, kv_heads, D,
+                     seed=seed)
     assert_close(multi_token_attention_reference(*case), case)
 
 
@@ -77,11 +83,12 @@ def test_scale_and_out():
 
 def test_bad_arguments():
     q, k, v, table, spans = make_case([1, 4], [6, 9], 2, 2, 16)
+    strided = [cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in (k, v)]
     for message, bad in {
         "3 query heads are no multiple of 2": (q[:, :3], k, v, table, spans),
         r"need \[T, H, D\]": (q[:, :, :8], k, v, table, spans),
         "differ in shape or strides": (q, k, v[1:], table, spans),
-        "not contiguous": (q, k.transpose(1, 2).contiguous().transpose(1, 2), v.transpose(1, 2).contiguous().transpose(1, 2), table, spans),
+        "not contiguous": (q, *strided, table, spans),
         "differ: torch.float32, torch.float16": (q, k.half(), v, table, spans),
         "torch.int64, not int32": (q, k, v, table.long(), spans),
         "q holds 4 tokens, the spans 5": (q[1:], k, v, table, spans),
@@ -98,74 +105,87 @@ def test_bad_arguments():
 
 
 def test_without_triton():
-    code = "import sys; sys.modules['triton'] = None; import test_attention_kernel as t; c = t.make_case([2], [5], 2, 1, 16); " \
-           "t.assert_close(t.multi_token_attention(*c), c)"
+    code = ("import sys; sys.modules['triton'] = None; import test_attention_kernel as t; "
+            "c = t.make_case([2], [5], 2, 1, 16); t.assert_close(t.multi_token_attention(*c), c)")
     run_python("-c", code)
 
 
 def run_python(*args, **environment):
     """In a process of its own, where triton can be absent or interpreted from the first import on."""
     path = os.pathsep.join([os.path.dirname(__file__), os.path.dirname(kernel.__file__)])
-    done = subprocess.run([sys.executable, *args], env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": path, **environment}
+    done = subprocess.run([sys.executable, *args], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# ---- the plan -----------------------------------------------------------------------------------------------------------------
+# ---- the plan
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 900)), max_size=6), st.sampled_from([1, 3, 4, 71]), st.integers(1, 60),
-       st.sampled_from([64, 256]), st.sampled_from([HOPPER, AMPERE, FLOAT32]))
-def test_plan_covers_every_query_row_once(spans, group, wanted, min_piece, tiles):
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 900)), max_size=6),
+       st.sampled_from([1, 3, 4, 71]), st.integers(1, 60), st.sampled_from([64, 256]),
+       st.sampled_from([HOPPER, AMPERE, FLOAT32]))
+def test_plan_covers_every_query_row_once(spans, group, wanted, min_piece, shapes):
     q_len, kv_len = [q for q, _ in spans], [q + history for q, history in spans]
     host = np.array([range(len(spans)), q_len, kv_len], dtype=np.int64)
-    plan = make_plan(host, group, tiles, wanted, torch.device("cpu"), min_piece)
+    plan = make_plan(host, group, shapes, wanted, min_piece)
     span_of = np.repeat(np.arange(len(spans)), np.array(q_len, dtype=int) * group)
     seen = np.zeros((len(span_of), max(kv_len, default=0)), dtype=int)
     partial_of = {}                                            # partial row -> query row
-    for tile, items in plan.launches:
-        lengths = (items[:, 6] - items[:, 5]).tolist()
-        assert lengths == sorted(lengths, reverse=True) and lengths[-1] > 0 and items.shape[1] == 8
-        assert len(items) <= wanted + len({item[0] for item in items.tolist()})      # pieces and tiles: so a captured graph can have room
+    for shape, items in plan.launches:
+        items = columns(items, ITEM)
+        lengths = (items["kv_end"] - items["kv_start"]).tolist()
+        assert lengths == sorted(lengths, reverse=True) and lengths[-1] > 0
+        # Pieces and tiles: so there can be room for any plan of a size in a captured graph.
+        assert len(items) <= wanted + len(set(items["first_row"].tolist()))
         for first, end, partial, row, shift, kv_start, kv_end, _ in items.tolist():
-            assert 0 < end - first <= tile.rows and (span_of[first:end] == row).all()
-            assert kv_end == min(kv_end, (end - 1) // group + shift + 1)        # nothing beyond what the last token sees
+            assert 0 < end - first <= shape.rows and (span_of[first:end] == row).all()
+            last_sees = (end - 1) // group + shift + 1
+            assert kv_end <= last_sees                          # nothing beyond what the last token sees
             assert shift == kv_len[row] - sum(q_len[:row + 1])
             seen[first:end, kv_start:kv_end] += 1
             if partial >= 0:
                 partial_of |= {partial + i: first + i for i in range(end - first)}
             else:
-                assert kv_start == 0 and kv_end == (end - 1) // group + shift + 1
+                assert (kv_start, kv_end) == (0, last_sees)
     for row, counts in enumerate(seen):
         position = kv_len[span_of[row]] - sum(q_len[:span_of[row] + 1]) + row // group
         assert (counts[:position + 1] == 1).all() and (counts <= 1).all()
     merged = []
-    for row, partial, stride, pieces in plan.merges.tolist():
+    for row, partial, stride, pieces in columns(plan.merges, MERGE).tolist():
         assert pieces > 1
         merged += [(partial + piece * stride, row) for piece in range(pieces)]
     assert sorted(merged) == sorted(partial_of.items()) and len(partial_of) == plan.partial_rows
 
 
+def columns(rows, names):
+    """Rows of a plan, [n, columns], by the names of their columns."""
+    return rows.view(names)[:, 0]
+
+
 def test_long_histories_are_split_to_fill_the_gpu():
     def items(q_len, kv_len):
-        plan = make_plan(np.array([range(len(q_len)), q_len, kv_len]), 4, HOPPER, 50, torch.device("cpu"))
+        plan = make_plan(np.array([range(len(q_len)), q_len, kv_len]), 4, HOPPER, 50)
         return [len(items) for _, items in plan.launches]
     assert 40 <= items([1], [16384])[0] <= 50                          # one decode
     assert 40 <= items([20], [16384])[0] <= 50                         # one short prompt
     assert items([1], [512]) == [2]                                    # not below the shortest piece
     assert items([1] * 300, [1000] * 300) == [300]                     # there are enough without
-    assert items([1] * 9, [9000] * 9) == [45]                          # not one item more than fit: 9 would run after 45 others
-    assert all(n >= 30 for n in items([1, 12, 64], [9000, 9000, 9000]))  # each kind of tile must fill the GPU by itself
+    # Not one item more than fit: 9 would run after 45 others.
+    assert items([1] * 9, [9000] * 9) == [45]
+    # Each kind of tile must fill the GPU by itself.
+    assert all(n >= 30 for n in items([1, 12, 64], [9000, 9000, 9000]))
     assert 80 <= items([1] * 50 + [1], [100] * 50 + [20000])[0] <= 100   # one long context among short ones
 
 
 def test_plan_is_made_once():
     spans = SpanTensors.build(row=[3, 1], q_len=[1, 5], kv_len=[7, 5])
     assert spans.plan(4, 2, HALF) is spans.plan(4, 2, HALF)
-    assert [x.tolist() for x in (spans.row, spans.q_start, spans.kv_len)] == [[3, 1], [0, 1, 6], [7, 5]]
-    assert (spans.max_q_len, spans.max_kv_len, spans.row.dtype) == (5, 7, torch.int32)
+    assert spans.host.tolist() == [[3, 1], [1, 5], [7, 5]]
+    assert (spans.num_tokens, spans.max_row, spans.max_kv_len) == (6, 3, 7)
+    assert {array.dtype for array in spans.plan(4, 2, HALF).arrays()} == {torch.int32}
 
 
-# ---- the Triton kernels, run --------------------------------------------------------------------------------------------------
+# ---- the Triton kernels, run
 
 CASES = [  # q_len, kv_len, group, kv_heads, D
     ([], [], 2, 2, 16),
@@ -175,7 +195,7 @@ CASES = [  # q_len, kv_len, group, kv_heads, D
     ([1, 5, 20], [70, 260, 20], 4, 2, 16),
     ([1, 9], [129, 200], 8, 1, 80),
     ([1, 2], [130, 65], 37, 1, 16),
-    ([1], [64 * MERGE_PIECES + 65], 2, 1, 16),
+    ([1], [64 * PIECES_AT_ONCE + 65], 2, 1, 16),
 ]
 
 
@@ -183,35 +203,51 @@ def tile_tables(dtype, device):
     """Those that can run there; in the interpreter their like in rows is enough."""
     if dtype == FLOAT:
         return [FLOAT32]
-    return [HOPPER] if device == "cpu" else [AMPERE, HOPPER] if torch.cuda.get_device_capability()[0] == 9 else [AMPERE]
+    if device == "cpu":
+        return [HOPPER]
+    return [AMPERE, HOPPER] if torch.cuda.get_device_capability()[0] == 9 else [AMPERE]
 
 
 def check_triton(device, dtypes):
-    """Every case in every dtype with every tile against float64, contexts cut as finely as may be; a plan as it would be, padded with
-    rows of zeros; then slots whose offsets overflow int32."""
+    """Every case in every dtype with every table of shapes against float64, contexts cut as finely
+    as may be; a plan padded with rows of zeros; slots whose offsets overflow int32."""
     for dtype in dtypes:
-        for tiles in tile_tables(dtype, device):
+        for shapes in tile_tables(dtype, device):
             kinds, whole, split = set(), 0, 0
             for q_len, kv_len, group, kv_heads, D in CASES:
                 case = make_case(q_len, kv_len, group, kv_heads, D, dtype, device)
-                plan = make_plan(case[-1].host, group, tiles, 999, torch.device(device), min_piece=64)
-                case[-1].plans[group, kv_heads, dtype] = plan
+                spans = case[-1]
+                plan = make_plan(spans.host, group, shapes, 999, min_piece=64)
+                arrays = kernel.upload(plan.arrays(), torch.device(device))
+                spans.plans[group, kv_heads, dtype] = plan.with_arrays(arrays)
                 out = torch.full_like(case[0], torch.nan)
                 assert multi_token_attention(*case, out=out) is out
                 assert_close(out, case)
-                kinds |= {tile for tile, _ in plan.launches}
-                whole, split = whole + sum(int((items[:, 2] < 0).sum()) for _, items in plan.launches), split + len(plan.merges)
-            assert kinds == set(tiles) and whole and split
+                kinds |= {shape for shape, _ in plan.launches}
+                whole += sum((columns(items, ITEM)["first_partial"] < 0).sum() for _, items in plan.launches)
+                split += len(plan.merges)
+            assert kinds == set(shapes) and whole and split
+    check_padding(device)
+    check_far_slots(device)
+
+
+def check_padding(device):
     case = make_case([1, 3], [700, 30], 2, 1, 16, device=device)
     plan = case[-1].plan(2, 1, FLOAT)
-    padded = [(tile, F.pad(items, (0, 0, 0, 3))) for tile, items in plan.launches]
-    case[-1].plans[2, 1, FLOAT] = plan._replace(launches=padded, merges=F.pad(plan.merges, (0, 0, 0, 3)))
+    padded = [F.pad(rows, (0, 0, 0, 3)) for rows in plan.arrays()]
+    case[-1].plans[2, 1, FLOAT] = plan.with_arrays(padded)
     assert_close(multi_token_attention(*case), case)
+
+
+def check_far_slots(device):
     q, k, v, table, spans = make_case([1, 3], [40, 30], 2, 4, 16, dtype=HALF, device=device)
-    far = torch.empty(2 ** 31 // k[0].numel() + len(k), *k.shape[1:], dtype=HALF, device=device)     # only its end is ever touched
-    far[-len(k):] = k
-    table = torch.where((table >= 0) & (table < len(k)), table + (len(far) - len(k)), table)
-    assert torch.equal(multi_token_attention(q, far, far, table, spans), multi_token_attention(q, k, k, table - (len(far) - len(k)), spans))
+    rows = 2 ** 31 // k[0].numel() + len(k)
+    far = torch.empty(rows, *k.shape[1:], dtype=HALF, device=device)        # only its end is ever touched
+    shift = len(far) - len(k)
+    far[shift:] = k
+    shifted = torch.where((table >= 0) & (table < len(k)), table + shift, table)
+    assert torch.equal(multi_token_attention(q, far, far, shifted, spans),
+                       multi_token_attention(q, k, k, shifted - shift, spans))
 
 
 def test_triton_in_the_interpreter():

@@ -6,132 +6,166 @@ import pytest
 
 import bench
 from engine import Engine
-from eviction import RecomputeCost
-from experiments.workload import Conversation, Turn
+from eviction import POLICIES, RecomputeCost
+from experiments import figures, run
+from experiments.policies import EXPERIMENTS
+from experiments.workload import PlannedConversation, PlannedTurn
 
 COST = RecomputeCost({32: 1e-3, 1024: 4e-3}, rest=1e-3)
-USERS = [Conversation(str(n), [Turn(5 + n, 6), Turn(4, 3, think_seconds=0.05), Turn(7, 4, think_seconds=0.02)], arrival=0.03 * n) for n in range(4)]
+USERS = [
+    PlannedConversation(str(n), [
+        PlannedTurn(5 + n, 6), PlannedTurn(4, 3, think_seconds=0.05), PlannedTurn(7, 4, think_seconds=0.02)],
+        arrival=0.03 * n)
+    for n in range(4)]
 
 
 @pytest.mark.parametrize("system", ["stateless", "gpu cache", "pensieve"])
 def test_drive_serves_every_turn_at_its_time(system):
-    engine = Engine("tiny_chat", cost=COST, **(dict(gpu_cache_tokens=64, cpu_cache_tokens=256, chunk_size=8) | bench.SYSTEMS[system].flags))
-    served = bench.drive(engine, USERS, seed=0)
+    flags = dict(gpu_cache_tokens=64, cpu_cache_tokens=256, chunk_size=8) | run.SYSTEMS[system].flags
+    engine = Engine("tiny_chat", cost=COST, **flags)
+    served = run.drive(engine, USERS, seed=0)
     engine.close()
-    assert sorted(turn.output_tokens for turn in served) == sorted(turn.output_tokens for user in USERS for turn in user.turns)
+    planned = sorted(turn.output_tokens for user in USERS for turn in user.turns)
+    assert sorted(turn.output_tokens for turn in served) == planned
     assert all(turn.due <= turn.first_token <= turn.ended for turn in served)
     contexts = sorted(turn.usage["prompt_tokens"] for turn in served)
-    assert contexts == sorted(length for n in range(4) for length in (5 + n, 15 + n, 25 + n))      # prompts and replies add up
+    # Prompts and replies add up.
+    assert contexts == sorted(length for n in range(4) for length in (5 + n, 15 + n, 25 + n))
     for user in USERS:
         assert min(turn.due for turn in served) <= user.arrival
-    row = bench.summary(served)
-    assert row["prompt_tokens_new"] == sum(5 + n + 4 + 1 + 7 + 1 for n in range(4))               # the last token of a reply was never fed
+    row = run.summary(served)
+    # The last token of a reply was never fed, so it is new to the next turn.
+    assert row["prompt_tokens_new"] == sum(5 + n + 4 + 1 + 7 + 1 for n in range(4))
     assert (row["gpu_hit_rate"] + row["cpu_hit_rate"] == 0) == (system == "stateless")
     assert row["computed_tokens"] == row["prompt_tokens_recomputed"] + row["prompt_tokens_new"] + 4 * 13
 
 
 def test_the_workload_repeats_and_fits():
-    workload = bench.many_turns(512, 60.0, bench.exponential_think, seed=3)
-    assert workload == bench.many_turns(512, 60.0, bench.exponential_think, seed=3) != bench.many_turns(512, 60.0, bench.exponential_think, seed=4)
-    assert bench.longest_context(workload) <= 512
+    first, again, other = (run.many_turns(512, 60.0, run.exponential_think, seed) for seed in (3, 3, 4))
+    assert first == again != other
+    assert run.longest_context(first) <= 512
 
 
-def run(tmp_path, monkeypatch, command):
-    """bench.py in this process, simulations too; returns the JSON that it writes."""
-    monkeypatch.setattr(sys, "argv", ["bench.py", *command.split(), "--jobs", "1", "--json", str(tmp_path / "figure.json")])
+def run_bench(tmp_path, monkeypatch, command):
+    """Run bench.py in this process, simulations included -> the JSON that it writes."""
+    path = tmp_path / "figure.json"
+    monkeypatch.setattr(sys, "argv", ["bench.py", *command.split(), "--jobs", "1", "--json", str(path)])
     bench.main()
-    figure = json.loads((tmp_path / "figure.json").read_text())
+    figure = json.loads(path.read_text())
     assert figure.keys() == {"figure", "command", "commit", "machine", "seed", "rows", "ratios"}
     assert all(ratio.keys() == {"name", "paper", "ours", "how"} for ratio in figure["ratios"])
     return figure
 
 
 def test_the_everyday_figure_is_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "many_turns", lambda limit, rate, think, seed: USERS)
-    figure = run(tmp_path, monkeypatch, "--seed 0")
+    monkeypatch.setattr(run, "many_turns", lambda limit, rate, think, seed: USERS)
+    figure = run_bench(tmp_path, monkeypatch, "--seed 0")
     assert [row["system"] for row in figure["rows"]] == ["stateless", "gpu cache", "pensieve"]
-    assert {"model", "dataset", "request_rate", "throughput", "normalized_latency_ms", "p99_ttft_ms"} <= figure["rows"][0].keys()
+    fields = {"model", "dataset", "request_rate", "throughput", "normalized_latency_ms", "p99_ttft_ms"}
+    assert fields <= figure["rows"][0].keys()
     assert all(ratio["how"] == "measured" and ratio["ours"] > 0 for ratio in figure["ratios"])
     assert "pensieve" in capsys.readouterr().out
 
 
 def test_the_draft_has_a_rule_of_its_own_for_thinking(tmp_path, monkeypatch):
-    figure = run(tmp_path, monkeypatch, "draft --simulate --model gpt3-6.7b --dataset lmsys-draft --rates 1 --seconds 60")
+    figure = run_bench(tmp_path, monkeypatch,
+                       "draft --simulate --model gpt3-6.7b --dataset lmsys-draft --rates 1 --seconds 60")
     assert {row["system"] for row in figure["rows"]} == {"stateless", "pensieve", "draft"}
     assert {row["think"] for row in figure["rows"]} == {"reading"}
 
 
 def test_a_latency_figure_is_simulated_and_repeats(tmp_path, monkeypatch):
     command = "fig15 --simulate --rates 0.5,1 --seconds 60 --seed 7"
-    figure = run(tmp_path, monkeypatch, command)
-    assert len(figure["rows"]) == 4 * 2 * 2 and len(figure["ratios"]) == 4              # panels x systems x rates
-    assert {"system", "model", "dataset", "request_rate", "throughput", "normalized_latency_ms"} <= figure["rows"][0].keys()
+    figure = run_bench(tmp_path, monkeypatch, command)
+    assert len(figure["rows"]) == 4 * 2 * 2 and len(figure["ratios"]) == 4      # panels x systems x rates
+    fields = {"system", "model", "dataset", "request_rate", "throughput", "normalized_latency_ms"}
+    assert fields <= figure["rows"][0].keys()
     assert all(ratio["how"] == "simulated" for ratio in figure["ratios"])
-    assert run(tmp_path, monkeypatch, command) == figure
+    assert run_bench(tmp_path, monkeypatch, command) == figure
 
 
-TRACE = [dict(timestamp=1000 * n, input_length=600 + 300 * (n // 3), output_length=20, hash_ids=[n % 3 * 10 + i for i in range(3)])
+TRACE = [dict(timestamp=1000 * n, input_length=600 + 300 * (n // 3), output_length=20,
+              hash_ids=[n % 3 * 10 + i for i in range(3)])
          for n in range(9)]         # three conversations of three turns
 
 
 def test_policies_on_a_trace(tmp_path, monkeypatch):
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(record) + "\n" for record in TRACE))
-    figure = run(tmp_path, monkeypatch, f"fig14 --simulate --trace {trace} --gpu-cache-tokens 2048 --cpu-cache-tokens 1024")
+    figure = run_bench(tmp_path, monkeypatch, f"fig14 --simulate --trace {trace} --gpu-cache-tokens 2048 "
+                                              "--cpu-cache-tokens 1024")
     rows = {row["policy"]: row for row in figure["rows"]}
-    assert rows.keys() == {*bench.POLICIES, *bench.EXPERIMENTS}
-    assert all({"recomputed_tokens", "gpu_hit_rate", "cpu_hit_rate", "normalized_latency_ms"} <= row.keys() for row in rows.values())
+    assert rows.keys() == {*POLICIES, *EXPERIMENTS}
+    fields = {"recomputed_tokens", "gpu_hit_rate", "cpu_hit_rate", "normalized_latency_ms"}
+    assert all(fields <= row.keys() for row in rows.values())
     assert all(row["turns"] == 9 and row["dataset"] == "trace" for row in rows.values())
     assert rows["oracle"]["recomputed_tokens"] <= rows["lru"]["recomputed_tokens"]
-    seen = {row["prompt_tokens_gpu"] + row["prompt_tokens_cpu"] + row["recomputed_tokens"] for row in rows.values()}
-    assert len(seen) == 1                           # what returns is the same, where it comes from is not
+    seen = {row["prompt_tokens_gpu"] + row["prompt_tokens_cpu"] + row["recomputed_tokens"]
+            for row in rows.values()}
+    assert len(seen) == 1       # the same tokens return under every policy; only their sources differ
 
 
 @pytest.mark.parametrize("name", ["fig3", "fig4"])
 def test_costs_of_a_model(tmp_path, monkeypatch, name):
-    rows = run(tmp_path, monkeypatch, f"{name} --simulate")["rows"]
+    rows = run_bench(tmp_path, monkeypatch, f"{name} --simulate")["rows"]
     first = [row["seconds"] for row in rows if row["system"] == rows[0]["system"]]
-    assert first == sorted(first) and first[-1] > 2 * first[0]      # prefill with the history, attention with the context
+    # Prefill rises with the history, attention with the context.
+    assert first == sorted(first) and first[-1] > 2 * first[0]
 
 
 def test_a_profile_is_saved_and_loaded(tmp_path, monkeypatch):
-    figure = run(tmp_path, monkeypatch, "profile")
-    cost = bench.load_profile(tmp_path / "figure.json")
-    assert [cost(row["context"]) - cost.rest for row in figure["rows"] if row["system"] == "attention"] == pytest.approx(cost.seconds)
+    figure = run_bench(tmp_path, monkeypatch, "profile")
+    cost = run.load_profile(tmp_path / "figure.json")
+    lengths = [row["context"] for row in figure["rows"] if row["system"] == "attention"]
+    assert [cost(length) - cost.rest for length in lengths] == pytest.approx(cost.seconds)
     with pytest.raises(ValueError, match="no profile"):
-        bench.load_profile(__file__)
-    hardware, operators = bench.load_machine(tmp_path / "figure.json")
-    assert min(hardware) > 0 and hardware.element_size == 4 and operators.attention > 0 and 0 <= operators.per_step < 1 and operators.memory == 1
+        run.load_profile(__file__)
+    hardware, operators = run.load_machine(tmp_path / "figure.json")
+    assert min(hardware) > 0 and hardware.element_size == 4
+    assert operators.attention > 0 and 0 <= operators.per_step < 1 and operators.memory == 1
     (tmp_path / "figure.json").rename(tmp_path / "here.json")
-    predicted = run(tmp_path, monkeypatch, f"--simulate --hardware {tmp_path / 'here.json'}")         # what the everyday figure would be here
+    # The prediction of the everyday figure on this machine.
+    predicted = run_bench(tmp_path, monkeypatch, f"--simulate --hardware {tmp_path / 'here.json'}")
     assert [row["system"] for row in predicted["rows"]] == ["stateless", "gpu cache", "pensieve"]
     assert all(row["model"] == "tiny_chat" and row["turns"] > 300 for row in predicted["rows"])
     assert predicted["ratios"][0]["how"] == "simulated" and predicted["ratios"][0]["ours"] > 0.9
 
 
 def test_throughput_is_read_where_the_curve_crosses():
-    rows = [dict(throughput=throughput, normalized_latency_ms=latency) for throughput, latency in ((1.0, 20.0), (2.0, 30.0), (2.5, 130.0))]
-    assert bench.throughput_at(rows, 80.0) == pytest.approx(2.25)
-    assert bench.throughput_at(rows, 500.0) == 2.5
-    assert bench.throughput_at(rows, 10.0) == pytest.approx(0.5)
+    rows = [dict(throughput=throughput, normalized_latency_ms=latency)
+            for throughput, latency in ((1.0, 20.0), (2.0, 30.0), (2.5, 130.0))]
+    assert figures.throughput_at(rows, 80.0) == pytest.approx(2.25)
+    assert figures.throughput_at(rows, 500.0) == 2.5
+    assert figures.throughput_at(rows, 10.0) == pytest.approx(0.5)
     rows = [dict(row, system="any") for row in rows]
     for at_ms, doubt in ((80.0, ""), (500.0, "at least"), (10.0, "extrapolated")):
-        name = bench.compared(bench.HERE[0]._replace(at_ms=at_ms), rows, rows, None, bench.parse_flags([]))["name"]
+        panel = figures.HERE[0]._replace(at_ms=at_ms)
+        name = figures.compared(panel, rows, rows, None, bench.parse_flags([]))["name"]
         assert name.endswith("any / any") if not doubt else doubt in name
 
 
 def test_a_plot_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    rows = [dict(system=system, model="m", dataset="d", throughput=x, normalized_latency_ms=2 * x) for system in "ab" for x in (1.0, 2.0)]
-    bench.plot(bench.FIGURES["fig10"], rows, str(tmp_path / "plot.png"))
+    rows = [dict(system=system, model="m", dataset="d", throughput=x, normalized_latency_ms=2 * x)
+            for system in "ab" for x in (1.0, 2.0)]
+    bench.plot(figures.FIGURES["fig10"], rows, str(tmp_path / "plot.png"))
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["fig99"], "fig99"), (["--gpu-cache-tokens", "16"], "no conversation"), (["--model", "no/model at all"], "no/model"),
-    (["fig10", "--simulate", "--jobs", "1", "--model", "no/such/model"], "no/such/model"), (["fig14", "--simulate", "--trace", "nowhere.jsonl"], "nowhere.jsonl"),
-    (["fig14", "--simulate", "--trace", __file__], "test_bench.py"), (["fig10", "--rates", "1,x"], "1,x"), (["--simulate"], "leave --simulate out"), (["--simulate", "--jobs", "1", "--hardware", "b200"], "b200"),
-    (["--think", "soon"], "soon"), (["--hardware", "h100"], "add --simulate"), (["profile", "--simulate"], "profile"), (["kernel", "--simulate"], "kernel"),
+    (["fig99"], "fig99"),
+    (["--gpu-cache-tokens", "16"], "no conversation"),
+    (["--model", "no/model at all"], "no/model"),
+    (["fig10", "--simulate", "--jobs", "1", "--model", "no/such/model"], "no/such/model"),
+    (["fig14", "--simulate", "--trace", "nowhere.jsonl"], "nowhere.jsonl"),
+    (["fig14", "--simulate", "--trace", __file__], "test_bench.py"),
+    (["fig10", "--rates", "1,x"], "1,x"),
+    (["--simulate"], "leave --simulate out"),
+    (["--simulate", "--jobs", "1", "--hardware", "b200"], "b200"),
+    (["--think", "soon"], "soon"),
+    (["--hardware", "h100"], "add --simulate"),
+    (["profile", "--simulate"], "profile"),
+    (["kernel", "--simulate"], "kernel"),
     (["fig10", "--profile", __file__], "no profile")])
 def test_bad_input_gets_one_line_and_exit_2(monkeypatch, capsys, flags, message):
     monkeypatch.setattr(sys, "argv", ["bench.py", *flags])
@@ -141,8 +175,10 @@ def test_bad_input_gets_one_line_and_exit_2(monkeypatch, capsys, flags, message)
 
 
 def test_a_broken_line_is_named(tmp_path, monkeypatch, capsys):
-    (tmp_path / "trace.jsonl").write_text(json.dumps(TRACE[0]) + '\n{"timestamp": 1, "input_length": 0, "output_length": 1, "hash_ids": []}\n')
-    monkeypatch.setattr(sys, "argv", ["bench.py", "fig14", "--simulate", "--trace", str(tmp_path / "trace.jsonl")])
+    trace = tmp_path / "trace.jsonl"
+    broken = '{"timestamp": 1, "input_length": 0, "output_length": 1, "hash_ids": []}'
+    trace.write_text(f"{json.dumps(TRACE[0])}\n{broken}\n")
+    monkeypatch.setattr(sys, "argv", ["bench.py", "fig14", "--simulate", "--trace", str(trace)])
     with pytest.raises(SystemExit):
         bench.main()
     assert "line 2" in capsys.readouterr().err

@@ -36,8 +36,10 @@ def test_commit_and_read_back(history):
     assert (first.parent, first.conversation, first.length, first.last_token) == (None, "c", 3, 3)
     assert (second.parent, second.conversation, second.length, second.last_token) == (first.id, "c", 6, 6)
     assert history.head("c") == second and history.conversations() == ["c"]
-    assert history.tokens(second.id).tolist() == [1, 2, 3, 4, 5, 6] and history.tokens(first.id).tolist() == [1, 2, 3]
-    assert history.messages(second.id) == [HI, HELLO, MORE, SURE] and history.messages(first.id) == [HI, HELLO]
+    assert history.tokens(first.id).tolist() == [1, 2, 3]
+    assert history.tokens(second.id).tolist() == [1, 2, 3, 4, 5, 6]
+    assert history.messages(first.id) == [HI, HELLO]
+    assert history.messages(second.id) == [HI, HELLO, MORE, SURE]
 
 
 def test_token_ids_take_32_bits(history):
@@ -51,7 +53,8 @@ def test_long_conversation(history):
     turn = None
     for i in range(1500):
         turn = history.commit("c", turn and turn.id, [i], [-i])
-    assert history.tokens(turn.id).tolist() == [x for i in range(1500) for x in (i, -i)] and turn.length == 3000
+    assert history.tokens(turn.id).tolist() == [x for i in range(1500) for x in (i, -i)]
+    assert turn.length == 3000
     history.forget("c")
     assert history.conversations() == []
 
@@ -76,9 +79,10 @@ def test_match_takes_the_longest_prefix_that_ends_with_a_reply(history):
     first, second = two_turns(history)
     assert history.match([HI, HELLO, MORE, SURE, BYE]) == (second, 4)
     assert history.match([HI, HELLO, BYE])[0].id == first.id
-    assert history.match([HI, HELLO, MORE, SURE])[1] == 2            # never all messages: something must be new
+    assert history.match([HI, HELLO, MORE, SURE])[1] == 2      # at least one message must be new
     assert history.match([HI, HELLO, MORE, {"role": "assistant", "content": "edited"}, BYE])[1] == 2
-    for stranger in ([], [HI], [BYE, HELLO, MORE], [HI, HELLO], [{"role": "system", "content": "Hi"}, HELLO, MORE]):
+    other_role = {"role": "system", "content": "Hi"}
+    for stranger in ([], [HI], [BYE, HELLO, MORE], [HI, HELLO], [other_role, HELLO, MORE]):
         assert history.match(stranger) is None
 
 
@@ -88,7 +92,8 @@ def test_borders_between_messages_count(history):
 
     history.commit("c", None, [1], [2], chat(("user", "ab"), ("user", "c")), "Hello")
     assert history.match([*chat(("user", "ab"), ("user", "c")), HELLO, BYE])
-    for other in (chat(("user", "a"), ("user", "bc")), chat(("user", 'ab", "user", "c')), chat(("usera", "b"), ("user", "c"))):
+    for other in (chat(("user", "a"), ("user", "bc")), chat(("user", 'ab", "user", "c')),
+                  chat(("usera", "b"), ("user", "c"))):
         assert history.match([*other, HELLO, BYE]) is None
 
 
@@ -115,15 +120,18 @@ def test_match_among_equals(history):
     assert history.match(resent, "d")[0] == history.head("d") and history.match(resent, "a")[0] == oldest[1]
     history.forget("a")
     history.branch(oldest[1].id, "a")
-    assert history.match(resent, "d")[0] == history.head("d") and history.match(resent, "a")[0] == history.head("a")
+    assert history.match(resent, "d")[0] == history.head("d")
+    assert history.match(resent, "a")[0] == history.head("a")
 
 
 def test_owners_do_not_match_each_other(history):
     for owner in ("ada/", "bob/"):
         history.commit(owner + "c", None, [1], [2], [HI], "Hello")
-    for owner in ("ada/", "bob/", ""):
-        assert history.match([HI, HELLO, BYE], "ada/c" if owner == "bob/" else None, owner)[0].conversation == (owner or "bob/") + "c"
-    assert history.match([HI, HELLO, BYE], "ada/c", "eve/") is None and history.match([HI, HELLO, BYE], None, "ad/") is None
+    resent = [HI, HELLO, BYE]
+    assert history.match(resent, None, "ada/")[0].conversation == "ada/c"
+    assert history.match(resent, "ada/c", "bob/")[0].conversation == "bob/c"
+    assert history.match(resent, None, "")[0].conversation == "bob/c"
+    assert history.match(resent, "ada/c", "eve/") is None and history.match(resent, None, "ad/") is None
 
 
 def test_branch_shares_and_forget_keeps_what_is_shared(tmp_path):
@@ -144,12 +152,12 @@ def test_branch_shares_and_forget_keeps_what_is_shared(tmp_path):
     assert stored_turns(tmp_path / "h") == 0 and history.conversations() == []
 
 
-ACTIONS = st.tuples(st.sampled_from(["commit", "commit", "anew", "branch", "forget", "delete"]), st.sampled_from("abcd"), st.sampled_from("abcd"),
-                    st.integers(0, 3))
+ACTIONS = st.tuples(st.sampled_from(["commit", "commit", "anew", "branch", "forget", "delete"]),
+                    st.sampled_from("abcd"), st.sampled_from("abcd"), st.integers(0, 3))
 
 
 def without_the_needless(model, deleted):
-    """Deleted turns go once nothing comes after them anywhere; a conversation of which nothing is left goes, too."""
+    """Deleted turns go once no turn comes after them in any conversation; an empty conversation goes, too."""
     needed = {turn for turns in model.values() for turn in turns[:-1]}
     shorter = {name: turns[:-1] if turns[-1] in deleted - needed else turns for name, turns in model.items()}
     shorter = {name: turns for name, turns in shorter.items() if turns}
@@ -159,12 +167,13 @@ def without_the_needless(model, deleted):
 @settings(deadline=None, max_examples=100)
 @given(st.lists(ACTIONS, max_size=30))
 def test_against_lists_of_turns(actions):
-    """The model: a conversation is a list of turns, a turn is (id, number, whether its context starts anew)."""
+    """The model: a conversation is a list of turns; a turn is (id, number, True if it starts anew)."""
     history, model, deleted = History(), {}, set()
     for i, (action, name, other, depth) in enumerate(actions):
         turns = model.get(name, [])
         if action in ("commit", "anew"):
-            turn = history.commit(name, turns[-1][0] if turns else None, [i], [-i], [{"role": "user", "content": str(i)}], str(-i),
+            turn = history.commit(name, turns[-1][0] if turns else None, [i], [-i],
+                                  [{"role": "user", "content": str(i)}], str(-i),
                                   carried=0 if action == "anew" else None)
             model[name] = turns + [(turn.id, i, action == "anew")]
         elif action == "branch" and other in model and name not in model:
@@ -181,8 +190,10 @@ def test_against_lists_of_turns(actions):
         for name, turns in model.items():
             start = max([k for k, (_, _, anew) in enumerate(turns) if anew], default=0)
             assert history.head(name).id == turns[-1][0]
-            assert history.tokens(turns[-1][0]).tolist() == [token for _, number, _ in turns[start:] for token in (number, -number)]
-            assert [item["content"] for item in history.items(name)] == [str(sign * turn[1]) for turn in turns if turn not in deleted for sign in (1, -1)]
+            tokens = [token for _, number, _ in turns[start:] for token in (number, -number)]
+            assert history.tokens(turns[-1][0]).tolist() == tokens
+            visible = [str(sign * turn[1]) for turn in turns if turn not in deleted for sign in (1, -1)]
+            assert [item["content"] for item in history.items(name)] == visible
             assert all((history.turn(turn[0]) is None) == (turn in deleted) for turn in turns)
     for name in "abcd":
         history.forget(name)
@@ -190,14 +201,16 @@ def test_against_lists_of_turns(actions):
 
 
 def test_a_context_of_its_own(history):
-    """Other instructions: the older messages are carried over, and matched, but listed once."""
+    """Other instructions: the turn carries the older messages. They are matched, but listed only once."""
     first = history.commit("c", None, [1, 2], [3], [HI], "Hello")
     system = {"role": "system", "content": "Be brief."}
     second = history.commit("c", first.id, [7, 8], [9], [system, HI, HELLO, MORE], "Sure", carried=3)
     assert (second.parent, second.length) == (first.id, 3) and history.tokens(second.id).tolist() == [7, 8, 9]
-    assert history.messages(second.id) == [system, HI, HELLO, MORE, SURE] and history.match([system, HI, HELLO, MORE, SURE, BYE]) == (second, 5)
+    assert history.messages(second.id) == [system, HI, HELLO, MORE, SURE]
+    assert history.match([system, HI, HELLO, MORE, SURE, BYE]) == (second, 5)
     items = history.items("c")
-    assert [item["content"] for item in items] == ["Hi", "Hello", "More", "Sure"] and len({item["id"] for item in items}) == 4
+    assert [item["content"] for item in items] == ["Hi", "Hello", "More", "Sure"]
+    assert len({item["id"] for item in items}) == 4
     third = history.commit("c", second.id, [4], [5], [BYE], "Bye")
     assert history.tokens(third.id).tolist() == [7, 8, 9, 4, 5] and third.length == 5
     assert history.items("c")[:4] == items and items[3]["id"] == f"msg_{second.id}"
@@ -205,9 +218,11 @@ def test_a_context_of_its_own(history):
 
 def test_a_conversation_that_was_asked_for(history):
     history.create("c", {"a": "b"}, [dict(HI, id="msg_1")])
-    assert history.head("c") is None and history.record("c").metadata == {"a": "b"} and history.items("c") == [dict(HI, id="msg_1")]
+    assert history.head("c") is None and history.record("c").metadata == {"a": "b"}
+    assert history.items("c") == [dict(HI, id="msg_1")]
     turn = history.commit("c", None, [1], [2], [dict(HI, id="msg_1"), MORE], "Hello", note={"n": 1})
-    assert history.items("c")[0] == dict(HI, id="msg_1") and history.record("c").waiting == [] and turn.note == '{"n": 1}'
+    assert history.items("c")[0] == dict(HI, id="msg_1") and history.record("c").waiting == []
+    assert turn.note == '{"n": 1}'
     history.update(history.record("c")._replace(metadata={}, waiting=[dict(BYE, id="msg_2")]))
     assert [item["content"] for item in history.items("c")] == ["Hi", "More", "Hello", "Bye"]
     assert history.delete(turn.id) == ["c"] and history.head("c") is None
@@ -224,7 +239,8 @@ def test_what_is_oldest_and_what_it_takes(tmp_path):
         history._db.execute("UPDATE conversation SET active = active - ? WHERE name = ?", (days * day, name))
     aged("b", 3), aged("c", 2)
     now, plenty = history.record("a").active, 2**30
-    assert history.oldest(now - 4 * day, plenty) is None and history.oldest(now - 2.5 * day, plenty) == "b" == history.oldest(0, 1000)
+    assert history.oldest(now - 4 * day, plenty) is None
+    assert history.oldest(now - 2.5 * day, plenty) == "b" == history.oldest(0, 1000)
     history.forget("b")
     assert history.oldest(now - 2.5 * day, plenty) is None and history.oldest(now - 1.5 * day, plenty) == "c"
     head = history.head("c")
@@ -317,8 +333,8 @@ for i in range(1_000_000):
     turn = history.commit("c", turn and turn.id, [i], [i], [{"role": "user", "content": str(i)}], "ok")
     print(i, flush=True)
 """
-    child = subprocess.Popen([sys.executable, "-c", program, tmp_path / "h"], stdout=subprocess.PIPE, text=True,
-                             env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)})
+    child = subprocess.Popen([sys.executable, "-c", program, tmp_path / "h"], stdout=subprocess.PIPE,
+                             text=True, env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)})
     for _ in range(40):
         child.stdout.readline()
     child.send_signal(signal.SIGKILL)
@@ -327,10 +343,11 @@ for i in range(1_000_000):
     history = History(tmp_path / "h")
     tokens = history.tokens(history.head("c").id).tolist()
     assert len(tokens) // 2 in (acknowledged, acknowledged + 1)
-    assert tokens == [i for i in range(len(tokens) // 2) for _ in range(2)] and history.head("c").length == len(tokens)
+    assert tokens == [i for i in range(len(tokens) // 2) for _ in range(2)]
+    assert history.head("c").length == len(tokens)
     assert len(history.messages(history.head("c").id)) == len(tokens)
 
 
 def test_needs_no_torch():
-    root = Path(__file__).parent.parent
-    subprocess.run([sys.executable, "-c", "import sys, serving.history; assert 'torch' not in sys.modules"], cwd=root, check=True)
+    program = "import sys, serving.history; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent.parent, check=True)

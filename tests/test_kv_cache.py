@@ -439,6 +439,27 @@ def test_complete_of_a_tail_that_was_truncated_and_regrown_to_the_same_length_do
     cache.check_integrity()
 
 
+def test_complete_of_a_tail_that_was_truncated_meanwhile_keeps_the_copy_of_what_is_left():
+    cache = make()
+    a = idle(cache, "a", 6)
+    tickets = cache.plan_swap_out(99, 10.0)
+    cache.truncate(a, 6, 5)
+    finish(cache, tickets)
+    assert states(a) == ["GPU_AND_CPU"] * 2 and a.sources() == (5, 0) and len(cache.free_slots) == 32 - 5
+
+
+def test_plan_swap_out_counts_slots_that_copies_in_flight_give_up():
+    """a was forgotten while it was copied out: its slots are free when the copies end."""
+    cache = make(slots=16)
+    a = idle(cache, "a", 8)
+    tickets = cache.plan_swap_out(8, 10.0)
+    cache.forget(a)
+    idle(cache, "b", 8)
+    assert not cache.plan_swap_out(8, 11.0)
+    finish(cache, tickets)
+    assert cache.available == 8
+
+
 def test_slots_given_up_during_a_copy_out_are_busy_until_it_ends():
     cache, a, ticket = leaving_tail()
     slots, free = ticket.slots[:], len(cache.free_slots)
@@ -612,7 +633,7 @@ def wrong_table_entry(cache, a, b):
 
 
 def wrong_count(cache, a, b):
-    b.count["swap_out"] += 1
+    b.by_move["swap_out"] += 1
 
 
 def wrong_held(cache, a, b):
@@ -628,7 +649,7 @@ def wrong_reclaimable_of_a_conversation(cache, a, b):
 
 
 def wrong_cached(cache, a, b):
-    b.cached -= 1
+    b.present -= 1
 
 
 def lose_a_row(cache, a, b):

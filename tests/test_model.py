@@ -1,4 +1,5 @@
-"""The model against transformers, on real checkpoints that transformers wrote; and every way in which loading refuses."""
+"""The model against transformers, on real checkpoints that transformers wrote; and every way in
+which loading refuses."""
 import json
 import pickle
 
@@ -8,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
+from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig,
+                          MistralForCausalLM,
                           OPTConfig, OPTForCausalLM)
 
 import checkpoint as checkpoint_file
@@ -16,38 +18,49 @@ from checkpoint import PRESETS, find_checkpoint, load_model, random_model
 from model import Model, ModelConfig, empty_model
 
 GPT2 = dict(vocab_size=97, n_positions=64, n_embd=32, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=5)
-OPT = dict(vocab_size=97, max_position_embeddings=64, hidden_size=32, word_embed_proj_dim=32, num_hidden_layers=3,
+OPT = dict(vocab_size=97, max_position_embeddings=64, hidden_size=32, word_embed_proj_dim=32,
+           num_hidden_layers=3,
            num_attention_heads=4, ffn_dim=72, eos_token_id=5)
-LLAMA = dict(vocab_size=97, max_position_embeddings=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+LLAMA = dict(vocab_size=97, max_position_embeddings=64, hidden_size=32, num_hidden_layers=3,
+             num_attention_heads=4,
              num_key_value_heads=2, intermediate_size=56, eos_token_id=5)
-LLAMA3_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+LLAMA3_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_position_embeddings=32)
 CHECKPOINTS = {
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
     "gpt2-variant": lambda: GPT2LMHeadModel(GPT2Config(**GPT2 | dict(
-        n_inner=40, activation_function="relu", n_head=2, layer_norm_epsilon=1e-3, tie_word_embeddings=False))),
+        n_inner=40, activation_function="relu", n_head=2, layer_norm_epsilon=1e-3,
+        tie_word_embeddings=False))),
     "opt": lambda: OPTForCausalLM(OPTConfig(**OPT)),
     "opt-variant": lambda: OPTForCausalLM(OPTConfig(**OPT | dict(
         activation_function="gelu", num_attention_heads=8, tie_word_embeddings=False))),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
-    "llama-variant": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA | dict(            # multi-head, 3 heads of 10
-        vocab_size=101, hidden_size=30, num_attention_heads=3, num_key_value_heads=3, intermediate_size=41, rms_norm_eps=1e-2,
-        hidden_act="gelu", tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=100.0)))),
-    "llama3": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA | dict(rope_parameters=LLAMA3_ROPE | dict(rope_theta=500.0)))),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**LLAMA | dict(num_key_value_heads=1, sliding_window=None, head_dim=8))),
+    "llama-variant": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA | dict(       # multi-head, 3 heads of 10
+        vocab_size=101, hidden_size=30, num_attention_heads=3, num_key_value_heads=3,
+        intermediate_size=41, rms_norm_eps=1e-2,
+        hidden_act="gelu", tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="default", rope_theta=100.0)))),
+    "llama3": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA | dict(
+        rope_parameters=LLAMA3_ROPE | dict(rope_theta=500.0)))),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**LLAMA | dict(
+        num_key_value_heads=1, sliding_window=None, head_dim=8))),
 }
 
 
 def dense_attend(*lengths):
     """attend() for whole sequences of these lengths, packed: plain causal attention within each of them."""
-    def attend(layer, q, k, v):                                                         # [T, H, D], [T, H_kv, D] twice
-        outs = [F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in qkv), is_causal=True, enable_gqa=True)
-                for qkv in zip(q.split(lengths), k.split(lengths), v.split(lengths))]   # [1, H, length, D] each
-        return torch.cat([out[0].transpose(0, 1) for out in outs])                      # [T, H, D]
+    def attend(layer, q, k, v):                                             # [T, H, D], [T, H_kv, D] twice
+        outs = []
+        for sequence in zip(q.split(lengths), k.split(lengths), v.split(lengths)):
+            q_k_v = (x.transpose(0, 1)[None] for x in sequence)             # [1, heads, length, D] each
+            outs.append(F.scaled_dot_product_attention(*q_k_v, is_causal=True, enable_gqa=True))
+        return torch.cat([out[0].transpose(0, 1) for out in outs])          # [T, H, D]
     return attend
 
 
 def run(model, *sequences):
-    """The logits of every token of the sequences, in one ragged batch: a tensor [length, vocab] per sequence."""
+    """The logits of every token of the sequences, in one ragged batch: a tensor [length, vocab] per
+    sequence."""
     lengths = [len(s) for s in sequences]
     positions = torch.cat([torch.arange(n) for n in lengths])
     hidden = model(torch.cat(sequences), positions, dense_attend(*lengths))
@@ -59,7 +72,8 @@ def tokens(n, seed=0, vocab=97):
 
 
 def randomised(theirs):
-    """Values with which no mistake can hide: norms and biases are not 1 and 0, and attention is far from uniform."""
+    """Values with which no mistake can hide: norms and biases are not 1 and 0, and attention is far
+    from uniform."""
     generator = torch.Generator().manual_seed(1)
     for parameter in theirs.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
@@ -95,7 +109,8 @@ def test_shards_and_pickled_weights_load_as_well(theirs, tmp_path):
     for file in tmp_path.glob("model*"):
         file.unlink()
     for legacy in (False, True):                    # both formats that torch.save has had
-        torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
+        torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin",
+                   _use_new_zipfile_serialization=not legacy)
         assert_same(load_model(tmp_path, "cpu", torch.float32), theirs, 9)
 
 
@@ -113,8 +128,10 @@ def test_sharded_pickles_load(tmp_path):
 
 
 @pytest.mark.parametrize("kind, change", [
-    ("gpt2", lambda name: name.removeprefix("transformer.")), ("opt", lambda name: name.removeprefix("model.")),
-    ("opt", lambda name: name.removeprefix("model.decoder.")), ("llama-variant", lambda name: name.removeprefix("model."))])
+    ("gpt2", lambda name: name.removeprefix("transformer.")),
+    ("opt", lambda name: name.removeprefix("model.")),
+    ("opt", lambda name: name.removeprefix("model.decoder.")),
+    ("llama-variant", lambda name: name.removeprefix("model."))])
 def test_names_load_without_their_prefix_and_old_buffers_are_ignored(kind, change, tmp_path):
     theirs = randomised(CHECKPOINTS[kind]())
     theirs.save_pretrained(tmp_path)
@@ -123,7 +140,8 @@ def test_names_load_without_their_prefix_and_old_buffers_are_ignored(kind, chang
         weights |= {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "h.0.attn.masked_bias": torch.tensor(-1e4)}
     if kind == "llama-variant":
         weights |= {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)}
-    save_file(weights | {"lm_head.weight": torch.zeros(97, 32)}, tmp_path / "model.safetensors")    # tied: not used
+    # Tied: not used.
+    save_file(weights | {"lm_head.weight": torch.zeros(97, 32)}, tmp_path / "model.safetensors")
     assert_same(load_model(tmp_path, "cpu", torch.float32), theirs, 9)
 
 
@@ -137,7 +155,8 @@ def test_configurations_of_older_llamas_are_read(rope, fields, tmp_path):
     theirs = randomised(LlamaForCausalLM(LlamaConfig(**sizes)))
     theirs.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    for new in ("rope_parameters", "num_key_value_heads", "head_dim", "attention_bias", "mlp_bias", "tie_word_embeddings"):
+    for new in ("rope_parameters", "num_key_value_heads", "head_dim", "attention_bias", "mlp_bias",
+                "tie_word_embeddings"):
         del config[new]
     (tmp_path / "config.json").write_text(json.dumps(config | fields))
     assert_same(load_model(tmp_path, "cpu", torch.float32), theirs, 64)
@@ -174,12 +193,15 @@ def refusal(directory):
 
 @pytest.mark.parametrize("kind, field, value", [
     ("gpt2", "scale_attn_weights", False), ("gpt2", "scale_attn_by_inverse_layer_idx", True),
-    ("gpt2", "reorder_and_upcast_attn", True), ("gpt2", "add_cross_attention", True), ("gpt2", "activation_function", "tanh"),
-    ("gpt2", "model_type", "mamba"), ("gpt2", "n_head", 5), ("gpt2", "n_layer", 0), ("gpt2", "vocab_size", "97"),
+    ("gpt2", "reorder_and_upcast_attn", True), ("gpt2", "add_cross_attention", True),
+    ("gpt2", "activation_function", "tanh"),
+    ("gpt2", "model_type", "mamba"), ("gpt2", "n_head", 5), ("gpt2", "n_layer", 0),
+    ("gpt2", "vocab_size", "97"),
     ("opt", "do_layer_norm_before", False), ("opt", "word_embed_proj_dim", 16), ("opt", "enable_bias", False),
     ("opt", "layer_norm_elementwise_affine", False), ("opt", "_remove_final_layer_norm", True),
     ("opt", "activation_function", "tanh"),
-    ("llama", "attention_bias", True), ("llama", "mlp_bias", True), ("llama", "head_dim", 16), ("llama", "hidden_act", "tanh"),
+    ("llama", "attention_bias", True), ("llama", "mlp_bias", True), ("llama", "head_dim", 16),
+    ("llama", "hidden_act", "tanh"),
     ("llama", "num_attention_heads", 0), ("mistral", "sliding_window", 4096)])
 def test_unsupported_variants_are_refused_by_name(kind, field, value, tmp_path):
     CHECKPOINTS[kind]().save_pretrained(tmp_path)
@@ -215,7 +237,8 @@ def test_a_corrupt_config_is_refused(content, tmp_path):
     assert "config.json" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("kind, name", [("gpt2", "transformer.h.1.mlp.c_proj.bias"), ("gpt2-variant", "lm_head.weight"),
+@pytest.mark.parametrize("kind, name", [("gpt2", "transformer.h.1.mlp.c_proj.bias"),
+                                        ("gpt2-variant", "lm_head.weight"),
                                         ("opt", "model.decoder.layers.2.self_attn.k_proj.weight"),
                                         ("llama", "model.layers.0.self_attn.v_proj.weight"),
                                         ("llama", "model.layers.1.mlp.up_proj.weight")])
@@ -223,13 +246,15 @@ def test_missing_unexpected_and_misshapen_tensors_are_named(kind, name, tmp_path
     CHECKPOINTS[kind]().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
-    good, short = weights.pop(name), name.removeprefix("transformer.").removeprefix("model.").removeprefix("decoder.")
+    good = weights.pop(name)
+    short = name.removeprefix("transformer.").removeprefix("model.").removeprefix("decoder.")
     shape = list(good.shape)
 
     save_file(weights, file)
     assert f"'{short}'" in refusal(tmp_path) and "missing" in refusal(tmp_path)
     save_file(weights | {name: torch.ones(1, *shape)}, file)
-    assert f"'{short}'" in refusal(tmp_path) and str(shape) in refusal(tmp_path) and str([1, *shape]) in refusal(tmp_path)
+    assert f"'{short}'" in refusal(tmp_path) and str(shape) in refusal(tmp_path)
+    assert str([1, *shape]) in refusal(tmp_path)
     save_file(weights | {name: good.to(torch.int8)}, file)
     assert f"'{short}'" in refusal(tmp_path) and "int8" in refusal(tmp_path)
     save_file(weights | {name: good, name + "_scale": good.clone()}, file)
@@ -312,21 +337,27 @@ def test_a_model_that_is_nowhere_is_refused_with_the_fix(name, monkeypatch):
 # Presets, random weights, grouped heads.
 
 @pytest.mark.parametrize("preset, published", [
-    ("gpt2", 124e6), ("gpt3-6.7b", 6.7e9), ("gpt3-13b", 13e9), ("opt-125m", 125e6), ("opt-1.3b", 1.3e9), ("opt-2.7b", 2.7e9),
+    ("gpt2", 124e6), ("gpt3-6.7b", 6.7e9), ("gpt3-13b", 13e9), ("opt-125m", 125e6), ("opt-1.3b", 1.3e9),
+    ("opt-2.7b", 2.7e9),
     ("opt-6.7b", 6.7e9), ("opt-13b", 13e9), ("opt-30b", 30e9), ("opt-66b", 66e9),
-    ("llama2-7b", 6.74e9), ("llama2-13b", 13.02e9), ("llama2-13b-gqa", 13.02e9 - 40 * 2 * 5120 * 30 * 128), ("llama2-70b", 68.98e9)])
+    ("llama2-7b", 6.74e9), ("llama2-13b", 13.02e9),
+    ("llama2-13b-gqa", 13.02e9 - 40 * 2 * 5120 * 30 * 128), ("llama2-70b", 68.98e9)])
 def test_presets_have_the_published_number_of_parameters(preset, published):
     with torch.device("meta"):
         model = Model(PRESETS[preset])
-    assert sum(p.numel() for p in model.parameters()) == pytest.approx(published, rel=0.001 if "llama" in preset else 0.025)
-    assert sum(m.weight.numel() for m in model.layers.modules() if isinstance(m, nn.Linear)) == PRESETS[preset].matmul_parameters
+    tolerance = 0.001 if "llama" in preset else 0.025
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(published, rel=tolerance)
+    matrices = [m.weight for m in model.layers.modules() if isinstance(m, nn.Linear)]
+    assert sum(weight.numel() for weight in matrices) == PRESETS[preset].matmul_parameters
 
 
-@pytest.mark.parametrize("kind", [dict(activation="relu"), dict(activation="silu", gated=True, norm="rms", bias=False, rope_theta=1e4)],
+@pytest.mark.parametrize("kind", [
+    dict(activation="relu"), dict(activation="silu", gated=True, norm="rms", bias=False, rope_theta=1e4)],
                          ids=["gpt", "llama"])
 def test_random_models_repeat_and_their_seeds_differ(kind, monkeypatch):
     monkeypatch.setitem(PRESETS, "tiny", ModelConfig(
-        vocab_size=1000, num_layers=2, num_heads=4, num_kv_heads=2, width=64, ffn_width=128, max_context=32, **kind))
+        vocab_size=1000, num_layers=2, num_heads=4, num_kv_heads=2, width=64, ffn_width=128,
+        max_context=32, **kind))
     one, same, other = (random_model("tiny", "cpu", torch.bfloat16, seed) for seed in (3, 3, 4))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters()))
     assert not torch.equal(one.tokens.weight, other.tokens.weight)
@@ -337,12 +368,15 @@ def test_random_models_repeat_and_their_seeds_differ(kind, monkeypatch):
 
 
 def test_grouped_heads_equal_full_heads_whose_keys_and_values_repeat():
-    sizes = dict(vocab_size=97, num_layers=2, num_heads=6, width=48, ffn_width=64, max_context=64, activation="gelu")
-    grouped, full = (randomised(empty_model(ModelConfig(num_kv_heads=n, **sizes), "cpu", torch.float32)) for n in (2, 6))
+    sizes = dict(vocab_size=97, num_layers=2, num_heads=6, width=48, ffn_width=64, max_context=64,
+                 activation="gelu")
+    grouped, full = (randomised(empty_model(ModelConfig(num_kv_heads=n, **sizes), "cpu", torch.float32))
+                     for n in (2, 6))
     state, seen = grouped.state_dict(), []
     for name in [n for n in state if ".qkv." in n]:
         q, k, v = state[name].split([48, 16, 16])                                       # [heads * D, ...]
-        state[name] = torch.cat([q] + [x.unflatten(0, (2, 8)).repeat_interleave(3, dim=0).flatten(0, 1) for x in (k, v)])
+        state[name] = torch.cat([q] + [x.unflatten(0, (2, 8)).repeat_interleave(3, dim=0).flatten(0, 1)
+                                       for x in (k, v)])
     full.load_state_dict(state)
 
     def attend(layer, q, k, v):

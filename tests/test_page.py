@@ -1,4 +1,5 @@
-"""The chat page as a user has it: headless Chromium, a server in a process of its own, the embedded model, tiers far too small."""
+"""The chat page as a user sees it: headless Chromium, a server in its own process, the embedded model, tiny
+tiers."""
 import json
 import os
 import re
@@ -21,19 +22,24 @@ SLOWLY = """
 import time, worker
 fast = worker.Worker._logits
 worker.Worker._logits = lambda *arguments: (time.sleep(0.02), fast(*arguments))[1]
-"""                                     # so that there is a middle of an answer to stop in
-FACTS = [["Hi, I'm Zorbella.", "My lucky number is 4711.", "I live in Oslo.", "My favourite food is ramen.", "What is my lucky number?"],
-         ["Hello, my name is Linus.", "I work as a librarian.", "My hobby is chess.", "I live in Nairobi.", "Who am I?"]]
-STRIPS = """return [...document.querySelectorAll(".row")].map(row =>
-    [row.querySelector("button").textContent, [...row.querySelectorAll(".chunk")].map(chunk => chunk.dataset.state).join("")])"""
-SAID = """return [...document.querySelectorAll(".chat")].map(chat => [...chat.querySelectorAll(".turn")].map(turn =>
-    [...turn.querySelectorAll(".user, .answer, .source .share")].map(element => element.textContent)))"""
+"""                                     # so that an answer takes long enough to be stopped
+FACTS = [["Hi, I'm Zorbella.", "My lucky number is 4711.", "I live in Oslo.", "My favourite food is ramen.",
+          "What is my lucky number?"],
+         ["Hello, my name is Linus.", "I work as a librarian.", "My hobby is chess.", "I live in Nairobi.",
+          "Who am I?"]]
+STRIPS = """return [...document.querySelectorAll(".row")].map(row => [
+    row.querySelector("button").textContent,
+    [...row.querySelectorAll(".chunk")].map(chunk => chunk.dataset.state).join("")])"""
+SAID = """return [...document.querySelectorAll(".chat")].map(chat =>
+    [...chat.querySelectorAll(".turn")].map(turn =>
+        [...turn.querySelectorAll(".user, .answer, .source .share")].map(element => element.textContent)))"""
 
 
 @pytest.fixture(scope="module")
 def url(zygote, tmp_path_factory):
     history = tmp_path_factory.mktemp("page") / "history"
-    pid, url = zygote.start(ROOT / "tiny_chat", history, "--gpu-cache-tokens", "192", "--cpu-cache-tokens", "64", before=SLOWLY)
+    flags = "--gpu-cache-tokens", "192", "--cpu-cache-tokens", "64"
+    pid, url = zygote.start(ROOT / "tiny_chat", history, *flags, before=SLOWLY)
     yield url
     os.kill(pid, signal.SIGKILL)
     zygote.exit_code()
@@ -41,26 +47,31 @@ def url(zygote, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def chromium():
-    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not (binary and driver):
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
         pytest.skip("needs Debian's chromium and chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = binary
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", dict(browser="ALL"))
-    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    browser = open_chromium()
     yield browser
     browser.quit()
 
 
+def open_chromium():
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", dict(browser="ALL"))
+    return webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+
+
 @pytest.fixture
 def page(chromium):
-    """Wide, with no memory of other tests; nothing may complain on its console, but a 401 that is then answered."""
+    """A wide window that remembers no other test. Its console must stay empty, except for a 401 (then the
+    page asks for a key)."""
     page = Page(chromium)
     page.resize(1280, 800)
     yield page
-    complaints = [entry["message"] for entry in chromium.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+    complaints = [entry["message"] for entry in chromium.get_log("browser")
+                  if entry["level"] in ("SEVERE", "WARNING")]
     assert [text for text in complaints if "401" not in text] == []
     chromium.execute_script("localStorage.clear(); sessionStorage.clear()")
 
@@ -76,7 +87,8 @@ class Page:
         eventually(lambda: self.find(ready))
 
     def resize(self, width, height):
-        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", dict(width=width, height=height, deviceScaleFactor=1, mobile=False))
+        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride",
+                                     dict(width=width, height=height, deviceScaleFactor=1, mobile=False))
 
     def find(self, selector, within=None):
         return (within or self.browser).find_elements(By.CSS_SELECTOR, selector)
@@ -88,7 +100,7 @@ class Page:
         self.find("textarea", self.chats()[chat])[0].send_keys(text, Keys.ENTER)
 
     def say(self, chat, text):
-        """Returns when the answer is there, with its account."""
+        """Ask, and wait until the answer is there, and below it where its context came from."""
         before = len(self.said()[chat])
         self.ask(chat, text)
         eventually(lambda: len(self.said()[chat]) > before and len(self.said()[chat][-1]) == 6)
@@ -105,17 +117,21 @@ class Page:
         return dict(self.run(STRIPS))
 
     def get(self, path, key=""):
-        with urllib.request.urlopen(urllib.request.Request(self.url + path, headers=dict(Authorization=f"Bearer {key}"))) as response:
+        request = urllib.request.Request(self.url + path, headers=dict(Authorization=f"Bearer {key}"))
+        with urllib.request.urlopen(request) as response:
             return json.load(response)
 
     def ids(self):
-        """The conversations of our chats, by the names of their strips."""
-        return {f"Chat {chat['name']}": chat["id"] for chat in json.loads(self.run("return localStorage.getItem('chats')") or "[]")}
+        """Name of a strip -> id of its conversation, for our chats."""
+        chats = json.loads(self.run("return localStorage.getItem('chats')") or "[]")
+        return {f"Chat {chat['name']}": chat["id"] for chat in chats}
 
     def agrees(self):
-        """Do the strips show what the server says? Of a conversation that has nothing cached it says nothing."""
+        """True if the strips show what the server says. It does not list conversations without chunks."""
         said = {entry["id"]: entry["chunks"] for entry in self.get("/cache")["conversations"]}
-        return all(said.get(id, "." * len(self.strips().get(name, "?"))) == self.strips().get(name) for name, id in self.ids().items())
+        strips = self.strips()
+        return all(said.get(id, "." * len(strips.get(name, "?"))) == strips.get(name)
+                   for name, id in self.ids().items())
 
 
 def test_ten_turns_in_two_conversations(page, url):
@@ -131,13 +147,13 @@ def test_ten_turns_in_two_conversations(page, url):
     answers = [[turn[1] for turn in chat] for chat in page.said()]
     assert "4711" in answers[0][-1] and "Linus" in answers[1][-1]
     accounts = {"".join(turn[2:]) for chat in page.said() for turn in chat}
-    turns = page.get("/cache")["turns"]
-    assert accounts <= {"".join(f"{source} {turn[source]}" for source in ("gpu", "cpu", "recomputed", "new")) for turn in turns}
+    turns, sources = page.get("/cache")["turns"], ("gpu", "cpu", "recomputed", "new")
+    assert accounts <= {"".join(f"{source} {turn[source]}" for source in sources) for turn in turns}
     assert any(turn["recomputed"] and turn["cpu"] for turn in turns)
     assert "copied to the CPU" in page.run("return document.getElementById('picture').textContent")
 
     said = page.said()
-    page.browser.refresh()                                      # the server knows it all
+    page.browser.refresh()                                      # the server has kept everything
     eventually(lambda: page.said() == said)
     eventually(page.agrees)
 
@@ -146,7 +162,8 @@ def test_branch(page, url):
     page.open(url)
     for text in ("Hi, I'm Hedy.", "My lucky number is 7."):
         page.say(0, text)
-    assert [button.is_displayed() for button in page.find(".branch")] == [True, False]      # what follows the last answer is no branch
+    # A message after the last answer is no branch, so that answer has no button.
+    assert [button.is_displayed() for button in page.find(".branch")] == [True, False]
     page.find(".branch")[0].click()
     assert [len(chat) for chat in page.said()] == [2, 1]
     page.say(1, "My lucky number is 31.")
@@ -164,7 +181,8 @@ def test_stop_in_mid_stream(page, url):
     page.press(0, "Stop")
     eventually(lambda: page.find(".undone"))
     assert "Stopped" in page.find(".undone .source")[0].text and "about nothing" not in page.said()[0][-1][1]
-    assert page.get(f"/v1/conversations/{page.ids()['Chat 1']}/items") == before and page.get("/cache")["stats"]["running"] == 0
+    assert page.get(f"/v1/conversations/{page.ids()['Chat 1']}/items") == before
+    assert page.get("/cache")["stats"]["running"] == 0
     box = page.find("textarea")[0]
     assert box.get_attribute("value") == "My password is a very long sentence about nothing."
     box.clear()
@@ -186,7 +204,7 @@ def test_delete(page, url):
 
 
 def test_keyboard_and_words(page, url):
-    """What the picture shows can be read, and reached without a mouse."""
+    """A user can reach and read everything that the picture shows without a mouse."""
     page.open(url)
     for text in FACTS[0][:3]:
         page.say(0, text)
@@ -195,16 +213,20 @@ def test_keyboard_and_words(page, url):
     assert strip.get_attribute("aria-label").startswith(f"Chat 1, {len(chunks)} chunks, from the oldest: ")
     strip.send_keys(Keys.END)
     focused = page.browser.switch_to.active_element
-    assert focused.get_attribute("role") == "option" and page.find(".chunk", strip).index(focused) == len(chunks) - 1
+    assert focused.get_attribute("role") == "option"
+    assert page.find(".chunk", strip).index(focused) == len(chunks) - 1
     focused.send_keys(Keys.ARROW_LEFT)
     told = page.browser.switch_to.active_element.get_attribute("aria-label")
     size, cost = 32, page.get("/cache")["recompute_seconds"][len(chunks) - 2]
     assert told.startswith(f"Chat 1, tokens {size * (len(chunks) - 2)} to {size * (len(chunks) - 1) - 1}: ")
-    figures = re.search("([0-9.]+) ms to recompute ÷ ([0-9.]+) s idle = retention value ([0-9.]+) µs/s", told.replace(",", ""))
+    figures = re.search("([0-9.]+) ms to recompute ÷ ([0-9.]+) s idle = retention value ([0-9.]+) µs/s",
+                        told.replace(",", ""))
     milliseconds, idle, value = map(float, figures.groups())
-    assert milliseconds == pytest.approx(1e3 * cost, rel=0.01) and value == pytest.approx(1e3 * milliseconds / idle, rel=0.02)
+    assert milliseconds == pytest.approx(1e3 * cost, rel=0.01)
+    assert value == pytest.approx(1e3 * milliseconds / idle, rel=0.02)
     eventually(lambda: page.find("#worth")[0].text != told)     # as it stays idle, it is worth less
-    assert all(page.run("return arguments[0].labels.length || arguments[0].ariaLabel", box) for box in page.find("textarea, input"))
+    labelled = "return arguments[0].labels.length || arguments[0].ariaLabel"
+    assert all(page.run(labelled, box) for box in page.find("textarea, input"))
 
 
 def test_nobody_watches(page, url):
@@ -229,8 +251,10 @@ def test_narrow(page, url):
     page.say(0, "Too long for a phone: " + 20 * "la")
     page.find("#start")[0].click()
     eventually(lambda: len(page.chats()) == 2)
-    assert page.run("return [document.documentElement.scrollWidth, document.documentElement.scrollHeight]") == [390, 844]
-    eventually(lambda: 0 < page.run("return document.activeElement.getBoundingClientRect().right") <= 390)      # where one writes
+    size = "return [document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
+    assert page.run(size) == [390, 844]
+    # The box to write in is in view.
+    eventually(lambda: 0 < page.run("return document.activeElement.getBoundingClientRect().right") <= 390)
 
 
 @pytest.fixture
@@ -241,7 +265,8 @@ def guarded_url(tmp_path):
 
 
 def test_a_key_and_the_example(guarded_url, page):
-    """The key is asked for until it is right, and then no more. Then the example plays, without its pauses: it shows every kind of move."""
+    """The page asks for the key until it is right, and then no more. Then the example plays without its
+    pauses, and shows every kind of move."""
     page.open(guarded_url, ready="#key")
     for key in ("wrong", "secret"):
         eventually(page.find("#key")[0].is_displayed)

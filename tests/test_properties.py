@@ -45,7 +45,7 @@ def act(world, requests, action):
     elif kind == "cancel" and requests:
         world.scheduler.cancel(requests[arguments[0] % len(requests)], world.now)
     elif kind == "forget" and (conversation := known.get(arguments[0])):
-        for request in list(world.scheduler.turns.get(conversation.order, ())):
+        for request in list(world.scheduler.unfinished.get(conversation.order, ())):
             world.scheduler.cancel(request, world.now)
         world.cache.forget(conversation)
     world.cache.check_integrity()

@@ -540,11 +540,11 @@ def test_stop_ids_and_stop_strings_end_a_reply():
     world.run()
     for request in by_id, by_text:
         assert request.generated == expected[:4] and request.finish_reason == "stop"
-        assert request.outbox.get_nowait() is None
+        assert [request.outbox.get_nowait() for _ in range(5)] == [*expected[:4], None]
         assert request.conversation.tokens.tolist() == list(range(6)) + expected[:4]
 
 
-# ---- Request.like: one prompt, several replies
+# ---- SharingCache.follow: one prompt, several replies
 
 def test_a_prompt_that_is_asked_several_times_is_computed_once():
     """But for the last token and those of its chunk. The others wait until that has been done."""
@@ -595,13 +595,15 @@ def test_a_conversation_that_has_chunks_of_its_own_shares_no_others():
     assert other.usage == dict(gpu=6, cpu=0, recomputed=0, new=10)
 
 
-def test_account_yields_each_token_and_counts():
-    world, pairs = World(), []
+def test_account_hands_out_each_token_and_counts():
+    world = World()
     a, b = world.submit("a", 4, 2), world.submit("b", 20, 1)
     while world.scheduler.busy:
         batch = world.scheduler.schedule(0.0)
-        pairs += world.scheduler.account(batch, world.worker.execute(batch), 0.0)
-    assert pairs == [(a, a.generated[0]), (a, a.generated[1]), (b, b.generated[0])]
+        world.scheduler.account(batch, world.worker.execute(batch), 0.0)
+    for request in a, b:
+        handed_out = [request.outbox.get_nowait() for _ in range(request.outbox.qsize())]
+        assert handed_out == [*request.generated, None]
     assert world.scheduler.steps == 2
     assert world.scheduler.stats == dict(prompt_tokens_gpu=0, prompt_tokens_cpu=0,
                                          prompt_tokens_recomputed=0, prompt_tokens_new=24,
@@ -687,7 +689,7 @@ def test_suspend_returns_the_request_to_its_place_in_the_queue():
     steps(world, 2)
     c = world.submit("c", 3, 9)
     world.scheduler.suspend(b, world.now)
-    assert world.scheduler.prepare_head(world.now) is b
+    assert world.scheduler.head() is b
     assert traces(world, 1) == ["a[4:5] b[4:5]"] and c not in world.scheduler.running
     world.run()
     assert [b.generated] == undisturbed((b.prompt, 9))
@@ -736,7 +738,7 @@ def test_cancel_a_queued_request():
     world = history()
     before, request = snapshot(world), world.submit("a", 3, 4)
     world.scheduler.cancel(request, world.now)
-    assert traces(world) == [] and world.scheduler.prepare_head(world.now) is None
+    assert traces(world) == [] and world.scheduler.head() is None
     check_no_trace(world, before, request)
 
 
@@ -768,7 +770,8 @@ def test_cancel_a_suspended_request():
     steps(world, 2)
     world.scheduler.suspend(request, world.now)
     world.scheduler.cancel(request, world.now)
-    assert world.scheduler.prepare_head(world.now) is None
+    world.scheduler.prepare_head(world.now)
+    assert world.scheduler.head() is None
     check_no_trace(world, before, request)
 
 
@@ -974,7 +977,7 @@ def decode_steps(world, count, copies=0):
             world.scheduler.threshold_slots = world.cache.available + copies
         batch = world.scheduler.schedule(world.now)
         assert len(batch.spans) == 1 and bool(batch.swap_out) == bool(copies)
-        list(world.scheduler.account(batch, Result([1], batch.swap_out), world.now))
+        world.scheduler.account(batch, Result([1], batch.swap_out), world.now)
 
 
 @pytest.mark.parametrize("copies", [0, 3])

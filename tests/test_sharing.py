@@ -217,11 +217,20 @@ def test_a_conversation_is_not_cold_while_what_it_shares_is_cached():
     cache = make(slots=16, places=0)
     a, b = forked(cache, own=0)
     cache.truncate(a, 9, 8)
-    assert not a.cached and not b.cached and not cache.cold_conversations()
+    assert not a.present and not b.present and not cache.cold_conversations()
     cache.set_waiting(b, True)
     copy(cache, 99)
     grow_to(cache, cache.open("other"), 16, 11.0)
     assert states(a) == states(b) == [None] * 2 and cache.cold_conversations() == [a]
+
+
+def test_a_conversation_that_leaves_what_it_shares_is_cold():
+    cache = make()
+    a = idle(cache, "a", 12)
+    b = cache.fork(a, "b", a.tokens[:9])
+    assert not cache.cold_conversations()
+    cache.drop_all(b)
+    assert cache.cold_conversations() == [b]
 
 
 # ---- KVCache.designate

@@ -1,4 +1,5 @@
-"""The simulated worker: its arithmetic by hand, its pipeline against a simulation of single layers, its decisions against a real worker's."""
+"""The simulated worker: its arithmetic by hand, its pipeline against a simulation of single layers, and the
+decisions of an engine on it against those of an engine on a real worker."""
 from itertools import count
 from types import SimpleNamespace
 
@@ -14,7 +15,8 @@ from experiments.simulator import Hardware, Operators, SimulatedWorker, VirtualC
 
 ROUND = Hardware(flops=1e12, memory=1e9, host_link=1e6, peer_link=1e6)
 IDEAL = Operators(matmul=1.0, attention=1.0, memory=1.0, link=1.0, per_layer=0.0, per_step=0.0)
-SHAPE = SimpleNamespace(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, width=32, vocab_size=100, matmul_parameters=5_000)
+SHAPE = SimpleNamespace(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, width=32, vocab_size=100,
+                        matmul_parameters=5_000)
 
 
 def worker(hardware=ROUND, operators=IDEAL, **options):
@@ -43,26 +45,29 @@ def test_time_passes_only_when_somebody_lets_it():
 
 
 def test_a_decode_is_bound_by_memory_and_a_prefill_by_flops():
-    """K and V of a token: 2 layers x 2 heads x 8 x 2 bytes = 128 bytes. Weights and head: (5,000 + 3,200) x 2 bytes."""
+    """K and V of a token: 2 layers x 2 heads x 8 x 2 bytes = 128 bytes. Weights and head: 8,200 x 2 bytes."""
     sim = worker()
     assert sim.token_bytes == kv_token_bytes(SHAPE, 2) == 128
     assert sim.linear_seconds(1, 1) == pytest.approx(16_400 / 1e9)
     assert sim.linear_seconds(10**6, 1) == pytest.approx(2 * (5_000 * 10**6 + 3_200) / 1e12)
     assert sim.attention_seconds(1, 1000) == pytest.approx(128_000 / 1e9)
     slow = worker(ROUND._replace(flops=1e6))
-    assert slow.attention_seconds(3, 5) == pytest.approx(4 * 2 * 4 * 8 * (3 + 4 + 5) / 1e6)        # queries at 2, 3, 4 see 3, 4, 5 positions
+    # The queries at 2, 3 and 4 see 3, 4 and 5 positions.
+    assert slow.attention_seconds(3, 5) == pytest.approx(4 * 2 * 4 * 8 * (3 + 4 + 5) / 1e6)
 
 
 def test_a_batch_pays_for_every_span_and_moves_the_clock():
     sim = worker(operators=IDEAL._replace(per_layer=0.5, per_step=2.0))
     result = sim.execute(batch((request(9), 8, 9), (request(6, samples=False), 0, 6)))
     assert result.tokens == [0] and result.landed == []
-    assert sim.clock() == pytest.approx(3.0 + sim.attention_seconds(1, 9) + sim.attention_seconds(6, 6) + 16_400 / 1e9)
+    attention = sim.attention_seconds(1, 9) + sim.attention_seconds(6, 6)
+    assert sim.clock() == pytest.approx(3.0 + attention + 16_400 / 1e9)
 
 
 def test_gpus_share_the_work_and_pay_for_the_reduction():
     one, four = worker(), worker(gpus=4)
-    reduced = 2 * 2 * 2 * 3 / 4 * 10 * 32 * 2 / 1e6         # 2 layers, twice each, 3/4 of 10 x 32 x 2 bytes there and back
+    # 2 layers, 2 reductions each, 3/4 of 10 x 32 x 2 bytes there and back
+    reduced = 2 * 2 * 2 * 3 / 4 * 10 * 32 * 2 / 1e6
     assert four.linear_seconds(10, 1) == pytest.approx(one.linear_seconds(10, 1) / 4 + reduced)
     assert four.attention_seconds(1, 50) == pytest.approx(one.attention_seconds(1, 50) / 4)
 
@@ -97,7 +102,8 @@ def test_copies_end_when_the_link_has_carried_them():
 def test_the_profile_is_of_a_chunk_alone():
     sim = worker()
     cost = sim.profile()
-    assert cost.lengths == [4, 8, 16, 32, 64] and cost(64) == pytest.approx(sim.attention_seconds(4, 64) + sim.linear_seconds(4, 0))
+    assert cost.lengths == [4, 8, 16, 32, 64]
+    assert cost(64) == pytest.approx(sim.attention_seconds(4, 64) + sim.linear_seconds(4, 0))
 
 
 # ---- in an engine
@@ -108,7 +114,8 @@ TURNS = [("a", 9), ("b", 14), ("a", 5), ("c", 20), ("b", 6), ("ab", 7), ("c", 3)
 
 def traces(**options):
     """The batches of a few conversations that do not fit together, however late their copies land."""
-    engine = Engine(chunk_size=4, max_batch_tokens=16, debug=True, clock=count().__next__, cost=COST, **options)
+    engine = Engine(chunk_size=4, max_batch_tokens=16, debug=True, clock=count().__next__, cost=COST,
+                    **options)
     seen = []
     for names, prompt in TURNS:
         handles = [engine.submit([1] * prompt, name, max_tokens=4, ignore_eos=True) for name in names]
@@ -120,17 +127,20 @@ def traces(**options):
 
 
 def test_a_simulated_engine_decides_as_a_real_one():
-    """The same workload and clock: the same spans, victims and transfers. Copies take no time, as those of the CPU worker."""
-    simulated = SimulatedWorker(SHAPE, ROUND._replace(host_link=float("inf")), IDEAL, VirtualClock(), 64, 10, 64, chunk_size=4)
+    """The same load and clock give the same spans, victims and transfers. Copies are instant, as on a CPU."""
+    instant = ROUND._replace(host_link=float("inf"))
+    simulated = SimulatedWorker(SHAPE, instant, IDEAL, VirtualClock(), 64, 10, 64, chunk_size=4)
     real, ours = traces(model="tiny_chat", gpu_cache_tokens=64, cpu_cache_tokens=40), traces(worker=simulated)
-    assert any(" in " in step for step in real if isinstance(step, str)) and any(" out " in step for step in real if isinstance(step, str))
+    steps = [step for step in real if isinstance(step, str)]
+    assert any(" in " in step for step in steps) and any(" out " in step for step in steps)
     assert ours == real
 
 
 def test_a_simulation_repeats_to_the_last_digit():
     def times():
         clock = VirtualClock()
-        engine = Engine(worker=SimulatedWorker(PRESETS["opt-125m"], ROUND, IDEAL, clock, 64, 10, 64, chunk_size=4), clock=clock, chunk_size=4)
+        simulated = SimulatedWorker(PRESETS["opt-125m"], ROUND, IDEAL, clock, 64, 10, 64, chunk_size=4)
+        engine = Engine(worker=simulated, clock=clock, chunk_size=4)
         ends = []
         for names, prompt in TURNS:
             for handle in [engine.submit([1] * prompt, name, max_tokens=4) for name in names]:

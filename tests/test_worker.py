@@ -1,4 +1,5 @@
-"""A step on the device: told in one upload; decodes padded and replayed give what they give otherwise, and touch nothing else."""
+"""A step on the device: told in one upload; decodes padded and replayed give what they give
+otherwise, and touch nothing else."""
 import os
 import random
 import subprocess
@@ -11,14 +12,14 @@ import torch
 
 import attention_kernel
 import worker as module
-from attention_kernel import make_plan, tiling
+from attention_kernel import MERGE_COLUMNS, make_plan, tiling
 from engine import Engine
 from eviction import RecomputeCost
 from kv_cache import Conversation, Ticket
 from model import ModelConfig, empty_model
 from sampling import Sampling
 from scheduler import Batch, Request, Span
-from worker import Worker, fuse, record_graph, table_changes, try_capture
+from worker import Worker, fuse, pack, record_graph, table_changes, try_capture
 
 SLOTS, ROWS, CONTEXT, CHUNK, VOCAB = 128, 4, 80, 4, 61
 COST = RecomputeCost({4: 1e-3, 32: 2e-3}, rest=1e-3)
@@ -41,8 +42,10 @@ def make_worker(kv_heads=2, rows=ROWS, device="cpu", **options):
 
 
 def requests(worker, lengths, **sampling):
-    """One in each row, with as many tokens. The batch that brings the slot table up to date, and slots for each."""
-    rng, slots, found = np.random.default_rng(1), iter(np.random.default_rng(2).permutation(SLOTS).tolist()), []
+    """One in each row, with as many tokens. The batch that brings the slot table up to date, and
+    slots for each."""
+    rng, found = np.random.default_rng(1), []
+    slots = iter(np.random.default_rng(2).permutation(SLOTS).tolist())
     batch = Batch(0, 0)
     for row, length in enumerate(lengths):
         conversation = Conversation(str(row), row, rng.integers(VOCAB, size=length), CHUNK, toward=1)
@@ -80,11 +83,15 @@ def test_inputs_are_the_batch():
     worker = make_worker()
     found = requests(worker, [9, 5, 20])
     spans = [Span(found[0], 2, 6), Span(found[2], 19, 20), Span(found[1], 0, 5)]
-    inputs = worker._inputs(spans, [(1, 3, np.array([40, 41]))], 0)
+    packed = pack(spans)
+    inputs = worker._inputs(packed, [(1, 3, np.array([40, 41]))], 0)
     tokens = [token for request, start, end in spans for token in request.conversation.tokens[start:end]]
-    assert inputs.tokens.tolist() == tokens and inputs.last.tolist() == [4, 9]           # the first span's context goes on
-    assert inputs.positions.tolist() == [2, 3, 4, 5, 19, 0, 1, 2, 3, 4] and inputs.rows.tolist() == [0] * 4 + [2] + [1] * 5
-    assert (inputs.spans.q_start.tolist(), inputs.spans.kv_len.tolist(), inputs.spans.row.tolist()) == ([0, 4, 5, 10], [6, 20, 5], [0, 2, 1])
+    assert inputs.tokens.tolist() == tokens
+    # Behind the first span nothing is sampled: its context goes on.
+    assert inputs.sample_at.tolist() == [4, 9] and packed.sampling == [found[2], found[1]]
+    assert inputs.positions.tolist() == [2, 3, 4, 5, 19, 0, 1, 2, 3, 4]
+    assert inputs.rows.tolist() == [0] * 4 + [2] + [1] * 5
+    assert inputs.spans.host.tolist() == [[0, 2, 1], [4, 1, 5], [6, 20, 5]]
     assert worker.slot_table[1, 3:5].tolist() == [40, 41]
 
 
@@ -93,16 +100,22 @@ def test_a_step_is_uploaded_at_once_before_its_copies_and_those_out_start_while_
     batch = decode(requests(worker, [9, 5]))
     batch.table_updates = [(0, 8, np.array([90]))]
     batch.swap_out = [Ticket(None, None, "", 0, 2, [80, 81], 3)]
-    for owner, name in (module, "upload"), (worker.pool, "swap_in"), (worker.pool, "swap_out"), (worker, "_forward"), (module, "sample"):
+
+    def watch(owner, name):
         inner = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, name=name, inner=inner: order.append(name) or inner(*args))
+        monkeypatch.setattr(owner, name, lambda *args: order.append(name) or inner(*args))
+    for owner, name in ((module, "upload"), (worker.pool, "swap_in"), (worker.pool, "swap_out"),
+                        (worker, "_forward"), (module, "sample")):
+        watch(owner, name)
     worker.execute(batch)
     assert order == ["upload", "swap_in", "_forward", "swap_out", "sample"]
 
 
 # ---- graphs: what one replays, run as it is
 
-@pytest.mark.parametrize("max_running, sizes", [(1, [1]), (3, [4, 2, 1]), (8, [8, 4, 2, 1]), (9, [16, 8, 4, 2, 1]), (40, [48, 32, 16, 8, 4, 2, 1])])
+@pytest.mark.parametrize("max_running, sizes",
+                         [(1, [1]), (3, [4, 2, 1]), (8, [8, 4, 2, 1]), (9, [16, 8, 4, 2, 1]),
+                          (40, [48, 32, 16, 8, 4, 2, 1])])
 def test_sizes_are_captured_largest_first(max_running, sizes):
     worker = make_worker(rows=max_running)
     worker.capture(eagerly)
@@ -166,13 +179,15 @@ def test_a_decode_waits_for_what_was_swapped_in_before():
 def test_conversations_are_the_same_with_graphs(options):
     """Interleaved, under pressure, the engine checking its books after every step."""
     def replies(graphs):
-        engine = Engine("tiny_chat", cost=COST, debug=True, device="cpu", gpu_cache_tokens=128, cpu_cache_tokens=96, chunk_size=8, max_running=3)
+        engine = Engine("tiny_chat", cost=COST, debug=True, device="cpu", gpu_cache_tokens=128,
+                        cpu_cache_tokens=96, chunk_size=8, max_running=3)
         if graphs:
             engine.worker.capture(eagerly)
         used, rng, found = replays(engine.worker), random.Random(0), []
         for _ in range(3):
             prompts = [[rng.randrange(250) for _ in range(rng.randint(1, 12))] for _ in "abcd"]
-            handles = [engine.submit(prompt, name, max_tokens=7, ignore_eos=True, seed=3, **options) for name, prompt in zip("abcd", prompts)]
+            handles = [engine.submit(prompt, name, max_tokens=7, ignore_eos=True, seed=3, **options)
+                       for name, prompt in zip("abcd", prompts)]
             found += [handle.result().token_ids for handle in handles]
         stats = engine.stats()
         assert stats["chunks_swapped_in"] and stats["swap_in_bytes"] and bool(used) == graphs
@@ -196,7 +211,8 @@ def test_without_graphs_the_server_still_serves(capsys):
 # ---- fusion
 
 def rotary_model(device="cpu"):
-    torch.compiler.reset()                                       # what was compiled, or failed to be, for another one
+    # What was compiled, or failed to be, for another one.
+    torch.compiler.reset()
     torch.manual_seed(0)
     shape = dict(norm="rms", gated=True, bias=False, rope_theta=10000.0, tied_embeddings=False)
     model = empty_model(ModelConfig(VOCAB, 3, 4, 2, 64, 64, CONTEXT, "silu", **shape), device, torch.float32)
@@ -212,7 +228,8 @@ def hidden(model, tokens):
     return model(numbers, numbers, lambda layer, q, k, v: q * (k + v).repeat_interleave(2, dim=1))
 
 
-@pytest.mark.parametrize("device, backend", [("cpu", "eager"), pytest.param("cuda", "inductor", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device, backend", [("cpu", "eager"),
+                                             pytest.param("cuda", "inductor", marks=pytest.mark.gpu)])
 def test_a_fused_model_computes_the_same_and_is_compiled_for_all_its_layers_at_once(device, backend):
     plain, fused, counts = rotary_model(device), rotary_model(device), torch._dynamo.utils.counters["stats"]
     fuse(fused, backend)
@@ -235,11 +252,13 @@ def test_a_model_that_cannot_be_compiled_runs_as_it_is():
 # ---- with the kernel: its work items are planned on the host, uploaded with the rest, and padded
 
 def check_kernel():
-    """Runs where the kernels do: in the interpreter, or on a GPU. Contexts are cut finely, or none would need a merge."""
-    device, (tiles, _), finely = "cuda" if torch.cuda.is_available() else "cpu", tiling(1, torch.float32, torch.device("cpu")), partial(make_plan, min_piece=32)
+    """Runs where the kernels do: in the interpreter, or on a GPU. Contexts are cut finely, or none
+    would need a merge."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shapes, _ = tiling(1, torch.float32, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "tiling", lambda *_: (tiles, 6))
-        patch.setattr(module, "make_plan", finely)
+        patch.setattr(module, "tiling", lambda *_: (shapes, 6))
+        patch.setattr(module, "make_plan", partial(make_plan, min_piece=32))
         patch.setattr(attention_kernel, "make_plan", None)       # no layer plans anew
         plain, padded = (make_worker(kv_heads=1, device=device) for _ in range(2))
         padded.capture(eagerly)
@@ -248,10 +267,12 @@ def check_kernel():
             batches = [decode(requests(worker, lengths, logprobs=0)) for worker in (plain, padded)]
             results = [worker.execute(batch) for worker, batch in zip((plain, padded), batches)]
             assert results[0].tokens == results[1].tokens
-            np.testing.assert_allclose(*([report[0] for report in result.logprobs] for result in results), atol=1e-4)
+            np.testing.assert_allclose(*([report[0] for report in result.logprobs] for result in results),
+                                       atol=1e-4)
             torch.testing.assert_close(plain.pool.gpu[:, :, :SLOTS], padded.pool.gpu[:, :, :SLOTS])
             plan, = padded.graphs[4][0].spans.plans.values()
-            merges.append(int((plan.merges[:, 3] > 0).sum()))
+            pieces = plan.merges[:, MERGE_COLUMNS.index("pieces")]
+            merges.append(int((pieces > 0).sum()))
         assert used == [4, 4] and merges == [4, 4]               # heads of the one long context
 
 
@@ -259,7 +280,8 @@ def test_padded_plans_in_the_interpreter():
     pytest.importorskip("triton")
     root = os.path.dirname(module.__file__)
     path = os.pathsep.join([os.path.dirname(__file__), root])
-    done = subprocess.run([sys.executable, "-W", "ignore", __file__], cwd=root, capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-W", "ignore", __file__], cwd=root, capture_output=True,
+                          text=True,
                           env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -288,7 +310,8 @@ def test_graphs_on_the_gpu():
 def test_an_engine_on_the_gpu_replays_its_decodes():
     replies = []
     for eager in (False, True):
-        engine = Engine("tiny_chat", cost=COST, device="cuda", dtype="float32", gpu_cache_tokens=512, cpu_cache_tokens=128, eager=eager)
+        engine = Engine("tiny_chat", cost=COST, device="cuda", dtype="float32", gpu_cache_tokens=512,
+                        cpu_cache_tokens=128, eager=eager)
         assert bool(engine.worker.graphs) != eager
         used = replays(engine.worker)
         replies.append(engine.generate([72, 101, 108, 108, 111], max_tokens=20, ignore_eos=True).token_ids)
@@ -300,7 +323,8 @@ def test_an_engine_on_the_gpu_replays_its_decodes():
 @pytest.mark.gpu
 def test_the_cache_leaves_room_for_the_largest_step():
     """Sized from free memory: then a prompt of max_batch_tokens is served."""
-    engine = Engine("opt-125m", random_weights=True, cost=COST, device="cuda", cpu_cache_tokens=0, max_batch_tokens=2000)
+    engine = Engine("opt-125m", random_weights=True, cost=COST, device="cuda", cpu_cache_tokens=0,
+                    max_batch_tokens=2000)
     free, _ = torch.cuda.mem_get_info()
     assert engine.worker.pool.gpu.nbytes > free
     assert len(engine.generate([5] * 2000, max_tokens=3, ignore_eos=True).token_ids) == 3

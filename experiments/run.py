@@ -1,0 +1,313 @@
+"""One run: one system under one load gives one row of figures (paper §6.1).
+
+    planned conversations --> drive --> served turns --> summary --> a row
+                                |
+                              engine: real, or on a simulated worker, or a server elsewhere
+
+`drive` is the experiment loop. A turn is due when its user has thought about the last reply. The loop
+submits every turn that is due, and steps the engine as long as the engine has work. Prompts are random
+tokens. Replies have the planned length, because EOS is ignored.
+
+Latencies count from the time at which a turn is due, so waiting is included. The paper's measure is the
+normalized latency, the seconds per token of the reply:
+
+    due at 10 s, first token at 12 s, 100th and last token at 22 s:   ttft 2 s, normalized latency 0.12 s
+
+`options`, here and in figures.py, are the parsed flags of bench.py, which explains them.
+
+Invariant: the same seed gives the same simulation, to the last digit.
+"""
+import heapq
+import json
+import math
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Callable, NamedTuple
+
+import numpy as np
+
+from checkpoint import PRESETS, find_checkpoint, read_config
+from config import Config
+from engine import Engine
+from eviction import POLICIES, RecomputeCost
+from experiments.policies import EXPERIMENTS, Oracle
+from experiments.simulator import (HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker, VirtualClock,
+                                   kv_token_bytes)
+from experiments.workload import (SHAPES, PlannedConversation, cut_to_context, exponential_think, many_turns,
+                                  reading_think, synthetic, with_arrivals)
+from scheduler import SOURCES
+
+
+# ---- the experiment loop
+
+class Served(NamedTuple):
+    """A turn that has ended. Times are in seconds since the start of the run."""
+    due: float
+    first_token: float
+    ended: float
+    output_tokens: int
+    usage: dict
+
+
+@dataclass
+class Active:
+    """A turn that the engine serves now."""
+    due: float
+    conversation: int                   # its number
+    index: int                          # of the turn in the conversation
+    first_token: float | None = None
+
+
+def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Callable = time.sleep,
+          until: float = math.inf, foresee: Callable | None = None) -> list[Served]:
+    """Play every turn of every conversation at its time. Returns the turns that ended, in that order.
+
+    Steps the engine in this thread. Ends when all turns have ended, or `until` seconds after the start.
+    engine: an Engine or a RemoteEngine. sleep(seconds): how to wait for the next turn.
+    foresee(name, seconds): is told, with every turn, how long its user will think about the reply.
+    """
+    rng = np.random.default_rng([seed, 2])          # the load's random numbers come from other streams
+    begin, now = engine.clock(), 0.0
+    due = [(conversation.arrival, number, 0) for number, conversation in enumerate(conversations)]
+    heapq.heapify(due)                              # of (time, conversation, turn)
+    active: dict[object, Active] = {}               # by handle
+    served = []
+
+    def submit(when: float, number: int, index: int):
+        name, turns, _ = conversations[number]
+        if foresee:
+            is_last = index + 1 == len(turns)
+            foresee(name, math.inf if is_last else turns[index + 1].think_seconds)
+        prompt = rng.integers(engine.worker.vocab_size, size=turns[index].input_tokens).tolist()
+        handle = engine.submit(prompt, name, max_tokens=turns[index].output_tokens, ignore_eos=True)
+        active[handle] = Active(when, number, index)
+
+    while (due or active) and now < until:
+        while due and due[0][0] <= now:
+            submit(*heapq.heappop(due))
+        if active:
+            engine.step()
+        else:
+            sleep(due[0][0] - now)
+        now = engine.clock() - begin
+        for handle, turn in list(active.items()):
+            request = handle.request
+            if not request or not request.generated:
+                continue                            # it waits, or its prompt is not computed yet
+            if turn.first_token is None:
+                turn.first_token = now
+            if request.finish_reason:
+                del active[handle]
+                reply = handle.result()
+                served.append(Served(turn.due, turn.first_token, now, len(reply.token_ids), reply.usage))
+                later = conversations[turn.conversation].turns[turn.index + 1:]
+                if later:
+                    heapq.heappush(due, (now + later[0].think_seconds, turn.conversation, turn.index + 1))
+    return served
+
+
+def summary(served: list[Served], begin: float = 0.0) -> dict:
+    """The figures of the turns that ended after `begin` seconds, under serving benchmarks' usual names.
+
+    ttft: time to first token; tpot: time per output token after the first; e2el: end-to-end latency.
+    ValueError: no turn ended after `begin`."""
+    served = [turn for turn in served if turn.ended > begin]
+    if not served:
+        raise ValueError("no turn has ended in time: give --seconds a larger number, or a lower rate")
+    seconds = max(turn.ended for turn in served) - begin
+    outputs = sum(turn.output_tokens for turn in served)
+    prompts = sum(turn.usage["prompt_tokens"] for turn in served)
+    times = dict(
+        ttft=[turn.first_token - turn.due for turn in served],
+        tpot=[(turn.ended - turn.first_token) / max(turn.output_tokens - 1, 1) for turn in served],
+        e2el=[turn.ended - turn.due for turn in served],
+        normalized_latency=[(turn.ended - turn.due) / max(turn.output_tokens, 1) for turn in served])
+    row = dict(throughput=len(served) / seconds, output_throughput=outputs / seconds,
+               total_token_throughput=(outputs + prompts) / seconds,
+               normalized_latency_ms=1e3 * float(np.mean(times["normalized_latency"])))
+    for name, values in times.items():
+        row[f"mean_{name}_ms"] = 1e3 * float(np.mean(values))
+        for p in (50, 90, 99):
+            row[f"p{p}_{name}_ms"] = 1e3 * float(np.percentile(values, p))
+
+    tokens = {source: sum(turn.usage[source] for turn in served) for source in SOURCES}
+    seen_before = max(1, tokens["gpu"] + tokens["cpu"] + tokens["recomputed"])
+    for source, count in tokens.items():
+        row[f"prompt_tokens_{source}"] = count
+    row["recomputed_tokens"] = tokens["recomputed"]
+    row["gpu_hit_rate"] = tokens["gpu"] / seen_before
+    row["cpu_hit_rate"] = tokens["cpu"] / seen_before
+    row["turns"] = len(served)
+    row["computed_tokens"] = tokens["recomputed"] + tokens["new"] + outputs
+    return row
+
+
+# ---- systems and loads
+
+class System(NamedTuple):
+    flags: dict = {}                # of Engine
+    operators: str = "eager"        # of a simulation: a key of OPERATORS
+
+
+STATELESS = dict(stateless=True, cpu_cache_tokens=0)
+SYSTEMS = {
+    "stateless": System(STATELESS),                             # forgets the KV of every request, as vLLM did
+    "stateless, fused": System(STATELESS, "fused"),             # stands for TensorRT-LLM, see OPERATORS
+    "gpu cache": System(dict(cpu_cache_tokens=0)),              # no CPU tier: evicted chunks are recomputed
+    "pensieve": System(),
+    "separate phases": System(dict(separate_phases=True)),
+    "draft": System(dict(policy="trailing-half", swap_threshold=0.5)),      # evicts as the paper's draft did
+}
+SYSTEMS |= {name: System(dict(policy=name)) for name in POLICIES}
+SYSTEMS |= {name: System(dict(policy=policy)) for name, policy in EXPERIMENTS.items()}
+
+
+class Panel(NamedTuple):
+    """One diagram of a figure: a model under one kind of load, at several request rates."""
+    model: str
+    dataset: str
+    rates: tuple = (None,)          # requests per second; None: a trace's own times
+    at_ms: float | None = None      # systems are compared by their throughput at this normalized latency
+    paper: float | None = None      # the paper's ratio there, of the last system to the first
+    gpus: int = 1
+    hardware: str = "a100"          # a key of HARDWARE, or a file that `bench.py profile` has written
+    think: float | str = 60.0       # mean seconds from a reply to the next turn; "reading": see reading_think
+
+    def __str__(self):
+        return f"{self.model}, {self.dataset}, {thinking(self.think)}"
+
+
+def thinking(think: float | str) -> str:
+    return "think while reading" if think == "reading" else f"think {think:g} s"
+
+
+# KV bytes of the two tiers per GPU (paper, §6.1), and vLLM's limits of a batch.
+GPU_BYTES, CPU_BYTES = 40e9, 220e9
+SIMULATED = dict(max_running=256, max_batch_tokens=2048)
+# For the embedded model. The conversations of "many turns" need some 12,000 tokens together.
+MEASURED = dict(gpu_cache_tokens=3072, cpu_cache_tokens=12288)
+
+
+def at_scale(options) -> bool:
+    """True for a simulation of the paper's machines; False for this machine, measured or simulated."""
+    return options.simulate and options.hardware in (None, *HARDWARE)
+
+
+def planned(panel: Panel, rate: float | None, options) -> list[PlannedConversation]:
+    """The panel's conversations with their arrival times. rate: None keeps the times of the trace."""
+    if panel.think == "reading":
+        think = reading_think
+    else:
+        think = partial(exponential_think, mean=panel.think)
+    if options.trace:
+        if rate is None:
+            return options.conversations
+        conversations = options.conversations
+    elif panel.dataset == "many turns":
+        return many_turns(800, rate, think, options.seed)
+    else:
+        # As many as arrive during the run.
+        count = math.ceil(rate * options.seconds / SHAPES[panel.dataset].turns) + 1
+        conversations = synthetic(panel.dataset, count, options.seed)
+    return with_arrivals(conversations, rate, options.seed, think)
+
+
+def window(panel: Panel, rate: float | None, options) -> tuple[float, float]:
+    """The part of a run in which turns count, in seconds (begin, end): all but the first third.
+
+    The first third only fills the caches. "Many turns", and a trace with its own times, end by
+    themselves; there everything counts."""
+    if rate is None or panel.dataset == "many turns":
+        return 0.0, math.inf
+    return options.seconds / 3, options.seconds
+
+
+# ---- one run
+
+def play(name: str, panel: Panel, rate: float | None, options) -> dict:
+    """Run one system in one panel at one rate -> its row. ValueError: no conversation fits its cache."""
+    conversations = planned(panel, rate, options)
+    engine = build(SYSTEMS[name], panel, conversations, options)
+    limit = engine.scheduler.limit
+    conversations = list(cut_to_context(conversations, limit))
+    if not conversations:
+        raise ValueError(f"no conversation of {panel.dataset} fits {limit} tokens: "
+                         "give --gpu-cache-tokens a larger number")
+    sleep = engine.clock.sleep if options.simulate else time.sleep
+    policy = engine.cache.policy
+    foresee = policy.foresee if isinstance(policy, Oracle) else None
+    begin, until = window(panel, rate, options)
+    served = drive(engine, conversations, options.seed, sleep, until, foresee)
+
+    row = dict(system=name, policy=name if name in EXPERIMENTS else engine.config.policy, model=panel.model,
+               dataset=panel.dataset, think=panel.think, request_rate=rate)
+    row |= summary(served, begin)
+    for counter, value in engine.stats().items():       # of the whole run, so figures of the summary win
+        row.setdefault(counter, value)
+    engine.close()
+    return row
+
+
+def build(system: System, panel: Panel, conversations: list[PlannedConversation], options) -> Engine:
+    """The engine of one run: on this machine, or the same engine on a simulated worker."""
+    if options.simulate:
+        return simulated_engine(system, panel, conversations, options)
+    cost = load_profile(options.profile) if options.profile else None
+    return Engine(panel.model, cost=cost, **(MEASURED | options.given | system.flags))
+
+
+def simulated_engine(system: System, panel: Panel, conversations: list[PlannedConversation], options
+                     ) -> Engine:
+    if at_scale(options):
+        hardware, operators, limits = HARDWARE[panel.hardware], OPERATORS[system.operators], SIMULATED
+    else:
+        hardware, operators = load_machine(panel.hardware)
+        limits = MEASURED
+    flags = limits | options.given | system.flags
+    if panel.model in PRESETS:
+        shape = PRESETS[panel.model]
+    else:
+        shape = read_config(find_checkpoint(panel.model))[1]
+
+    token_bytes = kv_token_bytes(shape, hardware.element_size)
+    chunk_size = flags.get("chunk_size", Config.chunk_size)
+    num_slots = flags.get("gpu_cache_tokens", int(GPU_BYTES * panel.gpus / token_bytes))
+    num_places = flags.get("cpu_cache_tokens", int(CPU_BYTES * panel.gpus / token_bytes)) // chunk_size
+    max_context = min(num_slots, longest_context(conversations))
+    clock = VirtualClock()
+    worker = SimulatedWorker(shape, hardware, operators, clock, num_slots, num_places, max_context,
+                             chunk_size, panel.gpus, pipeline=not flags.get("no_pipeline"))
+    return Engine(panel.model, worker=worker, clock=clock, **flags)
+
+
+def longest_context(conversations: list[PlannedConversation]) -> int:
+    return max(conversation.tokens for conversation in conversations)
+
+
+# ---- what `bench.py profile` has saved
+
+def load_profile(path: str) -> RecomputeCost:
+    """The measured cost of recomputing a chunk. ValueError: the file is no profile."""
+    def cost(rows):
+        attention = {row["context"]: row["seconds"] for row in rows if row["system"] == "attention"}
+        rest = [row["seconds"] for row in rows if row["system"] == "all else"]
+        return RecomputeCost(attention, rest[0])
+    return parse_profile(path, cost)
+
+
+def load_machine(path: str) -> tuple[Hardware, Operators]:
+    """The measured rates of a machine, to simulate it. ValueError: the file is no profile."""
+    def fields(rows, kind):
+        return kind(**{row["name"]: row["value"] for row in rows if row["system"] == kind.__name__})
+    return parse_profile(path, lambda rows: (fields(rows, Hardware), fields(rows, Operators)))
+
+
+def parse_profile(path: str, parse: Callable):
+    """parse(rows of the file)."""
+    try:
+        return parse(json.loads(Path(path).read_text())["rows"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is no profile ({error!r}): "
+                         f"make one with python bench.py profile --json {path}") from error

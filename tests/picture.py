@@ -1,0 +1,39 @@
+"""Draws results/chat.png, the README's picture of the chat page.
+
+    python tests/picture.py [FILE]      one minute; needs chromium and chromedriver
+
+A server runs with the embedded model and tiny tiers, and the page plays its example. The picture is taken
+at the end: by then the strips show every kind of chunk.
+"""
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))           # as pytest does
+
+from clients import eventually, program
+from test_page import Page, open_chromium
+
+TIERS = ("--gpu-cache-tokens", "384", "--cpu-cache-tokens", "768")      # the page's example asks for these
+
+
+def draw(url: str, file: str):
+    browser = open_chromium()
+    try:
+        page = Page(browser)
+        page.resize(1320, 860)
+        page.open(url)
+        page.find("#play")[0].click()
+        eventually(lambda: "your turn" in page.find("#story")[0].text, seconds=120)
+        eventually(lambda: "idle" in page.find(".row")[0].text)
+        browser.save_screenshot(file)
+    finally:
+        browser.quit()
+
+
+if __name__ == "__main__":
+    file = sys.argv[1] if sys.argv[1:] else str(ROOT / "results" / "chat.png")
+    with tempfile.TemporaryDirectory() as directory:
+        with program(ROOT / "tiny_chat", Path(directory, "history"), *TIERS) as (_, url, _):
+            draw(url, file)
