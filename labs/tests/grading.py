@@ -3,6 +3,8 @@ import os
 import re
 from pathlib import Path
 
+import pytest
+
 SEED = int(os.environ.get("LAB_SEED", "0"))     # of the random loads
 
 LABS = Path(__file__).resolve().parents[1]
@@ -14,9 +16,9 @@ def block_of_the_handout(name: str, label: str) -> list[str]:
     return [line.strip() for line in found[1].splitlines()]
 
 
-def first_difference(expected: list[str], lines, progress=lambda text: None) -> str:
-    """Compare traces line by line until they differ; "" if they never do. lines: an iterable, which may
-    fail. Reports how many lines match."""
+def same_lines(expected: list[str], lines, progress=lambda text: None):
+    """Fail at the first line that differs. lines: an iterable, which may fail. progress: is told how many
+    lines match."""
     count, found = 0, "nothing more"
     try:
         for line in lines:
@@ -25,8 +27,7 @@ def first_difference(expected: list[str], lines, progress=lambda text: None) -> 
                 break
             count += 1
     finally:
-        progress(f"{count} of {len(expected)} lines of the trace match")
-    if count == len(expected) and found == "nothing more":
-        return ""
+        progress(f"{count} of {len(expected)} lines match")
     wanted = expected[count] if count < len(expected) else "nothing more"
-    return f"the traces differ first in line {count + 1}:\n  expected  {wanted}\n  yours     {found}"
+    if found != wanted:
+        pytest.fail(f"line {count + 1} is the first that differs\n  expected  {wanted}\n  yours     {found}")

@@ -1,0 +1,174 @@
+"""Streams and events that record what happens before what. They stand for CUDA's in a KVPool on the CPU.
+
+    recorder = Recorder(pool)
+    with recorder:
+        pool.swap_in(tickets)
+        pool.wait(0)
+        use layer 0
+    recorder.races()
+
+Every operation runs at once, in the order of the program, so its result is right even if a stream forgot to
+wait. A GPU may run the streams' operations in any other order that the events allow. So the recorder notes of
+each access to the pool's memory what must have ended before it, as a vector clock:
+
+    main   store a0 ----- record e ------------------ wait for f --- read b0
+                             |                             ^
+    in                    wait for e --- write b0 --- record f
+
+    a0 happens before "write b0", since `in` waited for e: its clock {main: 1, in: 1} includes a0 = (main, 1).
+    Without e, nothing orders the two.
+
+Two accesses to the same element *race* if one of them writes and neither happens before the other.
+"""
+import contextlib
+from typing import NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Stream:
+    """A queue of operations. `clock`: what has ended, of each stream, before its next operation."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.clock: dict[str, int] = {}
+
+    def wait_event(self, event: "Event"):
+        for name, count in event.clock.items():
+            self.clock[name] = max(self.clock.get(name, 0), count)
+
+    def wait_stream(self, stream: "Stream"):
+        event = Event()
+        event.record(stream)
+        self.wait_event(event)
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def advance(self) -> int:
+        """One more operation: its number in this stream."""
+        self.clock[self.name] = self.clock.get(self.name, 0) + 1
+        return self.clock[self.name]
+
+
+class Event:
+    """A point of a stream. An event that was never recorded is no reason to wait, as in CUDA."""
+
+    def __init__(self):
+        self.clock: dict[str, int] = {}
+        self.synchronized = False
+
+    def record(self, stream: Stream):
+        self.clock = dict(stream.clock)
+
+    def wait(self, stream: Stream):
+        stream.wait_event(self)
+
+    def query(self) -> bool:
+        """Has the host waited for it?"""
+        return self.synchronized
+
+    def synchronize(self):
+        self.synchronized = True
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 0.0
+
+
+class Access(NamedTuple):
+    """An operation that touches elements of one tier."""
+    label: str                  # what the test was doing
+    stream: str
+    number: int                 # in its stream
+    clock: dict[str, int]       # what has ended before it, itself included
+    tier: str                   # "gpu" or "cpu"
+    elements: frozenset[int]    # by their place in the tier's memory
+    writes: bool
+
+    def before(self, other: "Access") -> bool:
+        return other is not self and other.clock.get(self.stream, 0) >= self.number
+
+
+class Recorder(TorchDispatchMode):
+    """Puts recording streams into a pool, and notes its accesses while it is entered (`with recorder:`)."""
+
+    def __init__(self, pool):
+        super().__init__()
+        self.pool, self.label, self.accesses = pool, "", []
+        self.main = self.running = Stream("main")
+        pool.stream, pool.on, pool.event = lambda: self.running, self.on, self.event
+        pool.stream_in, pool.stream_out = Stream("in"), Stream("out")
+        self.events = []
+
+    def event(self) -> Event:
+        self.events.append(Event())
+        return self.events[-1]
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream):
+        before, self.running = self.running, stream
+        yield
+        self.running = before
+
+    @property
+    def host_waited(self) -> bool:
+        return any(event.synchronized for event in self.events)
+
+    @contextlib.contextmanager
+    def doing(self, label: str):
+        """Accesses made meanwhile get this label."""
+        before, self.label = self.label, label
+        yield
+        self.label = before
+
+    def labelled(self, label: str, tier: str | None = None, writes: bool | None = None) -> list[Access]:
+        return [access for access in self.accesses if access.label == label and tier in (None, access.tier)
+                and writes in (None, access.writes)]
+
+    def races(self) -> list[tuple[Access, Access]]:
+        return [(first, second) for n, second in enumerate(self.accesses) for first in self.accesses[:n]
+                if first.tier == second.tier and (first.writes or second.writes)
+                and first.elements & second.elements
+                and not first.before(second) and not second.before(first)]
+
+    # ---- which operation touches what
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        touched = list(self.touched(operator, args))
+        if touched:
+            number = self.running.advance()
+            for tier, elements, writes in touched:
+                self.accesses.append(Access(self.label, self.running.name, number, dict(self.running.clock),
+                                            tier, elements, writes))
+        return operator(*args, **(kwargs or {}))
+
+    def touched(self, operator, args):
+        """(tier, elements, writes) for each argument that lies in a tier. A view touches nothing yet."""
+        for argument, value in zip(operator._schema.arguments, args):
+            tier = self.tier_of(value)
+            alias = argument.alias_info
+            if tier and (alias is None or alias.is_write):
+                elements = self.selected(operator, value, args)
+                yield tier, elements, alias is not None
+
+    def tier_of(self, value) -> str | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        storage = value.untyped_storage().data_ptr()
+        tiers = {"gpu": self.pool.gpu, "cpu": self.pool.cpu}
+        return next((name for name, tier in tiers.items() if tier.untyped_storage().data_ptr() == storage), None)
+
+    def selected(self, operator, value: torch.Tensor, args) -> frozenset[int]:
+        """The elements of `value` that the operator touches: those at its indices, if it takes any."""
+        with torch.utils._python_dispatch._disable_current_modes():
+            storage = torch.arange(value.untyped_storage().nbytes() // value.element_size())
+            elements = storage.as_strided(value.size(), value.stride(), value.storage_offset())
+            name = operator._schema.name.removeprefix("aten::").rstrip("_")
+            if name in ("index", "index_put"):
+                elements = elements[tuple(slice(None) if index is None else index for index in args[1])]
+            elif name in ("index_copy", "index_select", "index_add", "index_fill"):
+                elements = elements.index_select(args[1], args[2])
+            return frozenset(elements.flatten().tolist())
