@@ -107,8 +107,8 @@ def start(number: int, directory: Path):
 
 
 def expected_results(number: int, seed: int):
-    """What the solved code does with that seed; None if the lab's tests need no such thing. In a starter, what
-    `start` has written there (for seed 0 alone)."""
+    """What the solved code does with that seed. None if the lab's tests need no such thing. In a starter:
+    what `start` has written there, for seed 0."""
     if (ROOT / EXPECTED).exists():
         return json.loads((ROOT / EXPECTED).read_text())
     if not LABS[number].compares:
@@ -156,7 +156,7 @@ def grade(number: int, code: Path, seed: int = 0, *pytest_flags: str) -> Graded:
         except subprocess.TimeoutExpired:
             output = f"The tests were stopped after {TIME_LIMIT} s.\n"
         lines = results.read_text().splitlines() if results.exists() else []
-    # Each test is written down twice, first as one that has not passed: so none is lost if a check is stopped.
+    # Each test comes twice, first as one that has not passed: so none is lost if the check is stopped.
     tests = {test["name"]: test for test in map(json.loads, lines)}
     return Graded(list(tests.values()), output, time.monotonic() - begin)
 
@@ -172,9 +172,10 @@ def report(number: int, graded: Graded):
             message = failed[0]["message"].splitlines()[:MESSAGE_LINES]
             print("\n        ".join(["    " + failed[0]["name"], *message]))
     print("  {:32} {:3} of {:3} points, {:.0f} s".format("all", *graded.score(), graded.seconds))
-    for test in graded.tests:
-        if test["progress"]:
-            print(f"  progress: {test['progress']}")
+    passed = sum(test["passed"] for test in graded.tests)
+    told = [test["progress"] for test in graded.tests if test["progress"]]
+    for text in told or [f"{passed} of {len(graded.tests)} cases are right"]:
+        print(f"  progress: {text}")
 
 
 def gradescope(graded: Graded) -> dict:

@@ -18,13 +18,13 @@ each access to the pool's memory what must have ended before it, as a vector clo
     a0 happens before "write b0", since `in` waited for e: its clock {main: 1, in: 1} includes a0 = (main, 1).
     Without e, nothing orders the two.
 
-Two accesses to the same element *race* if one of them writes and neither happens before the other.
+Two accesses to the same K or V of a token *race* if one of them writes and nothing orders them.
 """
 import contextlib
 from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 
 class Stream:
@@ -85,7 +85,7 @@ class Access(NamedTuple):
     number: int                 # in its stream
     clock: dict[str, int]       # what has ended before it, itself included
     tier: str                   # "gpu" or "cpu"
-    elements: frozenset[int]    # by their place in the tier's memory
+    vectors: frozenset[int]     # each is the K or the V of one token in one layer, by its place in the tier
     writes: bool
 
     def before(self, other: "Access") -> bool:
@@ -129,10 +129,21 @@ class Recorder(TorchDispatchMode):
                 and writes in (None, access.writes)]
 
     def races(self) -> list[tuple[Access, Access]]:
-        return [(first, second) for n, second in enumerate(self.accesses) for first in self.accesses[:n]
-                if first.tier == second.tier and (first.writes or second.writes)
-                and first.elements & second.elements
-                and not first.before(second) and not second.before(first)]
+        """Pairs of accesses that race. Of several to the same vector, only the latest ones are compared."""
+        found, last_write, reads_since = {}, {}, {}
+        for access in self.accesses:
+            for vector in access.vectors:
+                key = access.tier, vector
+                earlier = [last_write[key]] if key in last_write else []
+                if access.writes:
+                    earlier += reads_since.pop(key, [])
+                    last_write[key] = access
+                else:
+                    reads_since.setdefault(key, []).append(access)
+                for other in earlier:
+                    if not other.before(access):
+                        found[id(other), id(access)] = other, access
+        return list(found.values())
 
     # ---- which operation touches what
 
@@ -140,19 +151,21 @@ class Recorder(TorchDispatchMode):
         touched = list(self.touched(operator, args))
         if touched:
             number = self.running.advance()
-            for tier, elements, writes in touched:
+            for tier, vectors, writes in touched:
                 self.accesses.append(Access(self.label, self.running.name, number, dict(self.running.clock),
-                                            tier, elements, writes))
+                                            tier, vectors, writes))
         return operator(*args, **(kwargs or {}))
 
     def touched(self, operator, args):
-        """(tier, elements, writes) for each argument that lies in a tier. A view touches nothing yet."""
+        """(tier, vectors, writes) for each argument that lies in a tier. A view, and a new tensor of the same
+        kind, touch nothing."""
+        name = operator._schema.name.removeprefix("aten::").rstrip("_")
+        if name.startswith("new_") or name.endswith("_like"):
+            return
         for argument, value in zip(operator._schema.arguments, args):
-            tier = self.tier_of(value)
-            alias = argument.alias_info
+            tier, alias = self.tier_of(value), argument.alias_info
             if tier and (alias is None or alias.is_write):
-                elements = self.selected(operator, value, args)
-                yield tier, elements, alias is not None
+                yield tier, self.selected(name, value, args), alias is not None
 
     def tier_of(self, value) -> str | None:
         if not isinstance(value, torch.Tensor):
@@ -161,14 +174,14 @@ class Recorder(TorchDispatchMode):
         tiers = {"gpu": self.pool.gpu, "cpu": self.pool.cpu}
         return next((name for name, tier in tiers.items() if tier.untyped_storage().data_ptr() == storage), None)
 
-    def selected(self, operator, value: torch.Tensor, args) -> frozenset[int]:
-        """The elements of `value` that the operator touches: those at its indices, if it takes any."""
-        with torch.utils._python_dispatch._disable_current_modes():
+    def selected(self, name: str, value: torch.Tensor, args) -> frozenset[int]:
+        """The vectors of `value` that the operator touches: those at its indices, if it takes any."""
+        heads, head_dim = self.pool.gpu.shape[-2:]
+        with _disable_current_modes():
             storage = torch.arange(value.untyped_storage().nbytes() // value.element_size())
             elements = storage.as_strided(value.size(), value.stride(), value.storage_offset())
-            name = operator._schema.name.removeprefix("aten::").rstrip("_")
             if name in ("index", "index_put"):
                 elements = elements[tuple(slice(None) if index is None else index for index in args[1])]
             elif name in ("index_copy", "index_select", "index_add", "index_fill"):
                 elements = elements.index_select(args[1], args[2])
-            return frozenset(elements.flatten().tolist())
+            return frozenset((elements // (heads * head_dim)).flatten().tolist())

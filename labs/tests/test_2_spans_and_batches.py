@@ -195,7 +195,8 @@ def test_a_starved_request_sits_out_and_is_counted():
     """a finds no slot: it gets no span, and one slot is copied free for it, though the threshold is 0."""
     world = World(slots=16, swap_threshold=0, reserve=0)
     world.turn("idle", 5, 2)                                    # 6 of 16 slots
-    a, b = world.submit("a", 5, 5), world.submit("b", 5, 4)
+    world.submit("a", 5, 5)
+    world.submit("b", 5, 4)
     assert traces(world, 2) == ["a[0:5] b[0:5]", " | out idle[0:4]"]
     assert traces(world, 1) == ["a[5:6] b[5:6]"]
 

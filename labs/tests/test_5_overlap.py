@@ -1,0 +1,275 @@
+"""Lab 5: copies that hide behind computation, and the orderings that they need all the same.
+
+The pool runs on the CPU, on streams that record what happens before what (tests/streams.py). A test plays a
+step of the model by reading the slots of each layer; then it asks which of these reads and copies are
+ordered."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from experiments.simulator import HARDWARE, OPERATORS, SimulatedWorker, VirtualClock
+from kv_cache import Ticket
+from kv_pool import KVPool
+from streams import Recorder
+
+points = pytest.mark.points
+LAYERS, HEADS, DIM, CHUNK, SLOTS, PLACES = 4, 2, 3, 4, 32, 8
+
+
+# ---- SimulatedWorker.overlapped
+
+def simulated(layers, pipeline=True):
+    shape = SimpleNamespace(num_layers=layers, num_kv_heads=1, num_heads=1, head_dim=1, width=1, vocab_size=1,
+                            matmul_parameters=1)
+    return SimulatedWorker(shape, HARDWARE["a100"], OPERATORS["eager"], VirtualClock(), 64, 8, 64,
+                           pipeline=pipeline)
+
+
+@points(4, "SimulatedWorker.overlapped")
+def test_the_copies_take_longer():
+    assert simulated(2).overlapped(copy=10, compute=4) == pytest.approx(12)
+
+
+@points(4, "SimulatedWorker.overlapped")
+def test_the_layers_take_longer():
+    assert simulated(4).overlapped(copy=4, compute=40) == pytest.approx(41)
+
+
+@points(4, "SimulatedWorker.overlapped")
+def test_nothing_comes_in():
+    assert simulated(4).overlapped(copy=0, compute=40) == pytest.approx(40)
+
+
+@points(4, "SimulatedWorker.overlapped")
+def test_without_a_pipeline_both_add_up():
+    assert simulated(4, pipeline=False).overlapped(copy=4, compute=40) == pytest.approx(44)
+
+
+@points(4, "SimulatedWorker.overlapped")
+def test_layer_by_layer():
+    """A layer starts when its copy has ended and the layer before it is done."""
+    for layers in (1, 3, 40):
+        for copy in (0.5, 1.0, 30.0):
+            arrived = done = 0.0
+            for _ in range(layers):
+                arrived += copy / layers
+                done = max(done, arrived) + 6.0 / layers
+            assert simulated(layers).overlapped(copy, 6.0) == pytest.approx(done)
+
+
+# ---- the bytes
+
+def make(pipeline=True):
+    pool = KVPool(LAYERS, HEADS, DIM, SLOTS, PLACES, CHUNK, "cpu", torch.float32, pipeline)
+    pool.gpu.copy_(torch.arange(pool.gpu.numel()).view(pool.gpu.shape))
+    pool.cpu.copy_(-torch.arange(pool.cpu.numel()).view(pool.cpu.shape))
+    return pool
+
+
+def ticket(direction, slots, place):
+    return Ticket(None, None, direction, 0, len(slots), list(slots), place)
+
+
+def check(same, message):
+    """An assertion that does not print whole tensors."""
+    if not same:
+        pytest.fail(message)
+
+
+@points(7, "KVPool.swap_in")
+def test_tokens_of_a_place_arrive_in_their_slots():
+    pool = make()
+    expected, tickets = pool.gpu.clone(), [ticket("in", [9, 2], 5), ticket("in", [7, 30, 1, 4], 2)]
+    pool.swap_in(tickets)
+    pool.swap_in([])
+    for each in tickets:
+        expected[:, :, each.slots] = pool.cpu[:, each.place, :, :each.filled]
+    check(torch.equal(pool.gpu, expected), "a slot has a wrong K or V")
+    assert {id(each) for each in pool.landed(wait=True)} == set(map(id, tickets))
+
+
+@points(7, "KVPool.swap_out")
+def test_tokens_of_slots_arrive_in_their_place():
+    pool = make()
+    before, tickets = pool.cpu.clone(), [ticket("out", [9, 2], 5), ticket("out", [7, 30, 1, 4], 2)]
+    pool.swap_out(tickets)
+    pool.swap_out([])
+    for each in tickets:
+        check(torch.equal(pool.cpu[:, each.place, :, :each.filled], pool.gpu[:, :, each.slots]),
+              f"place {each.place} does not have the K and V of its slots")
+    others = [0, 1, 3, 4, 6, 7]
+    check(torch.equal(pool.cpu[:, others], before[:, others]), "a place of no ticket changed")
+    assert {id(each) for each in pool.landed(wait=True)} == set(map(id, tickets))
+
+
+# ---- the orderings
+
+OLD, BACK, NEW, LEAVING = [1, 2, 3, 4], [3, 4, 5, 6], [20, 21], [10, 11]
+
+
+def read(recorder, label, layer, slots):
+    with recorder.doing(label):
+        recorder.pool.gpu[layer, :, slots].sum()
+
+
+def store(recorder, label, layer, slots):
+    zeros = torch.zeros(len(slots), HEADS, DIM)
+    with recorder.doing(label):
+        recorder.pool.store(layer, torch.tensor(slots), zeros, zeros)
+
+
+def a_step_with_copies_in(pipeline=True):
+    """An earlier step reads the slots OLD. Then KV comes back into BACK, two slots of which are among them,
+    and the next step reads it."""
+    recorder = Recorder(make(pipeline))
+    with recorder:
+        for layer in range(LAYERS):
+            read(recorder, "earlier step", layer, OLD)
+        with recorder.doing("copy in"):
+            recorder.pool.swap_in([ticket("in", BACK, 3)])
+        for layer in range(LAYERS):
+            recorder.pool.wait(layer)
+            read(recorder, f"layer {layer}", layer, BACK)
+    return recorder
+
+
+def a_step_with_copies_both_ways(given=True):
+    """An earlier step writes the slots LEAVING, which are copied out while the next step computes. given:
+    the caller says up to where earlier steps wrote."""
+    recorder = Recorder(make())
+    with recorder:
+        for layer in range(LAYERS):
+            store(recorder, "earlier step", layer, LEAVING)
+        with recorder.doing("copy in"):
+            recorder.pool.swap_in([ticket("in", BACK, 3)])
+        written = recorder.pool.now() if given else None
+        for layer in range(LAYERS):
+            recorder.pool.wait(layer)
+            store(recorder, f"layer {layer}", layer, NEW)
+        with recorder.doing("copy out"):
+            recorder.pool.swap_out([ticket("out", LEAVING, 5)], *([written] if given else []))
+        store(recorder, "next step", 0, NEW)
+    return recorder
+
+
+def all_before(earlier, later):
+    """Every access of the one before every access of the other, and there are some of both."""
+    return bool(earlier and later) and all(one.before(other) for one in earlier for other in later)
+
+
+def arrivals(recorder, layer):
+    """The writes of the copy in to the slots of one layer."""
+    vectors = set(range(layer * 2 * SLOTS, (layer + 1) * 2 * SLOTS))
+    written = recorder.labelled("copy in", "gpu", writes=True)
+    return [access for access in written if access.vectors <= vectors]
+
+
+def slots_are_overwritten_only_when_earlier_steps_have_read_them():
+    recorder = a_step_with_copies_in()
+    return all_before(recorder.labelled("earlier step"), recorder.labelled("copy in", "gpu", writes=True))
+
+
+def no_layer_is_read_before_it_has_arrived():
+    recorder = a_step_with_copies_in()
+    return all(all_before(arrivals(recorder, layer), recorder.labelled(f"layer {layer}"))
+               for layer in range(LAYERS))
+
+
+def the_first_layer_does_not_wait_for_the_others():
+    recorder = a_step_with_copies_in()
+    (first,) = recorder.labelled("layer 0")
+    return not any(access.before(first) for layer in range(1, LAYERS) for access in arrivals(recorder, layer))
+
+
+def without_a_pipeline_the_first_layer_waits_for_all():
+    recorder = a_step_with_copies_in(pipeline=False)
+    return all(all_before(arrivals(recorder, layer), recorder.labelled("layer 0")) for layer in range(LAYERS))
+
+
+def a_later_step_does_not_wait_again():
+    recorder = a_step_with_copies_in()
+    before = len(recorder.events)
+    recorder.pool.wait(0)
+    return len(recorder.events) == before
+
+
+def what_has_landed_has_been_copied():
+    recorder = a_step_with_copies_both_ways()
+    ends = {flight.way: flight.end for flight in recorder.pool.flights}
+    return all(ends[access.stream].clock[access.stream] >= access.number
+               for access in recorder.labelled("copy in") + recorder.labelled("copy out"))
+
+
+def copies_run_on_their_own_streams():
+    recorder = a_step_with_copies_both_ways()
+    return all(access.stream == way for way in ("in", "out") for access in recorder.labelled(f"copy {way}"))
+
+
+def a_copy_out_reads_what_earlier_steps_wrote():
+    recorders = a_step_with_copies_both_ways(), a_step_with_copies_both_ways(given=False)
+    return all(all_before(recorder.labelled("earlier step"), recorder.labelled("copy out", "gpu"))
+               for recorder in recorders)
+
+
+def a_copy_out_starts_when_the_copies_in_have_ended():
+    recorder = a_step_with_copies_both_ways()
+    return all_before(recorder.labelled("copy in"), recorder.labelled("copy out"))
+
+
+def a_copy_out_does_not_wait_for_the_step_that_computes():
+    recorder = a_step_with_copies_both_ways()
+    return not any(step.before(copy) for step in recorder.labelled(f"layer {LAYERS - 1}")
+                   for copy in recorder.labelled("copy out"))
+
+
+def the_next_step_does_not_wait_for_a_copy_out():
+    recorder = a_step_with_copies_both_ways()
+    return not any(copy.before(step) for step in recorder.labelled("next step")
+                   for copy in recorder.labelled("copy out"))
+
+
+def the_host_never_waits():
+    return not (a_step_with_copies_in().host_waited or a_step_with_copies_both_ways().host_waited)
+
+
+ORDERINGS = {
+    "KVPool.swap_in": [slots_are_overwritten_only_when_earlier_steps_have_read_them,
+                       the_first_layer_does_not_wait_for_the_others],
+    "KVPool.wait": [no_layer_is_read_before_it_has_arrived, without_a_pipeline_the_first_layer_waits_for_all,
+                    a_later_step_does_not_wait_again],
+    "KVPool.swap_out": [a_copy_out_reads_what_earlier_steps_wrote,
+                        a_copy_out_starts_when_the_copies_in_have_ended,
+                        a_copy_out_does_not_wait_for_the_step_that_computes,
+                        the_next_step_does_not_wait_for_a_copy_out],
+    "all together": [copies_run_on_their_own_streams, what_has_landed_has_been_copied, the_host_never_waits],
+}
+
+
+@pytest.mark.parametrize("ordering", [
+    pytest.param(ordering, marks=points(5, function), id=ordering.__name__)
+    for function, orderings in ORDERINGS.items() for ordering in orderings])
+def test_ordering(ordering):
+    assert ordering()
+
+
+@points(6, "all together")
+def test_how_much_is_hidden(progress):
+    """Orderings that hold, and the share of the copies' time that a simulated step hides."""
+    held, failure = 0, None
+    orderings = [ordering for each in ORDERINGS.values() for ordering in each]
+    for ordering in orderings:
+        try:
+            held += ordering()
+        except Exception as error:
+            failure = failure or error
+    copy, compute, share = 20e-3, 30e-3, "unknown"
+    try:
+        share = 1 - (simulated(40).overlapped(copy, compute) - compute) / copy
+        share = f"{share:.1%}"
+    except NotImplementedError as error:
+        failure = failure or error
+    progress(f"{held} of {len(orderings)} orderings hold; swap_hidden_share in simulation {share}")
+    if failure:
+        raise failure
+    assert held == len(orderings) and share == "97.5%"

@@ -1,0 +1,61 @@
+"""Lab 6: the kernel in Triton's interpreter, on a CPU, against the definition in float64.
+
+By hand: TRITON_INTERPRET=1 python -m pytest labs/tests/test_6_triton.py -k masked_tail"""
+import os
+
+import pytest
+import torch
+
+import attention_kernel as kernel
+from attention_kernel import FLOAT32, HOPPER, make_plan, multi_token_attention
+from grading import SEED
+from test_attention_kernel import exact, make_case
+
+pytest.importorskip("triton", reason="Triton runs on Linux alone")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1, which lab.py sets", allow_module_level=True)
+
+FLOAT, HALF = torch.float32, torch.float16
+TOLERANCE = {FLOAT: 1e-5, HALF: 5e-3}
+
+
+def case(q_len, kv_len, group=1, kv_heads=1, D=16, dtype=FLOAT, shapes=FLOAT32, min_piece=9999):
+    return dict(spans=(q_len, kv_len, group, kv_heads, D, dtype), shapes=shapes, min_piece=min_piece)
+
+
+# FLOAT32 has tiles of 16 query rows and 32 positions. HOPPER's smallest has 16 rows and 64 positions.
+CASES = {
+    "one_tile": (10, case([1], [32])),
+    "masked_tail": (10, case([1], [20])),
+    "a_second_tile": (10, case([1], [64])),
+    "three_tiles_and_a_tail": (5, case([1], [109])),
+    "causal": (10, case([9], [9])),
+    "causal_over_a_history": (10, case([9], [60])),
+    "the_first_column_that_row_0_must_not_see_is_the_last_of_its_tile": (10, case([3], [33])),
+    "grouped_heads": (10, case([1, 5], [40, 70], group=3, kv_heads=2)),
+    "several_spans": (5, case([1, 7, 20], [50, 7, 41])),
+    "head_dim_that_is_no_power_of_two": (5, case([2], [40], D=24)),
+    "half_precision": (5, case([1, 9], [100, 9], group=2, D=32, dtype=HALF, shapes=HOPPER)),
+    "split_and_merged": (5, case([1], [200], group=2, min_piece=64)),
+    "split_where_a_row_sees_nothing_of_a_piece": (5, case([12], [72], min_piece=64)),
+}
+
+
+def right(spans, shapes, min_piece) -> bool:
+    *sizes, dtype = spans
+    arguments = make_case(*sizes, dtype, seed=SEED)
+    group, kv_heads = sizes[2:4]
+    batch = arguments[-1]
+    plan = make_plan(batch.host, group, shapes, 999, min_piece)
+    batch.plans[group, kv_heads, dtype] = plan.with_arrays(kernel.upload(plan.arrays(), torch.device("cpu")))
+    out = torch.full_like(arguments[0], torch.nan)
+    multi_token_attention(*arguments, out=out)
+    return (out.double() - exact(*arguments)).abs().max().item() < TOLERANCE[dtype]
+
+
+@pytest.mark.seconds(10)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.points(number, "attend_range"), id=name)
+    for name, (number, _) in CASES.items()])
+def test(name):
+    assert right(**CASES[name][1]), "differs from float64"

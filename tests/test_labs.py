@@ -1,0 +1,157 @@
+"""The labs stay true: for each of them the starter fails, the solved code passes, and three solutions that are
+wrong but plausible get less than all points. Every command of a handout runs."""
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+WRONG = sorted((ROOT / "tests" / "wrong_solutions").glob("*.txt"))
+
+
+def load(root):
+    """A project's labs/lab.py."""
+    spec = importlib.util.spec_from_file_location("lab", root / "labs" / "lab.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+lab = load(ROOT)
+every_lab = pytest.mark.parametrize("number", lab.LABS)
+
+
+def run(*command, cwd):
+    return subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True)
+
+
+def with_function(source, name, written):
+    """The source with another function of that name. written: the lines of a `def` without indentation."""
+    function, lines = lab.find(source, name), source.splitlines(keepends=True)
+    indent = " " * function.col_offset
+    lines[function.lineno - 1:function.end_lineno] = [
+        indent + line if line.strip() else line for line in written.splitlines(keepends=True)]
+    return "".join(lines)
+
+
+def apply(wrong, directory):
+    """Put a wrong solution (its docstring names file and function) into a solved project."""
+    _, file, name = re.match(r'("""(\S+\.py): (\S+)\n)', wrong.read_text()).groups()
+    written = wrong.read_text().split("\n\n\n", 1)[1]
+    (directory / file).write_text(with_function((ROOT / file).read_text(), name, written))
+
+
+# ---- starters
+
+def test_blank_keeps_every_byte_of_signature_and_docstring():
+    source = '''class A:
+    @property       # a comment
+    def f(self,
+          x: "é" = {"(": 1}) -> int:  # another
+        """Says "é".
+
+        More."""
+        # a hint
+        def inner():
+            return 1
+        return inner()     # a trailing hint
+
+    def g(self):
+        return 2
+'''
+    assert lab.blank(source, "A.f", 9) == source.split("        # a hint")[0] + '''\
+        raise NotImplementedError("lab 9: A.f")
+
+    def g(self):
+        return 2
+'''
+    with pytest.raises(LookupError, match="no function A.h"):
+        lab.blank(source, "A.h", 9)
+    with pytest.raises(ValueError, match="A.g needs a docstring"):
+        lab.blank(source, "A.g", 9)
+
+
+@every_lab
+def test_a_starter_differs_in_the_bodies_of_its_functions_alone(number, tmp_path, monkeypatch):
+    monkeypatch.setattr(lab, "expected_results", lambda number, seed: None)
+    lab.start(number, tmp_path / "starter")
+    for file in {file for each in lab.LABS.values() for file in each.file}:
+        source = (ROOT / file).read_text()
+        for name in lab.LABS[number].file.get(file, []):
+            source = lab.blank(source, name, number)
+        assert (tmp_path / "starter" / file).read_text() == source
+    kept_back = [path for path in (tmp_path / "starter").rglob("*")
+                 if path.name in ("test_labs.py", "wrong_solutions", ".git")]
+    assert not kept_back and (tmp_path / "starter" / "AGENTS.md").exists()
+
+
+def test_start_writes_into_no_directory_that_is_in_use(tmp_path):
+    (tmp_path / "notes").touch()
+    for directory in (tmp_path, ROOT, ROOT / "labs" / "mine"):
+        done = run("labs/lab.py", "start", "1", str(directory), cwd=ROOT)
+        assert done.returncode == 2 and "new or empty directory outside of" in done.stderr
+    assert not (ROOT / "labs" / "mine").exists()
+
+
+def test_list_names_every_function():
+    done = run("labs/lab.py", "list", cwd=ROOT)
+    assert done.returncode == 0
+    assert all(name in done.stdout for each in lab.LABS.values() for _, name in each.functions())
+
+
+# ---- grading
+
+@pytest.fixture(scope="module")
+def starters(tmp_path_factory):
+    """The directory of each lab's starter."""
+    base = tmp_path_factory.mktemp("labs")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda number: lab.start(number, base / f"lab{number}"), lab.LABS))
+    return {number: base / f"lab{number}" for number in lab.LABS}
+
+
+@every_lab
+def test_points(number, starters, tmp_path):
+    """Of the starter as a student runs it, of the solved code, and of each wrong solution."""
+    starter = starters[number]
+    graded_by = load(starter)           # it knows the expected results, and need not compute them again
+    wrong = [path for path in WRONG if path.name.startswith(f"{number}_")]
+
+    def solved(name):
+        directory = tmp_path / name
+        shutil.copytree(starter, directory, ignore=shutil.ignore_patterns("results", "*.safetensors"))
+        for file in lab.LABS[number].file:
+            shutil.copy(ROOT / file, directory / file)
+        return directory
+
+    def grade(path):
+        directory = solved(path.stem)
+        apply(path, directory)
+        return graded_by.grade(number, directory, 0, "-x")      # one failure is enough
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        of_starter = pool.submit(run, "labs/lab.py", "check", str(number), "--json", "results.json", cwd=starter)
+        of_solved = pool.submit(graded_by.grade, number, solved("solved"))
+        of_wrong = list(pool.map(grade, wrong))
+    check_starter(number, of_starter.result(), json.loads((starter / "results.json").read_text()))
+    right = of_solved.result()
+    assert right.score() == (100, 100), graded_by.report(number, right)
+    assert len(wrong) == 3
+    for path, graded in zip(wrong, of_wrong):
+        assert graded.tests, graded.output
+        assert graded.score()[0] < 100, f"{path.stem} gets all points"
+
+
+def check_starter(number, done, results):
+    """It has no points, and the only reason is that lab's own NotImplementedError."""
+    assert done.returncode == 1 and "  0 of 100 points" in done.stdout, done.stdout + done.stderr
+    assert results["score"] == 0 and sum(test["max_score"] for test in results["tests"]) == 100
+    for test in results["tests"]:
+        assert "NotImplementedError" in test["output"] and f"lab {number}: " in test["output"], test
