@@ -7,18 +7,12 @@ A client has two ways to talk:
                         previous_response_id), or a conversation.
 
 A response is a turn of the history: `resp_X` is turn X. The settings of its request and its usage are kept as
-the turn's note. Two responses that follow the same response are two branches.
-
-`instructions` hold for one response. If every response of a conversation has the same ones, they are the
-cached beginning of its context and cost nothing. If they change, every later token sees another beginning, so
-the whole context is computed again from the visible messages. The same happens when `truncation: auto` leaves
-the oldest messages out.
+the turn's note. Two responses that follow the same response are two branches. `instructions` hold for one
+response: as long as they stay the same, they are the cached beginning of the context; when they change, the
+whole context is computed again.
 
 Two things differ from OpenAI. The default temperature is 0, not 1, so that answers repeat. And
 `cached_tokens` counts the tokens whose KV came from either tier.
-
-Owners: inside, the name of everything that a client can name begins with the prefix of the client's API key.
-We look only behind that prefix. So the conversations of another key do not exist for this one.
 """
 import json
 import time
@@ -35,9 +29,12 @@ from serving.operations import (APIError, ChatBody, ConversationBody, Item, Item
 
 
 class API:
-    """Every method answers one operation: it returns JSON, or a writer of a reply that is being generated.
+    """Every public method answers one operation: it returns JSON, or the writer of a reply that is still being
+    generated.
 
-    owner: the prefix of all that the client may see. id: the client's name for something, without it."""
+    Inside, every conversation's name begins with the prefix of its owner's API key. We look for all that a
+    client names behind its own prefix, so what belongs to another key does not exist for it. owner: the
+    prefix. id: the client's name for something, without the prefix."""
 
     def __init__(self, engine: Engine, names: tuple[str, str]):
         """names: those that `model` may have; we call the model by the first."""
@@ -270,13 +267,14 @@ def response_usage(usage: dict) -> dict:
 def response(turn_id: str, model: str, conversation: str | None, note: dict, status: str,
              output: list[dict] = (), usage: dict | None = None, error: dict | None = None) -> dict:
     """note: the turn's, which has the settings of the request. usage: the engine's."""
+    incomplete = dict(reason="max_output_tokens") if status == "incomplete" else None
     return dict(
-        {name: note.get(name, default) for name, default in ECHOED.items()},
         id=f"resp_{turn_id}", object="response", created_at=note["created_at"], model=model, status=status,
-        error=error, incomplete_details=dict(reason="max_output_tokens") if status == "incomplete" else None,
-        output=list(output), usage=usage and response_usage(usage),
-        conversation=conversation and dict(id=conversation), background=False, parallel_tool_calls=False,
-        tool_choice="none", tools=[], text=dict(format=dict(type="text")))
+        error=error, incomplete_details=incomplete, output=list(output),
+        usage=usage and response_usage(usage), conversation=conversation and dict(id=conversation),
+        background=False, parallel_tool_calls=False, tool_choice="none", tools=[],
+        text=dict(format=dict(type="text")),
+        **{name: note.get(name, default) for name, default in ECHOED.items()})
 
 
 def logprobs_of(turn: Handle, first: int = 0) -> list[dict]:

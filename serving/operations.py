@@ -273,7 +273,8 @@ def sentence(fault: dict) -> str:
 
 def place(fault: dict) -> str:
     """Of the field at fault: messages[0].role"""
-    steps = [f"[{step}]" if isinstance(step, int) else f".{step[:100]}" for step in fault["loc"]]
+    steps = [f"[{step}]" if isinstance(step, int) else f".{step[:100]}"
+             for step in fault["loc"] if step != "[key]"]           # so pydantic marks the key of a dict
     return "".join(steps).removeprefix(".")
 
 
