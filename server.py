@@ -31,7 +31,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote
@@ -225,8 +225,8 @@ class Handler(BaseHTTPRequestHandler):
             return getattr(self, operation.name)(owner)
         fields = parse(operation, given)
         arguments = [owner, *names, fields] if operation.fields.model_fields else [owner, *names]
-        turns = fields.n if isinstance(fields, ChatBody) else 1
-        with self.server.counted(turns) if isinstance(fields, ReplyBody) else nullcontext():
+        turns = getattr(fields, "n", 1) if isinstance(fields, ReplyBody) else 0
+        with self.server.counted(turns):
             answer = getattr(self.server.api, operation.name)(*arguments)
             if isinstance(answer, Writer):
                 self.write(answer)
