@@ -29,16 +29,17 @@ from serving.operations import (APIError, ChatBody, ConversationBody, Item, Item
 
 
 class API:
-    """Every public method answers one operation: it returns JSON, or the writer of a reply that is still being
-    generated.
+    """Every public method answers one operation: it returns JSON, or the writer of a reply that is still
+    being generated.
 
     Inside, every conversation's name begins with the prefix of its owner's API key. We look for all that a
     client names behind its own prefix, so what belongs to another key does not exist for it. owner: the
     prefix. id: the client's name for something, without the prefix."""
 
     def __init__(self, engine: Engine, names: tuple[str, str]):
-        """names: those that `model` may have; we call the model by the first."""
-        self.engine, self.history, self.names = engine, engine.history, names
+        """names: those that a client may call our model by. We use the first."""
+        self.engine, self.history = engine, engine.history
+        self.names, self.model = names, names[0]
         self.created = int(time.time())
 
     # ---- replies
@@ -57,7 +58,7 @@ class API:
             first = self.engine.submit_chat(messages, hint, owner, **first_options)
             others = [self.engine.submit_chat(messages, hint, owner, like=first, **options)
                       for options in other_options]
-        return ChatWriter([first, *others], owner, self.names[0], body)
+        return ChatWriter([first, *others], owner, self.model, body)
 
     def create_response(self, owner: str, body: ResponseBody) -> "ResponseWriter":
         options = self._engine_options(body)
@@ -67,28 +68,29 @@ class API:
                            "conversation")
         if body.include or body.top_logprobs is not None:
             options["logprobs"] = body.top_logprobs or 0
+        previous = body.previous_response_id and self._finished(owner, body.previous_response_id)
         note = body.model_dump(include=set(ECHOED), exclude_unset=True)
         turn = self.engine.respond(
             [plain(message) for message in body.input],
             conversation=name and self._conversation(owner, name).name,
-            after=body.previous_response_id and self._finished(owner, body.previous_response_id),
+            after=previous,
             owner=owner if body.store else None,
             instructions=body.instructions,
             max_tokens=body.max_output_tokens,
             truncate=body.truncation == "auto",
             note=dict(note, created_at=int(time.time())),
             **options)
-        return ResponseWriter(turn, owner, self.names[0], body.stream)
+        return ResponseWriter(turn, owner, self.model, body.stream)
 
     def retrieve_response(self, owner: str, id: str) -> dict:
-        if live_turn := self._unfinished(owner, id):
-            return ResponseWriter(live_turn, owner, self.names[0]).response("in_progress")
+        if unfinished := self._unfinished(owner, id):
+            return ResponseWriter(unfinished, owner, self.model).response("in_progress")
         turn = self._finished(owner, id)
-        note, messages = json.loads(turn.note), self.history.messages(turn.id)
+        note = dict(created_at=int(turn.created)) | json.loads(turn.note)
+        messages = self.history.messages(turn.id)           # none for a turn of raw token ids
         text = messages[-1]["content"] if messages else ""
         status, item_status = STATUS[note["finish_reason"]]
-        return response(turn.id, self.names[0], turn.conversation.removeprefix(owner),
-                        dict(note, created_at=note.get("created_at", int(turn.created))), status,
+        return response(turn.id, self.model, turn.conversation.removeprefix(owner), note, status,
                         [reply_item(turn.id, text, item_status)], note["usage"])
 
     def delete_response(self, owner: str, id: str) -> dict:
@@ -104,7 +106,7 @@ class API:
         if not turn:
             return self.retrieve_response(owner, id)
         turn.cancel()
-        return ResponseWriter(turn, owner, self.names[0]).whole(turn.result())
+        return ResponseWriter(turn, owner, self.model).whole(turn.result())
 
     # ---- conversations
 
@@ -155,16 +157,16 @@ class API:
         raise missing("item", item_id)
 
     def list_models(self, owner: str) -> dict:
-        name, root = self.names
-        return listing([dict(id=name, object="model", created=self.created, owned_by="nano-pensieve",
-                             root=root, max_model_len=self.engine.scheduler.limit)])
+        model = dict(id=self.model, object="model", created=self.created, owned_by="nano-pensieve",
+                     root=self.names[-1], max_model_len=self.engine.scheduler.limit)
+        return listing([model])
 
     # ---- what the operations share
 
     def _engine_options(self, body: ReplyBody) -> dict:
         """APIError for a model that is not ours."""
         if body.model and body.model not in self.names:
-            raise APIError(404, f"there is no model {body.model!r} here: use {self.names[0]!r}", "model",
+            raise APIError(404, f"there is no model {body.model!r} here: use {self.model!r}", "model",
                            "model_not_found")
         return body.engine_options()
 
@@ -200,7 +202,7 @@ class API:
 
 
 def missing(kind: str, id: str) -> APIError:
-    return APIError(404, f"there is no {kind} {id!r:.100} here", "id")
+    return APIError(404, f"there is no {kind} {id!r:.100} here: it was deleted, or it never existed", "id")
 
 
 def options_of_choices(options: dict, n: int) -> list[dict]:
