@@ -428,6 +428,7 @@ def test_an_engine_that_has_failed(checkpoint, monkeypatch):
           connect(server.url) as client):
         def burn(batch):
             raise RuntimeError("the GPU is on fire")
+        client.models.list()                # opens the connection: a server that stops accepts no new one
         asking = server.engine.submit([1], ignore_eos=True)
         next(iter(asking))
         monkeypatch.setattr(server.engine.worker, "execute", burn)
