@@ -45,13 +45,15 @@ def without_nulls(value: Any) -> Any:
 
 
 class Fields(BaseModel):
-    """A JSON object. Unknown fields are refused. Nothing is converted: "5" is not a number."""
+    """A JSON object. Unknown fields are refused, and nothing is converted: "5" is not a number. A field with a
+    default may be left out."""
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     _leave_out_nulls = model_validator(mode="before")(without_nulls)
 
 
 def string_or(kind: type, name: str, wrap: Callable[[str], Any]) -> type:
-    """The type of a field that is a `kind`, or a string, which is short for wrap(string). name: in errors."""
+    """The type of a field for which a client sends either a `kind` or a string. A string stands for
+    wrap(string): `stop: "x"` for `stop: ["x"]`. name: the kind's in error messages."""
     def validate(value):
         if isinstance(value, str):
             return wrap(value)
@@ -62,7 +64,7 @@ def string_or(kind: type, name: str, wrap: Callable[[str], Any]) -> type:
 
 
 def limited(name: str):
-    """A field of Sampling, within its limits."""
+    """An optional number, within the limits that sampling.py sets for `name`."""
     least, most = LIMITS[name]
     return Field(None, ge=least, le=most)
 
@@ -97,7 +99,7 @@ class ItemPart(TextPart):
 
 
 class Message(Fields):
-    """Of a chat."""
+    """A message of a chat."""
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: string_or(Annotated[list[TextPart], Field(max_length=1000)], "a list of parts", text_part)
 
