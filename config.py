@@ -1,65 +1,87 @@
-"""Every flag of server.py and bench.py, and every keyword of Engine, in one table.
+"""All flags in one table: each field of `Config` is a keyword of Engine, and a flag of server.py and bench.py.
 
-A field's name is the keyword, and the flag with dashes; its type, default, help and choices are the flag's."""
+    gpu_cache_tokens: int = flag(None, "tokens that ...")      Engine(gpu_cache_tokens=512)
+                                                               python server.py --gpu-cache-tokens 512
+
+The field's type and default are the flag's. server.py adds flags of its own for what is around an engine:
+sockets, API keys, the history and the system prompt (the last two are keywords of serving.sessions.Sessions).
+"""
 import argparse
 from dataclasses import dataclass, field, fields
 
 from eviction import POLICIES
 
 
-def require(ok: bool, name: str, what: str, value):
+def require(ok: bool, name: str, description: str, value):
+    """ValueError unless ok: `name` must be `description`, got `value`."""
     if not ok:
-        raise ValueError(f"{name} must be {what}, got {value!r}")
+        raise ValueError(f"{name} must be {description}, got {value!r}")
 
 
-def flag(default, help: str, choices=None):
+def flag(default, help: str, choices: tuple[str, ...] | None = None):
     return field(default=default, metadata=dict(help=help, choices=choices))
 
 
 @dataclass(frozen=True)
 class Config:
-    """ValueError for a value that cannot be meant."""
-    model: str = flag("tiny_chat", "a checkpoint's directory, a hub name, or with --random-weights a preset")
-    random_weights: bool = flag(False, "do not load the model's weights, make some up (for measuring)")
-    device: str = flag("auto", "where model and first tier are", ("auto", "cpu", "cuda"))
-    dtype: str = flag("auto", "of weights and cache; auto: bfloat16 on CUDA, float32 elsewhere", ("auto", "float32", "float16", "bfloat16"))
-    gpu_cache_tokens: int = flag(None, "slots of the first tier; by default what memory allows")
-    cpu_cache_tokens: int = flag(None, "size of the second tier, in whole chunks; 0: none (the paper's GPU cache variant)")
-    chunk_size: int = flag(32, "tokens moved and evicted together")
-    max_batch_tokens: int = flag(512, "tokens computed in one step")
-    max_running: int = flag(64, "requests served at once")
-    swap_threshold: float = flag(0.25, "share of the slots to keep available by copying ahead of time; 0: only on demand")
-    reserve: float = flag(0.10, "share of the slots that admission leaves for the growth of running requests")
-    policy: str = flag("retention", "what leaves first", tuple(POLICIES))
-    stateless: bool = flag(False, "forget all KV at the end of each request, as other servers do")
-    separate_phases: bool = flag(False, "never mix prefill and decode in a batch")
-    no_pipeline: bool = flag(False, "wait for all of a swap-in before the model starts")
-    system_prompt: str = flag(None, "text, or a file of it, that a chat without a system message begins with; its KV is shared and never evicted")
-    eager: bool = flag(False, "on CUDA: compile nothing, and launch every kernel of a decode from the host")
-    history: str = flag(None, "file that keeps every conversation's turns; in-process default: memory only")
+    """ValueError if a value makes no sense."""
+    model: str = flag("tiny_chat", "the model: a checkpoint's directory or its name on the Hugging Face hub; "
+                      "with --random-weights one of the built-in presets, such as opt-13b")
+    random_weights: bool = flag(False, "fill the model with random weights instead of loading them; "
+                                "for measurements")
+    device: str = flag("auto", "where the model and the GPU tier live; auto: CUDA if there is a GPU",
+                       ("auto", "cpu", "cuda"))
+    dtype: str = flag("auto", "number format of weights and cache; auto: bfloat16 on CUDA, float32 on a CPU",
+                      ("auto", "float32", "float16", "bfloat16"))
+    gpu_cache_tokens: int = flag(None, "size of the GPU tier, in tokens (default: as many as fit into memory)")
+    cpu_cache_tokens: int = flag(None, "size of the CPU tier, in tokens; 0: no CPU tier, which is the paper's "
+                                 "variant with a GPU cache (default: as many as fit into memory)")
+    chunk_size: int = flag(32, "tokens in a chunk; a chunk is evicted and copied as a whole")
+    max_batch_tokens: int = flag(512, "most tokens that one step computes")
+    max_running: int = flag(64, "most requests that run at the same time")
+    swap_threshold: float = flag(0.25, "share of the GPU tier that we keep available by copying chunks to the "
+                                 "CPU ahead of time; 0: copy only when slots are needed")
+    reserve: float = flag(0.10, "share of the GPU tier that stays free for the growth of running requests when "
+                          "a new request is admitted")
+    policy: str = flag("retention", "which chunks leave a full tier first", tuple(POLICIES))
+    stateless: bool = flag(False, "forget all KV-tokens when a request ends, as most servers do")
+    separate_phases: bool = flag(False, "never put prompts and generated tokens into the same batch")
+    no_pipeline: bool = flag(False, "copy all chunks back before the model starts, not layer by layer while "
+                             "it runs")
+    eager: bool = flag(False, "on CUDA: compile nothing, and launch every kernel from Python")
+
+    @classmethod
+    def names(cls) -> set[str]:
+        return {entry.name for entry in fields(cls)}
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser):
+        """Add a flag for every field."""
         for entry in fields(cls):
             name, text = "--" + entry.name.replace("_", "-"), entry.metadata["help"]
             if entry.type is bool:
                 parser.add_argument(name, action="store_true", help=text)
-            else:
-                shown = "" if entry.default is None else f" (default: {entry.default})"
-                parser.add_argument(name, type=entry.type, default=entry.default, choices=entry.metadata["choices"], help=text + shown)
+                continue
+            if entry.default is not None:
+                text += f" (default: {entry.default})"
+            parser.add_argument(name, type=entry.type, default=entry.default,
+                                choices=entry.metadata["choices"], help=text)
 
     @classmethod
     def given(cls, arguments: argparse.Namespace) -> dict:
         """The keywords of Engine among parsed arguments."""
-        return {entry.name: getattr(arguments, entry.name) for entry in fields(cls)}
+        return {name: getattr(arguments, name) for name in cls.names()}
 
     def __post_init__(self):
-        for name, least in dict(gpu_cache_tokens=1, cpu_cache_tokens=0, chunk_size=1, max_batch_tokens=1, max_running=1).items():
-            if (value := getattr(self, name)) is not None:
-                require(type(value) is int and value >= least, name, f"an int of at least {least}", value)
+        least = dict(gpu_cache_tokens=1, cpu_cache_tokens=0, chunk_size=1, max_batch_tokens=1, max_running=1)
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            ok = value is None or type(value) is int and value >= smallest
+            require(ok, name, f"an int of at least {smallest}", value)
         for name in ("swap_threshold", "reserve"):
-            require(0 <= getattr(self, name) < 1, name, "a share of the slots, at least 0 and below 1", getattr(self, name))
+            value = getattr(self, name)
+            require(0 <= value < 1, name, "a share of the slots, at least 0 and below 1", value)
         for entry in fields(self):
-            if choices := entry.metadata["choices"]:
-                value = getattr(self, entry.name)
-                require(isinstance(value, type) or value in choices, entry.name, f"one of {', '.join(choices)}", value)
+            value, choices = getattr(self, entry.name), entry.metadata["choices"]
+            ok = choices is None or isinstance(value, type) or value in choices         # a policy may be a class
+            require(ok, entry.name, f"one of {', '.join(choices or ())}", value)

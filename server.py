@@ -37,12 +37,12 @@ from pathlib import Path
 from urllib.parse import parse_qsl, unquote
 
 from config import Config
-from engine import Engine, Handle, Reply
 from serving import live
 from serving.history import StaleTurn
 from serving.metrics import Metrics
 from serving.openai_api import API, Writer
 from serving.operations import OPERATIONS, APIError, ChatBody, Operation, ReplyBody, openapi, parse
+from serving.sessions import Answer, LiveTurn, Sessions
 
 MAX_BODY_BYTES = 2 * 2**20
 REQUEST_SECONDS = 30        # for a whole request to arrive
@@ -77,18 +77,19 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], engine: Engine, api_keys: list[str] = (),
+    def __init__(self, address: tuple[str, int], sessions: Sessions, api_keys: list[str] = (),
                  max_waiting: int = 256, max_connections: int = 800):
-        """engine: started. OSError if we cannot listen at the address."""
-        self.engine = engine
+        """sessions: started. OSError if we cannot listen at the address."""
+        self.sessions, self.engine = sessions, sessions.engine
+        config = sessions.engine.config
         self.owners = [(key.encode(), prefix_of(key)) for key in api_keys]
-        self.model_names = Path(engine.config.model).resolve().name, engine.config.model
-        self.api = API(engine, self.model_names)
-        self.metrics = Metrics(engine, self.model_names[0])
+        self.model_names = Path(config.model).resolve().name, config.model
+        self.api = API(sessions, self.model_names)
+        self.metrics = Metrics(self.engine, self.model_names[0])
         self.turns = deque(maxlen=TURNS_SHOWN)              # the last ones that are done, for /cache
         self.lock = threading.Lock()                        # guards at_work
         self.at_work = 0                                    # turns that run or wait
-        self.most_turns = engine.config.max_running + max_waiting
+        self.most_turns = config.max_running + max_waiting
         self.connections = threading.BoundedSemaphore(max_connections)
         self.deadlines: dict[socket.socket, float] = {}     # of the requests that are arriving
         self.stop_at: float | None = None                   # once it drains
@@ -153,12 +154,12 @@ class Server(ThreadingHTTPServer):
         """Until the engine fails, in a thread of its own. A failed attempt is repeated."""
         while not self.engine.failure:
             try:
-                self.engine.prune(max_age, max_bytes)
+                self.sessions.prune(max_age, max_bytes)
             except Exception as error:
                 traceback.print_exception(error)
             time.sleep(PRUNE_SECONDS)
 
-    def finish_turn(self, turn: Handle) -> Reply:
+    def finish_turn(self, turn: LiveTurn) -> Answer:
         """Waits until the turn is in the history, and shows where its context came from."""
         reply = turn.result()
         if reply.finish_reason == "cancelled":
@@ -379,7 +380,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def cancelled_if_gone(connection: socket.socket, turns: list[Handle]):
+def cancelled_if_gone(connection: socket.socket, turns: list[LiveTurn]):
     """Cancels the turns as soon as the client hangs up, even while we write nothing to it. At the end,
     cancels those that are not done: then writing, or another of the turns, has failed."""
     over = threading.Event()
@@ -436,6 +437,12 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     flag("--max-connections", 800, "connections that may be open; one more gets a 503")
     flag("--history-max-age-days", 30.0, "a conversation that is idle for longer is forgotten")
     flag("--history-max-bytes", 2**30, "while the history is larger, the longest idle is forgotten")
+    parser.add_argument("--history", metavar="FILE",
+                        help="the file that keeps all conversations (default: one for each model, beside "
+                             "server.py)")
+    parser.add_argument("--system-prompt", metavar="TEXT",
+                        help="a text, or a file with a text, that chats without a system message begin with; "
+                             "its KV-tokens are shared and never evicted (default: none)")
     Config.add_flags(parser)
     flags = parser.parse_args(argv)
     flags.history = flags.history or str(default_history(flags.model))
@@ -469,8 +476,11 @@ def open_server(flags: argparse.Namespace) -> Server:
         value = getattr(flags, name)
         if not value >= least:                          # also if it is not a number
             raise ValueError(f"{name} must be at least {least}, got {value}")
-    engine = Engine(**Config.given(flags)).start()
-    server = Server((flags.host, flags.port), engine, flags.api_key, flags.max_waiting, flags.max_connections)
+    options = Config.given(flags)
+    sessions = Sessions(options.pop("model"), history=flags.history, system_prompt=flags.system_prompt,
+                        **options)
+    server = Server((flags.host, flags.port), sessions.start(), flags.api_key, flags.max_waiting,
+                    flags.max_connections)
     history_limits = 86400 * flags.history_max_age_days, flags.history_max_bytes
     threading.Thread(target=server.prune_history, args=history_limits, daemon=True).start()
     return server
@@ -489,7 +499,7 @@ def serve(server: Server):
             sys.exit(f"server.py: {failure}")           # exits with 1
     finally:
         server.server_close()
-        server.engine.close()
+        server.sessions.close()
 
 
 def main():

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from typing import Iterable, NamedTuple
 
 SCHEMA_VERSION = 2
+BUSY_SECONDS = 5            # for which a write waits while another process holds the file
 SCHEMA = f"""
 CREATE TABLE meta (fingerprint TEXT NOT NULL);
 CREATE TABLE turn (
@@ -114,7 +115,7 @@ class History:
         if self._db.execute("SELECT fingerprint FROM meta").fetchone() != (fingerprint,):
             raise ValueError(f"{path} was written with another tokenizer or chat template, so its token ids mean something else "
                              "here: name another file for this model, or delete this one")
-        for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+        for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "busy_timeout = 20"):
             self._db.execute(f"PRAGMA {setting}")
 
     def head(self, conversation: str) -> Turn | None:
@@ -254,9 +255,28 @@ class History:
     @contextmanager
     def _writing(self):
         """A transaction: all or nothing, and nobody else writes meanwhile."""
-        with self._lock, self._db:
-            self._db.execute("BEGIN IMMEDIATE")
-            yield
+        self._begin()
+        try:
+            with self._db:
+                yield
+        finally:
+            self._lock.release()
+
+    def _begin(self):
+        """Takes the lock and begins a transaction. While another process holds the file, we try again for BUSY_SECONDS, and give up
+        the lock in between: our readers need not wait."""
+        deadline = time.monotonic() + BUSY_SECONDS
+        while True:
+            self._lock.acquire()
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                return
+            except BaseException as error:
+                self._lock.release()
+                is_busy = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
+                if not is_busy or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.02)
 
     def _head(self, conversation: str) -> Turn | None:
         row = self._db.execute(f"{TURNS} WHERE name = ?", (conversation,)).fetchone()

@@ -18,7 +18,8 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily as Counter, GaugeMetricFamily as Gauge, Metric
 from prometheus_client.registry import Collector
 
-from engine import Engine, Handle, Reply
+from engine import Engine
+from serving.sessions import Answer, LiveTurn
 
 # Seconds; the upper ends of the histograms' buckets.
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
@@ -120,7 +121,7 @@ class Metrics:
         self.inter_token = seconds("vllm:inter_token_latency_seconds", "Between two tokens of one reply.")
         self.end_to_end = seconds("vllm:e2e_request_latency_seconds", "From submission to the last token.")
 
-    def count(self, turn: Handle, reply: Reply):
+    def count(self, turn: LiveTurn, reply: Answer):
         """Counts a turn that has ended with "stop" or "length"."""
         request, times = turn.request, turn.request.times
         self.answers[reply.finish_reason].inc()

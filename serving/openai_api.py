@@ -19,13 +19,13 @@ import time
 from collections.abc import Iterable, Iterator
 from itertools import count
 
-from engine import Engine, Handle, Reply
 from sampling import LIMITS
 from scheduler import SOURCES
 from serving import live
 from serving.history import ConversationRecord, Turn, new_id
 from serving.operations import (APIError, ChatBody, ConversationBody, Item, ItemsBody, ItemsQuery, Message,
                                 MetadataBody, ReplyBody, ResponseBody)
+from serving.sessions import Answer, Busy, LiveTurn, Sessions
 
 
 class API:
@@ -36,9 +36,9 @@ class API:
     client names behind its own prefix, so what belongs to another key does not exist for it. owner: the
     prefix. id: the client's name for something, without the prefix."""
 
-    def __init__(self, engine: Engine, names: tuple[str, str]):
+    def __init__(self, sessions: Sessions, names: tuple[str, str]):
         """names: those that a client may call our model by. We use the first."""
-        self.engine, self.history = engine, engine.history
+        self.sessions, self.engine, self.history = sessions, sessions.engine, sessions.history
         self.names, self.model = names, names[0]
         self.created = int(time.time())
 
@@ -54,10 +54,8 @@ class API:
         messages = [plain(message) for message in body.messages]
         hint = body.conversation_id and owner + body.conversation_id
         first_options, *other_options = options_of_choices(options, body.n)
-        with self.engine.lock:                              # so that all choices go on from the same turn
-            first = self.engine.submit_chat(messages, hint, owner, **first_options)
-            others = [self.engine.submit_chat(messages, hint, owner, like=first, **options)
-                      for options in other_options]
+        first = self.sessions.submit_chat(messages, hint, owner, **first_options)
+        others = [self.sessions.another(first, owner, **options) for options in other_options]
         return ChatWriter([first, *others], owner, self.model, body)
 
     def create_response(self, owner: str, body: ResponseBody) -> "ResponseWriter":
@@ -70,7 +68,7 @@ class API:
             options["logprobs"] = body.top_logprobs or 0
         previous = body.previous_response_id and self._finished(owner, body.previous_response_id)
         note = body.model_dump(include=set(ECHOED), exclude_unset=True)
-        turn = self.engine.respond(
+        turn = self.sessions.respond(
             [plain(message) for message in body.input],
             conversation=name and self._conversation(owner, name).name,
             after=previous,
@@ -98,7 +96,7 @@ class API:
         if turn:
             turn.cancel()
         if not turn or self.history.turn(turn.id):          # it may have ended before it was cancelled
-            self.engine.delete(self._finished(owner, id))
+            self.sessions.delete(self._finished(owner, id))
         return dict(id=id, object="response", deleted=True)
 
     def cancel_response(self, owner: str, id: str) -> dict:
@@ -121,24 +119,25 @@ class API:
                     metadata=found.metadata or {}, cache=self._cache_of(owner, found))
 
     def update_conversation(self, owner: str, id: str, body: MetadataBody) -> dict:
-        with self.engine.lock:                              # nobody adds items meanwhile
-            self.history.update(self._conversation(owner, id)._replace(metadata=body.metadata))
+        if not self.sessions.update(owner + id, metadata=body.metadata):
+            raise missing("conversation", id)
         return self.retrieve_conversation(owner, id)
 
     def delete_conversation(self, owner: str, id: str) -> dict:
-        if owner + id not in self.engine.pending:           # its first turn may still run
+        if not self.sessions.answering(owner + id):         # it is in the history only after its first turn
             self._conversation(owner, id)
-        self.engine.forget(owner + id)
+        self.sessions.forget(owner + id)
         return dict(id=id, object="conversation.deleted", deleted=True)
 
     def create_items(self, owner: str, id: str, body: ItemsBody) -> dict:
         new = [identified(message) for message in body.items]
-        with self.engine.lock:
-            found = self._conversation(owner, id)
-            if found.name in self.engine.pending:
-                raise APIError(409, f"a response is being written in conversation {id}: add items when it is "
-                                    "done", code="conversation_locked")
-            self.history.update(found._replace(waiting=found.waiting + new))
+        try:
+            known = self.sessions.update(owner + id, new=new)
+        except Busy as error:
+            raise APIError(409, f"a response is being written in conversation {id}: add items when it is "
+                                "done", code="conversation_locked") from error
+        if not known:
+            raise missing("conversation", id)
         return listing([item(message) for message in new])
 
     def list_items(self, owner: str, id: str, query: ItemsQuery) -> dict:
@@ -177,10 +176,10 @@ class API:
             raise missing("finished response", id)
         return turn
 
-    def _unfinished(self, owner: str, id: str) -> Handle | None:
+    def _unfinished(self, owner: str, id: str) -> LiveTurn | None:
         """The turn of a response that is still being written. One that will not be stored has no
         conversation: it belongs to its connection alone."""
-        turn = self.engine.find(id.removeprefix("resp_")) if id.startswith("resp_") else None
+        turn = self.sessions.find(id.removeprefix("resp_")) if id.startswith("resp_") else None
         mine = turn and turn.conversation is not None and turn.conversation.startswith(owner)
         return turn if mine else None
 
@@ -279,17 +278,17 @@ def response(turn_id: str, model: str, conversation: str | None, note: dict, sta
         **{name: note.get(name, default) for name, default in ECHOED.items()})
 
 
-def logprobs_of(turn: Handle, first: int = 0) -> list[dict]:
-    """The log probabilities of the turn's tokens from number `first` on, if the client has asked for them.
-    Special tokens, which have no text, are left out."""
-    pieces = turn.engine.tokenizer.pieces
+def logprobs_of(turn: LiveTurn, start: int = 0, end: int | None = None) -> list[dict]:
+    """The log probabilities of the turn's tokens [start, end), if the client has asked for them. Special
+    tokens, which have no text, are left out."""
+    pieces = turn.tokenizer.pieces
 
     def entry(token: int, logprob: float) -> dict:
         piece = pieces[token]
         return dict(token=piece.decode(errors="replace"), logprob=max(logprob, -9999.0), bytes=list(piece))
 
     entries = []
-    for token, (logprob, most_likely) in zip(turn.token_ids[first:], (turn.logprobs or [])[first:]):
+    for token, (logprob, most_likely) in zip(turn.token_ids[start:end], (turn.logprobs or [])[start:end]):
         if token in pieces:
             top = [entry(*other) for other in most_likely if other[0] in pieces]
             entries.append(dict(entry(token, logprob), top_logprobs=top))
@@ -304,7 +303,7 @@ class Writer:
                         returns its reply
     failure(error)      the last event of a stream in which something went wrong
     """
-    turns: list[Handle]
+    turns: list[LiveTurn]
     stream: bool
 
 
@@ -312,15 +311,14 @@ class ChatWriter(Writer):
     """Each choice is a turn. The first goes on in the conversation; the others are branches beside it. We
     recognise whichever the client sends back. Their common prompt is computed once."""
 
-    def __init__(self, turns: list[Handle], owner: str, model: str, body: ChatBody):
+    def __init__(self, turns: list[LiveTurn], owner: str, model: str, body: ChatBody):
         self.turns, self.stream, self.include_usage = turns, body.stream, body.stream_options.include_usage
-        self.told = [0] * len(turns)        # of each choice: how many tokens' log probabilities are sent
         self.envelope = dict(id=f"chatcmpl-{turns[0].id}", created=int(time.time()), model=model,
                              conversation_id=turns[0].conversation.removeprefix(owner))
 
     def whole(self, *replies):
         choices = [dict(index=index, message=dict(role="assistant", content=reply.text, refusal=None),
-                        finish_reason=finish_reason(reply), logprobs=self.logprobs(index, 0))
+                        finish_reason=finish_reason(reply), logprobs=self.logprobs(index, 0, None))
                    for index, reply in enumerate(replies)]
         return dict(self.envelope, object="chat.completion", usage=self.usage(replies), choices=choices)
 
@@ -328,11 +326,13 @@ class ChatWriter(Writer):
         """All choices are generated at once, but sent one after another."""
         replies = []
         for index, turn in enumerate(self.turns):
-            yield self.chunk(index, dict(role="assistant", content=""))
-            for text in turn.pieces():
-                yield self.chunk(index, dict(content=text))
+            yield self.chunk(index, dict(role="assistant", content=""), 0, 0)
+            start = 0
+            for text, end in turn.progress():
+                yield self.chunk(index, dict(content=text), start, end)
+                start = end
             replies.append(finish(turn))
-            last = self.chunk(index, {}, finish_reason(replies[-1]))
+            last = self.chunk(index, {}, start, None, finish_reason(replies[-1]))
             yield last
         if self.include_usage:
             yield dict(last, choices=[], usage=self.usage(replies))
@@ -341,18 +341,19 @@ class ChatWriter(Writer):
     def failure(self, error):
         return error.body
 
-    def chunk(self, index: int, delta: dict, finish_reason: str | None = None) -> dict:
-        logprobs = self.logprobs(index, self.told[index])
-        self.told[index] = len(self.turns[index].token_ids)
+    def chunk(self, index: int, delta: dict, start: int, end: int | None,
+              finish_reason: str | None = None) -> dict:
+        """With the log probabilities of the tokens [start, end)."""
+        logprobs = self.logprobs(index, start, end)
         choice = dict(index=index, delta=delta, finish_reason=finish_reason, logprobs=logprobs)
         usage = dict(usage=None) if self.include_usage else {}
         return dict(self.envelope, object="chat.completion.chunk", choices=[choice], **usage)
 
-    def logprobs(self, index: int, first: int) -> dict | None:
+    def logprobs(self, index: int, start: int, end: int | None) -> dict | None:
         turn = self.turns[index]
-        return None if turn.logprobs is None else dict(content=logprobs_of(turn, first), refusal=None)
+        return None if turn.logprobs is None else dict(content=logprobs_of(turn, start, end), refusal=None)
 
-    def usage(self, replies: list[Reply]) -> dict:
+    def usage(self, replies: list[Answer]) -> dict:
         """The prompt counts once, as the first choice found it."""
         usage = replies[0].usage
         prompt, generated = usage["prompt_tokens"], sum(reply.usage["completion_tokens"] for reply in replies)
@@ -360,7 +361,7 @@ class ChatWriter(Writer):
                     prompt_tokens_details=prompt_details(usage))
 
 
-def finish_reason(reply: Reply) -> str:
+def finish_reason(reply: Answer) -> str:
     """APIError for a turn that was cancelled: chat completions have no word for it."""
     if reply.finish_reason == "cancelled":
         raise APIError(409, "the turn was cancelled, or its conversation deleted", code="cancelled")
@@ -370,12 +371,11 @@ def finish_reason(reply: Reply) -> str:
 class ResponseWriter(Writer):
     """A response is one turn. Its events are numbered."""
 
-    def __init__(self, turn: Handle, owner: str, model: str, stream: bool = False):
+    def __init__(self, turn: LiveTurn, owner: str, model: str, stream: bool = False):
         self.turn, self.turns, self.model, self.stream = turn, [turn], model, stream
         self.conversation = turn.conversation and turn.conversation.removeprefix(owner)
         self.note = dict(created_at=int(time.time())) | turn.note
         self.numbers = count()
-        self.told = 0                       # how many tokens' log probabilities are sent
 
     def whole(self, reply):
         status, item_status = STATUS[reply.finish_reason]
@@ -383,10 +383,11 @@ class ResponseWriter(Writer):
 
     def events(self, finish):
         yield from self.opening()
-        for text in self.turn.pieces():
-            logprobs = logprobs_of(self.turn, self.told)
-            self.told = len(self.turn.token_ids)
+        start = 0
+        for text, end in self.turn.progress():
+            logprobs = logprobs_of(self.turn, start, end)
             yield self.part_event("output_text.delta", delta=text, logprobs=logprobs)
+            start = end
         yield from self.closing(self.whole(finish(self.turn)))
 
     def failure(self, error):

@@ -45,8 +45,8 @@ def without_nulls(value: Any) -> Any:
 
 
 class Fields(BaseModel):
-    """A JSON object. Unknown fields are refused, and nothing is converted: "5" is not a number. A field with a
-    default may be left out."""
+    """A JSON object. Unknown fields are refused, and nothing is converted: "5" is not a number. A field with
+    a default may be left out."""
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     _leave_out_nulls = model_validator(mode="before")(without_nulls)
 

@@ -47,7 +47,7 @@ def make_checkpoint(directory: Path):
 
 
 @contextlib.contextmanager
-def serving(engine, **options):
+def serving(sessions, **options):
     """A server in this process; its `drained` is set once it has stopped by itself."""
     def loop():
         try:
@@ -55,7 +55,7 @@ def serving(engine, **options):
         except Drained:
             server.drained.set()
 
-    server = Server(("127.0.0.1", 0), engine.start(), **options)
+    server = Server(("127.0.0.1", 0), sessions.start(), **options)
     server.drained, thread = threading.Event(), threading.Thread(target=loop)
     thread.start()
     try:
@@ -64,7 +64,7 @@ def serving(engine, **options):
         server.shutdown()
         thread.join()
         server.server_close()
-        engine.close()
+        sessions.close()
 
 
 def connect(url, key="none"):

@@ -9,6 +9,7 @@ from transformers import (AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Lla
 
 from engine import Engine
 from eviction import POLICIES, RecomputeCost
+from serving.sessions import Sessions
 
 VOCAB, CONTEXT = 97, 256
 COST = RecomputeCost({32: 1e-3, 256: 3e-3}, rest=1e-3)
@@ -88,8 +89,8 @@ def test_interleaved_conversations_are_exact(checkpoint, switches, device="cpu")
 def test_branches_are_exact(checkpoint, policy, device="cpu"):
     """Every turn is the base of one more branch, now and then of two that are answered together; the tiers hold a fraction of them."""
     directory, model = checkpoint
-    engine = Engine(directory, cost=COST, debug=True, device=device, dtype="float32", gpu_cache_tokens=192, cpu_cache_tokens=96, chunk_size=8,
-                    max_batch_tokens=48, max_running=4, policy=policy)
+    sessions = Sessions(directory, cost=COST, debug=True, device=device, dtype="float32", gpu_cache_tokens=192, cpu_cache_tokens=96, chunk_size=8,
+                        max_batch_tokens=48, max_running=4, policy=policy)
     rng, contexts = random.Random(3), {None: []}                 # by turn
     for i in range(16):
         handles = []
@@ -98,14 +99,14 @@ def test_branches_are_exact(checkpoint, policy, device="cpu"):
             context = contexts[base] + [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 30))]
             if len(context) < 150:
                 prompt = context[len(contexts[base]):]
-                handles.append((context, engine.submit(prompt, f"{i}.{j}", base=base and engine.history.turn(base), max_tokens=12, ignore_eos=True)))
+                handles.append((context, sessions.submit(prompt, f"{i}.{j}", base=base and sessions.history.turn(base), max_tokens=12, ignore_eos=True)))
         for context, handle in handles:
             reply = handle.result().token_ids
             assert_exact(model, context, reply)
             contexts[handle.id] = context + reply
-    stats = engine.stats()
+    stats = sessions.engine.stats()
     assert min(stats[name] for name in ("prompt_tokens_gpu", "prompt_tokens_cpu", "prompt_tokens_recomputed")) > 0
-    engine.close()
+    sessions.close()
 
 
 @pytest.mark.gpu

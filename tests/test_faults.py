@@ -18,8 +18,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import server as server_module
-from engine import Engine
 from serving.operations import OPERATIONS, ChatBody, ReplyBody, ResponseBody
+from serving.sessions import Sessions
 from server import Handler
 from clients import CONTEXT, ask, connect, eventually, fetch, posting, serving, user
 
@@ -31,9 +31,9 @@ LONG = dict(messages=[user("long")], stream=True, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    engine = Engine(str(checkpoint), gpu_cache_tokens=2 * CONTEXT, cpu_cache_tokens=CONTEXT, max_running=2,
-                    debug=True)
-    with serving(engine, max_waiting=2, max_connections=40) as server:
+    sessions = Sessions(checkpoint, gpu_cache_tokens=2 * CONTEXT, cpu_cache_tokens=CONTEXT, max_running=2,
+                        debug=True)
+    with serving(sessions, max_waiting=2, max_connections=40) as server:
         yield server
 
 
@@ -129,8 +129,8 @@ def test_500_slow_and_silent_connections_beside_a_normal_client(checkpoint):
             ask(client, [user("Hi")], extra_body=dict(ignore_eos=True))
             return time.monotonic() - begin
         return quantiles([seconds() for _ in range(300)], n=100)[98]
-    engine = Engine(str(checkpoint), gpu_cache_tokens=2 * CONTEXT, cpu_cache_tokens=CONTEXT)
-    with serving(engine) as server, connect(server.url) as client, contextlib.ExitStack() as stack:
+    sessions = Sessions(checkpoint, gpu_cache_tokens=2 * CONTEXT, cpu_cache_tokens=CONTEXT)
+    with serving(sessions) as server, connect(server.url) as client, contextlib.ExitStack() as stack:
         quiet = p99(client)
         connections = [stack.enter_context(socket.create_connection(server.server_address, timeout=30))
                        for _ in range(500)]
@@ -152,8 +152,8 @@ def test_500_slow_and_silent_connections_beside_a_normal_client(checkpoint):
 @pytest.mark.parametrize("clients", [40, pytest.param(200, marks=pytest.mark.soak)])
 def test_clients_that_vanish_in_mid_stream(server, clients):
     """All slots come back, and nobody's turn is kept."""
-    engine, chance = server.engine, random.Random(clients)
-    before, conversations = engine.stats(), engine.history.conversations()
+    engine, history, chance = server.engine, server.sessions.history, random.Random(clients)
+    before, conversations = engine.stats(), history.conversations()
     def vanish(n):
         with socket.create_connection(server.server_address, timeout=30) as connection:
             connection.sendall(posting(LONG | dict(messages=[user(str(n))])))
@@ -166,7 +166,7 @@ def test_clients_that_vanish_in_mid_stream(server, clients):
     after = engine.stats()
     free_before = before["slots_free"], before["cpu_chunks_free"]
     assert (after["slots_free"], after["cpu_chunks_free"]) >= free_before
-    assert engine.history.conversations() == conversations
+    assert history.conversations() == conversations
 
 
 # ---- the end
@@ -254,7 +254,7 @@ def test_kill_9_under_load(zygote, checkpoint, tmp_path, kills):
         for thread in threads:
             thread.join()
     assert count() >= kills
-    uninterrupted = Engine(str(checkpoint), gpu_cache_tokens=2 * CONTEXT, cpu_cache_tokens=CONTEXT)
+    uninterrupted = Sessions(checkpoint, gpu_cache_tokens=2 * CONTEXT, cpu_cache_tokens=CONTEXT)
     with serving(uninterrupted) as server, connect(server.url) as client:
         for turns in told.values():
             name = client.conversations.create().id
@@ -264,16 +264,16 @@ def test_kill_9_under_load(zygote, checkpoint, tmp_path, kills):
 def test_a_full_disk(checkpoint, tmp_path):
     """SQLite's own error: the client is told, nothing of the turn remains, and with space again all
     goes on."""
-    engine = Engine(str(checkpoint), gpu_cache_tokens=CONTEXT, cpu_cache_tokens=256, debug=True,
-                    history=tmp_path / "history")
-    with serving(engine) as server, connect(server.url) as client:
+    sessions = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=256, debug=True,
+                        history=tmp_path / "history")
+    with serving(sessions) as server, connect(server.url) as client:
         def say(text, **more):
             return client.responses.create(model="ascii", input=text, conversation=name, max_output_tokens=8,
                                            extra_body=dict(ignore_eos=True), **more)
         name = client.conversations.create().id
         first = say("one")
-        pages = engine.history._db.execute("PRAGMA page_count").fetchone()[0]
-        engine.history._db.execute(f"PRAGMA max_page_count = {pages}")
+        pages = sessions.history._db.execute("PRAGMA page_count").fetchone()[0]
+        sessions.history._db.execute(f"PRAGMA max_page_count = {pages}")
         long = "two " * 400
         with pytest.raises(openai.InternalServerError, match="full"):
             say(long)
@@ -282,7 +282,7 @@ def test_a_full_disk(checkpoint, tmp_path):
         with pytest.raises(openai.APIError, match="full"):
             list(client.chat.completions.create(model="ascii", messages=[user(long)], max_tokens=4,
                                                 stream=True))
-        engine.history._db.execute("PRAGMA max_page_count = 1000000")
+        sessions.history._db.execute("PRAGMA max_page_count = 1000000")
         second = say("two")
         assert second.usage.input_tokens < first.usage.total_tokens + 10
         assert len(client.conversations.items.list(name).data) == 4 and idle(server)
@@ -418,8 +418,9 @@ def test_mixed_traffic(checkpoint, tmp_path):
     that fails now and then: integrity is checked at every step; throughput is steady; memory,
     threads, file descriptors and the history do not grow."""
     seconds, slots, samples = float(os.environ.get("SOAK_SECONDS", 600)), 3 * CONTEXT // 8, []
-    engine = Engine(str(checkpoint), gpu_cache_tokens=slots, cpu_cache_tokens=slots, max_running=6,
-                    debug=True, history=tmp_path / "history")
+    sessions = Sessions(checkpoint, gpu_cache_tokens=slots, cpu_cache_tokens=slots, max_running=6,
+                        debug=True, history=tmp_path / "history")
+    engine = sessions.engine
     execute, chance = engine.worker.execute, random.Random(0)
     def flaky(batch):
         if batch.spans and chance.random() < 1e-4:
@@ -460,12 +461,12 @@ def test_mixed_traffic(checkpoint, tmp_path):
         samples.append((engine.stats()["generated_tokens"], resident_bytes(), threading.active_count(),
                         len(os.listdir("/proc/self/fd")), history))
 
-    with serving(engine) as server, ThreadPoolExecutor(10) as pool:
+    with serving(sessions) as server, ThreadPoolExecutor(10) as pool:
         end = time.monotonic() + seconds
         talking = pool.map(talk, range(10))
         for n in range(20):
             time.sleep(max(end - seconds * (19 - n) / 20 - time.monotonic(), 0))
-            engine.prune(max_age=3600, max_bytes=2**20)
+            sessions.prune(max_age=3600, max_bytes=2**20)
             measure()
         list(talking)                                       # raises what went wrong
         eventually(lambda: idle(server), 30)

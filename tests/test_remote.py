@@ -5,8 +5,8 @@ import sys
 import pytest
 
 import bench
-from engine import Engine
 from experiments.remote import RemoteEngine
+from serving.sessions import Sessions
 from clients import serving
 from experiments.workload import Conversation, Turn
 
@@ -16,7 +16,7 @@ USERS = [Conversation(str(n), [Turn(30, 6), Turn(30, 5, think_seconds=0.02), Tur
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(Engine("tiny_chat"), api_keys=["secret"]) as server:
+    with serving(Sessions("tiny_chat"), api_keys=["secret"]) as server:
         yield server
 
 

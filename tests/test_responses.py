@@ -7,7 +7,7 @@ import urllib.request
 
 import pytest
 
-from engine import Engine
+from serving.sessions import Sessions
 from clients import CONTEXT, ask, connect, eventually, fetch, serving, user
 
 openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
@@ -17,17 +17,17 @@ SOURCES = ("gpu", "cpu", "recomputed", "new")
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    engine = Engine(str(checkpoint), gpu_cache_tokens=3 * CONTEXT, cpu_cache_tokens=3 * CONTEXT,
-                    max_running=4, debug=True)
-    with serving(engine) as server:
+    sessions = Sessions(checkpoint, gpu_cache_tokens=3 * CONTEXT, cpu_cache_tokens=3 * CONTEXT,
+                        max_running=4, debug=True)
+    with serving(sessions) as server:
         yield server
 
 
 @pytest.fixture
 def empty(checkpoint):
     """Another server, with nothing in it, and a check that there is nothing in it again."""
-    with serving(Engine(str(checkpoint), gpu_cache_tokens=CONTEXT, cpu_cache_tokens=CONTEXT,
-                        debug=True)) as server:
+    with serving(Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=CONTEXT,
+                          debug=True)) as server:
         def nothing_left():
             stats = server.engine.stats()
             free = stats["slots_free"], stats["cpu_chunks_free"]
@@ -57,7 +57,7 @@ def items(client, conversation):
 
 
 def stored(server):
-    return server.engine.history._db.execute("SELECT count(*) FROM turn").fetchone()[0]
+    return server.sessions.history._db.execute("SELECT count(*) FROM turn").fetchone()[0]
 
 
 # ---- responses
@@ -151,13 +151,13 @@ def test_two_answers_to_one_response_are_two_branches(client):
 
 def test_what_is_not_stored_leaves_nothing(client, server):
     first = respond(client, "keep this")
-    before, names = stored(server), server.engine.history.conversations()
+    before, names = stored(server), server.sessions.history.conversations()
     for previous in (None, first.id):
         made = respond(client, "forget this", previous_response_id=previous, store=False)
         assert made.output_text and not made.store and made.conversation is None
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(made.id)
-    assert (stored(server), server.engine.history.conversations()) == (before, names)
+    assert (stored(server), server.sessions.history.conversations()) == (before, names)
     assert respond(client, "go on", previous_response_id=first.id).conversation.id == first.conversation.id
 
 
@@ -424,7 +424,7 @@ def test_combinations_and_what_is_missing(client):
 # ---- log probabilities
 
 def test_logprobs(client, server):
-    tokenizer = server.engine.tokenizer
+    tokenizer = server.sessions.tokenizer
     chat = client.chat.completions.create(model="ascii", messages=[user("Hi")], max_tokens=6, logprobs=True,
                                           top_logprobs=2, extra_body=dict(ignore_eos=True))
     content = chat.choices[0].logprobs.content
@@ -453,8 +453,8 @@ def test_logprobs(client, server):
 # ---- owners
 
 def test_each_key_has_its_own_world(checkpoint):
-    engine = Engine(str(checkpoint), gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0)
-    with (serving(engine, api_keys=["ada", "bob"]) as server,
+    sessions = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0)
+    with (serving(sessions, api_keys=["ada", "bob"]) as server,
           connect(server.url, "ada") as ada,
           connect(server.url, "bob") as bob):
         conversation = ada.conversations.create(items=[user("secret")]).id
@@ -495,9 +495,9 @@ def test_each_key_has_its_own_world(checkpoint):
 def test_the_cache_as_it_changes(checkpoint):
     """Someone watches while three conversations share tiers that are too small: every kind of move is
     told, and the last picture is that of GET /cache."""
-    engine = Engine(str(checkpoint), gpu_cache_tokens=256, cpu_cache_tokens=128, chunk_size=16, debug=True)
-    events = []
-    with serving(engine) as server, connect(server.url) as client:
+    sessions = Sessions(checkpoint, gpu_cache_tokens=256, cpu_cache_tokens=128, chunk_size=16, debug=True)
+    engine, events = sessions.engine, []
+    with serving(sessions) as server, connect(server.url) as client:
         def watch():
             with urllib.request.urlopen(server.url + "/cache/events", timeout=30) as feed:
                 events.extend(json.loads(line[6:]) for line in feed if line.startswith(b"data: "))

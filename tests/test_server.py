@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine import Engine
 from serving.history import History
+from serving.sessions import Sessions
 from server import MAX_BODY_BYTES, Handler, parse_flags
 from clients import CONTEXT, ROOT, ask, connect, eventually, fetch, hang_up_after, program, raw, serving, user
 
@@ -20,9 +20,9 @@ openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.tx
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    engine = Engine(str(checkpoint), gpu_cache_tokens=3 * CONTEXT, cpu_cache_tokens=3 * CONTEXT,
-                    max_running=2, debug=True)
-    with serving(engine) as server:
+    sessions = Sessions(checkpoint, gpu_cache_tokens=3 * CONTEXT, cpu_cache_tokens=3 * CONTEXT,
+                        max_running=2, debug=True)
+    with serving(sessions) as server:
         yield server
 
 
@@ -359,7 +359,7 @@ def test_early_bytes_of_the_next_request(server):
 
 
 def test_api_key(checkpoint):
-    with serving(Engine(str(checkpoint), gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0),
+    with serving(Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0),
                  api_keys=["señor"]) as server:
         with connect(server.url, "wrong") as client, pytest.raises(openai.AuthenticationError):
             ask(client, [user("Hi")])
@@ -376,17 +376,17 @@ def test_api_key(checkpoint):
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
 def test_who_hangs_up_cancels_the_turn(server, stream, n):
-    before, conversations = server.engine.stats(), server.engine.history.conversations()
+    before, conversations = server.engine.stats(), server.sessions.history.conversations()
     # as long as the context allows
     body = dict(messages=[user("long")], stream=stream, n=n, ignore_eos=True)
     enough = before["generated_tokens"] + 5
     hang_up_after(server, body, lambda: server.engine.stats()["generated_tokens"] > enough)
-    eventually(lambda: not server.at_work and not server.engine.pending)
+    eventually(lambda: not server.at_work and not server.sessions.turns)
     after = server.engine.stats()
     assert after["running"] == after["waiting"] == 0
     assert after["cancelled"] == before["cancelled"] + n and after["finished"] == before["finished"]
     assert after["slots_free"] >= before["slots_free"]
-    assert server.engine.history.conversations() == conversations
+    assert server.sessions.history.conversations() == conversations
 
 
 def test_who_hangs_up_leaves_the_queue(server):
@@ -405,7 +405,7 @@ def test_who_hangs_up_leaves_the_queue(server):
 def test_nothing_is_done_before_it_is_committed(server, client, monkeypatch):
     def full(*args):
         raise RuntimeError("the disk is full")
-    monkeypatch.setattr(server.engine.history, "commit", full)
+    monkeypatch.setattr(server.sessions.history, "commit", full)
     with pytest.raises(openai.InternalServerError, match="disk is full"):
         ask(client, [user("Hi")])
     chunks = []
@@ -417,14 +417,14 @@ def test_nothing_is_done_before_it_is_committed(server, client, monkeypatch):
     # what fails one choice ends all
     with pytest.raises(openai.InternalServerError, match="disk is full"):
         ask(client, [user("Hi")], n=4)
-    assert not server.engine.pending
+    assert not server.sessions.turns
     monkeypatch.undo()
     assert ask(client, [user("Hi")])
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_has_failed(checkpoint, monkeypatch):
-    with (serving(Engine(str(checkpoint), gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0)) as server,
+    with (serving(Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0)) as server,
           connect(server.url) as client):
         def burn(batch):
             raise RuntimeError("the GPU is on fire")
@@ -489,9 +489,9 @@ def test_kill_9(checkpoint, zygote, tmp_path):
             messages.append(dict(role="assistant", content=ask(client, messages, **options)[0]))
         return messages
 
-    with (serving(Engine(str(checkpoint), gpu_cache_tokens=CONTEXT, cpu_cache_tokens=CONTEXT)) as server,
+    with (serving(Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=CONTEXT)) as server,
           connect(server.url) as client):
-        uninterrupted, fingerprint = converse(client, [], texts), server.engine.tokenizer.fingerprint
+        uninterrupted, fingerprint = converse(client, [], texts), server.sessions.tokenizer.fingerprint
     pid, url = zygote.start(checkpoint, history, "--gpu-cache-tokens", "2048")
     with connect(url) as client:
         told = converse(client, [], texts[:3])

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from engine import Engine
+from serving.sessions import Sessions
 from serving.tokenizer import GUARD, LibraryBackend, TextStream, TiktokenBackend, load_tokenizer
 
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -373,12 +373,12 @@ def test_a_llama2_checkpoint_chats_as_transformers(tmp_path):
         vocab_size=library.get_vocab_size(), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, initializer_range=0.3)).eval()
     theirs.save_pretrained(tmp_path)
-    engine = Engine(str(tmp_path), dtype="float32", device="cpu")
+    sessions = Sessions(tmp_path, dtype="float32", device="cpu")
     messages, ids = [], transformers_ids(library, LLAMA2_TEMPLATE, CHAT[1:2], bos_token="<s>", eos_token="</s>")
     for said in ("Hi, I'm Ada 👋🏽", " 你好, naïve ", "Bye"):
         if messages:
             ids += ours.turn(messages, [{"role": "user", "content": said}], ids[-1])
-        reply = engine.chat(said, conversation="c", max_tokens=8)
+        reply = sessions.chat(said, conversation="c", max_tokens=8)
         expected = theirs.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0, len(ids):].tolist()
         assert reply.token_ids == expected and reply.text == ours.decode(expected)
         ids += expected

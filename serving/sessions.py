@@ -1,0 +1,513 @@
+"""Conversations as clients know them: text, names, and turns that survive a crash.
+
+    client's thread     claim the conversation, read its history, tokenise -> submit ... read pieces()
+    engine's owner                                                            every token becomes text
+    history's thread                                                            commit -> readers are told
+
+`Sessions` has an engine, which knows token ids; a history, which keeps turns; and a tokenizer. From the
+messages of a client it makes a turn: which token ids to append to which conversation. Tokens that are cached
+must never be tokenised again, since other ids for the same text would be another prefix. So we tokenise only
+new messages. A client that resends its whole history is recognised by the text; a client that sends only new
+messages says after which turn. The turn goes on in the conversation that ends there, or branches off.
+
+A turn *claims* its conversation before it reads the history, and keeps it until it is committed. So a
+conversation has one unfinished turn at most. The owner of the engine never touches the history's file:
+while another process holds that file, all streams go on, and only turns that must be committed wait.
+
+Invariants:
+- A turn is committed before its readers are told that it is done, and before the next turn of its
+  conversation starts.
+- A turn that fails, is cancelled, or cannot be committed leaves no trace in the history or in the cache.
+- The messages of a turn and those before it, rendered by the template, are the text of the tokens before the
+  turn's reply.
+"""
+import json
+import os.path
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from config import require
+from engine import Engine, Handle, Outbox, Reply
+from serving.history import History, StaleTurn, Turn, new_id
+from serving.tokenizer import TextStream, Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Answer(Reply):
+    text: str           # without special tokens and the stop string; empty if there is no tokenizer
+
+
+class Busy(Exception):
+    """The conversation is being answered."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The token ids that a turn appends, and to what."""
+    prompt: list[int]
+    messages: list[dict]        # the visible messages that `prompt` stands for
+    after: Turn | None          # the turn before this one, if there is one
+    # None: the prompt continues the context of `after`. A number: the prompt is a context of its own, computed
+    # from nothing, and so many of `messages` come from earlier turns.
+    carried: int | None
+    note: dict                  # is kept with the turn
+
+
+class LiveTurn:
+    """A turn that is not in the history yet. Read it as text with `pieces()`, as token ids by iterating, or
+    whole with `result()`.
+
+    Any number of threads may read it, any number of times. Nobody has to: it is committed all the same."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, stop: list[str] = ()):
+        self.id = new_id()                          # of the turn in the history, too
+        self.conversation: str | None = None        # the name that it has claimed
+        self.plan: Plan | None = None
+        self.handle: Handle | None = None           # since it was submitted to the engine
+        self.cancelled = False
+        self.tokenizer = tokenizer
+        self.stream = TextStream(tokenizer, stop) if tokenizer else None
+        self.texts = Outbox(engine)                 # of every token the text that it made certain, and the rest
+        self.reply: Answer | None = None            # then either this is set
+        self.error: Exception | None = None         # or this
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.handle
+        self.result()                               # its last token is not told before it is committed
+
+    def pieces(self) -> Iterator[str]:
+        """The text as it grows."""
+        for text, _ in self.progress():
+            yield text
+
+    def progress(self) -> Iterator[tuple[str, int]]:
+        """The text as it grows, each time with the number of tokens that have been read up to there."""
+        told, tokens = "", 0
+        for new in self.texts.news():
+            told, tokens = told + "".join(new), tokens + len(new)
+            if told:
+                yield told, tokens
+                told = ""
+        self.result()                               # raises the error, if there is one
+
+    def result(self) -> Answer:
+        """Wait until the turn is committed. Raises the error of a turn that has failed."""
+        self.texts.wait()
+        if self.error:
+            raise self.error
+        return self.reply
+
+    def wait(self):
+        """Until the turn has settled, whatever comes of it."""
+        self.texts.wait()
+
+    def cancel(self):
+        """End the turn early, so that it leaves no trace. It has settled when this returns; its finish_reason
+        is "cancelled", unless it was complete already."""
+        self.cancelled = True                       # in case that it is not submitted yet
+        if self.handle:
+            self.handle.cancel()
+        self.wait()
+
+    @property
+    def note(self) -> dict:
+        return self.plan.note
+
+    @property
+    def text(self) -> str:
+        """So far."""
+        return "".join(self.texts.items)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """So far."""
+        return self.handle.token_ids
+
+    @property
+    def logprobs(self) -> list | None:
+        return self.handle.logprobs
+
+    @property
+    def request(self):
+        return self.handle.request
+
+    @property
+    def submitted(self) -> float:
+        return self.handle.submitted
+
+    # ---- the writer's side
+
+    def reads(self, token: int) -> bool:
+        """The engine's owner brings a token. True if a stop string is complete."""
+        if self.stream is None:
+            return False
+        self.texts.put(self.stream.push(token))
+        return self.stream.stopped
+
+    def reads_the_rest(self, token_ids: list[int]):
+        if self.stream:
+            for token in token_ids[len(self.texts.items):]:     # a stop token was not brought
+                self.reads(token)
+            self.texts.put(self.stream.finish())
+
+    def settle(self, reply: Answer | None, error: Exception | None):
+        """Tell the readers."""
+        self.reply, self.error = reply, error
+        self.texts.close()
+
+
+class Sessions:
+    """Any thread may call any method."""
+
+    def __init__(self, engine: Engine | str | Path = "tiny_chat", *, history: History | str | Path | None = None,
+                 system_prompt: str | None = None, **flags):
+        """engine: one of your own, which nobody else submits to; or the model of a new one, then with its
+        flags. history: a file; by default memory. system_prompt: a text, or a file with a text, that every
+        chat without a system message begins with. ValueError for flags that cannot be served."""
+        if isinstance(engine, Engine):
+            require(not flags, "flags", "left out, since the engine has its own", flags)
+        else:
+            engine = Engine(engine, **flags)
+        self.engine = engine
+        self.tokenizer = load_tokenizer(engine.directory) if engine.directory else None
+        self.history = history if isinstance(history, History) else self._open_history(history)
+        self.turns: dict[str, LiveTurn] = {}        # by conversation, which each of them has claimed
+        self.claiming = threading.Lock()
+        self.writer: ThreadPoolExecutor | None = None           # one thread; without it commits are made inline
+        self.system = self._designate(system_prompt) if system_prompt else []
+        engine.forgets_cold = True                  # the history has the tokens
+
+    def _open_history(self, file: str | Path | None) -> History:
+        fingerprint = f"raw token ids below {self.engine.worker.vocab_size}"
+        if self.tokenizer:
+            fingerprint = self.tokenizer.fingerprint
+        return History(str(file or ":memory:"), fingerprint)
+
+    def start(self) -> "Sessions":
+        """From now on one thread steps the engine, and another one writes the history."""
+        self.writer = self.writer or ThreadPoolExecutor(1, "history")
+        self.engine.start()
+        return self
+
+    def close(self):
+        """Cancel all turns, close engine and history. Every turn that was told to be done is kept."""
+        self.engine.close()
+        if self.writer:
+            self.writer.shutdown()
+        self.history.close()
+
+    # ---- from messages to turns
+
+    def chat(self, text: str, conversation: str | None = None, **options) -> Answer:
+        """Send one message and wait for the answer. options: see `submit`."""
+        return self.respond([dict(role="user", content=text)], conversation, **options).result()
+
+    def submit_chat(self, messages: list[dict], hint: str | None = None, owner: str = "", stop=(),
+                    **options) -> LiveTurn:
+        """A client resends the visible history, with new messages at its end. The longest part that we
+        remember goes on: in its conversation if that ends there and is idle, else in a new branch.
+
+        hint: the client's name for its conversation. It decides between equals and names a new conversation;
+        it opens nothing. owner: the prefix of the names of this client. options: see `submit`."""
+        system = self._prompted(messages)
+        messages = system + messages
+        note = dict(system=system[0]["content"] if system else None)
+        with self._beginning(stop) as live:
+            turn, matched = self.history.match(messages, hint, owner) or (None, 0)
+            self._claim_after(live, turn, hint, owner)
+            new = messages[matched:]
+            prompt = self._tokenize(messages[:matched], new, turn and turn.last_token)
+            carried = len(system) if system and not turn else None          # no client has sent the system prompt
+            return self._submit(live, Plan(prompt, new, turn, carried, note), **options)
+
+    def another(self, turn: LiveTurn, owner: str = "", stop=(), **options) -> LiveTurn:
+        """One more answer to the prompt of a live turn, in a branch of its own. The prompt is computed once
+        for both."""
+        with self._beginning(stop) as live:
+            self._claim(live, f"{owner}conv_{new_id()}")
+            return self._submit(live, turn.plan, like=turn.handle, **options)
+
+    def respond(self, new: list[dict], conversation: str | None = None, *, after: Turn | None = None,
+                owner: str | None = None, instructions: str | None = None, truncate: bool = False,
+                note: dict | None = None, stop=(), **options) -> LiveTurn:
+        """A client sends only new messages: to a conversation, which may be busy or not exist yet, or after
+        any turn. Two answers to the same turn are two branches.
+
+        owner: the prefix of the name of a conversation that is made for it; None: none is made, and nothing
+        is kept. instructions: the system message of this turn alone; by default the system prompt.
+        truncate: drop old messages if less than max_tokens (by default a quarter of the limit) would be left
+        for the reply. note: kept with the turn. options: see `submit`."""
+        with self._beginning(stop) as live:
+            if conversation is not None:
+                self._claim(live, conversation)     # only now: what the template owes depends on the reply before
+                if record := self.history.record(conversation):
+                    after, new = self.history.head(conversation), record.waiting + new
+            elif owner is not None:
+                self._claim_after(live, after, None, owner)
+            room = None
+            if truncate:
+                room = options.get("max_tokens") or self.engine.scheduler.limit // 4
+            plan = self._plan(after, new, instructions, room, note or {})
+            return self._submit(live, plan, **options)
+
+    def submit(self, prompt: list[int], conversation: str | None = None, *, base: Turn | None = None, stop=(),
+               **options) -> LiveTurn:
+        """Append token ids to a conversation (None: a one-off, nothing is kept) and generate a reply. If the
+        conversation is busy, wait until its turn has settled.
+
+        base: where a conversation that does not exist yet branches off. stop: a string, or several, that end
+        the reply. options: max_tokens, ignore_eos and the fields of Sampling, see Engine.submit. ValueError
+        for what cannot be served."""
+        with self._beginning(stop) as live:
+            after = base
+            if conversation is not None:
+                self._claim(live, conversation)
+                after = self.history.head(conversation) or base
+            return self._submit(live, Plan(prompt, [], after, None, {}), **options)
+
+    def generate(self, prompt: list[int], conversation: str | None = None, **options) -> Answer:
+        """Submit, and wait for the answer."""
+        return self.submit(prompt, conversation, **options).result()
+
+    def _plan(self, after: Turn | None, new: list[dict], instructions: str | None, room: int | None,
+              note: dict) -> Plan:
+        """How `new` messages go on after a turn. room: tokens to leave for the reply, or None.
+
+        Every token sees the system message. If it is the one that the turn before had, and there is room, the
+        cached context goes on, and only `new` is tokenised. In all other cases the context starts anew, with
+        the visible messages so far."""
+        before = self.history.messages(after.id) if after else []
+        had = json.loads(after.note).get("system") if after else None
+        earlier = before if had is None else before[1:]
+        first = self._prompted(earlier + new)
+        if instructions is not None:
+            first = [dict(role="system", content=instructions)]
+        system = first[0]["content"] if first else None
+        note = dict(note, system=system)
+        if after and had == system:
+            prompt = self._tokenize(before, new, after.last_token)
+            if self._fits(after.length + len(prompt), room):
+                return Plan(prompt, new, after, None, note)
+        return self._plan_anew(after, first, earlier, new, room, note)
+
+    def _plan_anew(self, after: Turn | None, first: list[dict], earlier: list[dict], new: list[dict],
+                   room: int | None, note: dict) -> Plan:
+        """A context of its own: the system message, then as many messages as leave `room`. The first of these
+        is a user's, wherever we cut. If even the shortest is too long, the engine will say so."""
+        messages = earlier + new
+        starts = [0] + [i for i, message in enumerate(messages) if i > 0 and message["role"] == "user"]
+        for start in starts:
+            prompt = self._tokenize([], first + messages[start:], None)
+            if self._fits(len(prompt), room):
+                break
+        carried = len(first) + max(len(earlier) - start, 0)
+        return Plan(prompt, first + messages[start:], after, carried, note)
+
+    def _fits(self, length: int, room: int | None) -> bool:
+        return room is None or length + room <= self.engine.scheduler.limit
+
+    def _tokenize(self, before: list[dict], new: list[dict], last_token: int | None) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(f"{self.engine.config.model} has no tokenizer: it serves token ids only, "
+                             "use generate()")
+        return self.tokenizer.turn(before, new, last_token)
+
+    def _designate(self, prompt: str) -> list[dict]:
+        """The system prompt as a message. The tokens that all contexts under it begin with are computed once,
+        and never evicted."""
+        content = Path(prompt).read_text("utf-8") if os.path.isfile(prompt) else prompt
+        system = [dict(role="system", content=content)]
+        a, b = ([dict(role="user", content=text)] for text in "ab")
+        try:
+            contexts = [self._tokenize([], system + user, None) for user in (a, b)]
+        except ValueError as error:
+            model = self.engine.config.model
+            raise ValueError(f"system_prompt cannot be used with {model}: {error}") from error
+        require(contexts[0] != self._tokenize([], a, None), "system_prompt",
+                "left out, since this model's chat template shows no system message", prompt)
+        self.engine.designate(os.path.commonprefix(contexts))
+        return system
+
+    def _prompted(self, messages: list[dict]) -> list[dict]:
+        """The system prompt, unless the messages bring a system message of their own."""
+        return self.system if messages and messages[0].get("role") != "system" else []
+
+    # ---- the life of a turn: claim, submit, commit, tell
+
+    @contextmanager
+    def _beginning(self, stop: str | list[str]) -> Iterator[LiveTurn]:
+        """A new live turn. If it fails before it is submitted, its conversation is free again."""
+        stop = [stop] if isinstance(stop, str) else stop or []
+        require(isinstance(stop, (list, tuple)) and all(isinstance(text, str) for text in stop), "stop",
+                "a string or a list of strings", stop)
+        require(not stop or self.tokenizer is not None, "stop",
+                "left out, since this checkpoint has no tokenizer", stop)
+        live = LiveTurn(self.engine, self.tokenizer, stop)
+        try:
+            yield live
+        except BaseException as error:
+            self._release(live)
+            live.settle(None, error)
+            raise
+
+    def _claim(self, live: LiveTurn, name: str):
+        """From now on the conversation is the turn's alone. Waits for the turn that has it now."""
+        require(isinstance(name, str), "conversation", "a string or None", name)
+        while (holder := self._claim_if_free(live, name)) is not live:
+            holder.wait()
+
+    def _claim_if_free(self, live: LiveTurn, name: str) -> LiveTurn:
+        """Returns the turn that has the conversation now: `live`, if it was free."""
+        with self.claiming:
+            holder = self.turns.setdefault(name, live)
+        if holder is live:
+            live.conversation = name
+        return holder
+
+    def _claim_after(self, live: LiveTurn, turn: Turn | None, hint: str | None, owner: str):
+        """Claim the conversation that goes on after a turn: its own if it ends there, is idle, and no client
+        has asked for it by name. Otherwise a new one, called `hint` if that name is free."""
+        with self.claiming:                         # so that an idle conversation stays idle
+            name = turn.conversation if turn else None
+            if name in self.turns or not self._ends_with(name, turn):
+                name = hint
+                if hint is None or hint in self.turns or self.history.record(hint):
+                    name = f"{owner}conv_{new_id()}"
+            self.turns[name] = live
+            live.conversation = name
+
+    def _ends_with(self, name: str | None, turn: Turn | None) -> bool:
+        record = turn and self.history.record(name)
+        return bool(record) and record.head == turn.id and record.metadata is None
+
+    def _release(self, live: LiveTurn):
+        if self.turns.get(live.conversation) is live:
+            del self.turns[live.conversation]
+
+    def _submit(self, live: LiveTurn, plan: Plan, like: Handle | None = None, **options) -> LiveTurn:
+        context, parent = (), None
+        if plan.carried is not None:
+            self._forget_kv(live)
+        elif plan.after:
+            context, parent = self.history.tokens(plan.after.id), plan.after.conversation
+        live.plan = plan
+        live.handle = self.engine.submit(
+            plan.prompt, live.conversation, context=context, parent=parent, like=like,
+            reached_stop=live.reads, on_end=partial(self._ended, live), **options)
+        if live.cancelled:
+            live.handle.cancel()
+        return live
+
+    def _ended(self, live: LiveTurn, handle: Handle):
+        """The engine's owner has ended the turn. Only a commit may have to wait for the history's file."""
+        commits = live.conversation is not None and handle.reply and handle.reply.finish_reason != "cancelled"
+        if commits and self.writer:
+            self.writer.submit(self._settle, live, handle, commits)
+        else:
+            self._settle(live, handle, commits)
+
+    def _settle(self, live: LiveTurn, handle: Handle, commits: bool):
+        """The one place where turns are committed, and where their readers are told."""
+        answer, error, committed = None, None, False
+        try:
+            live.reads_the_rest(handle.token_ids)
+            answer = Answer(**vars(handle.result()), text=live.text)
+            if commits:
+                self._commit(live, handle, answer)
+                committed = True
+        except StaleTurn:                           # its conversation was forgotten, or went on in another process
+            answer = replace(answer, finish_reason="cancelled")
+        except Exception as failure:
+            answer, error = None, failure
+        try:
+            # The scheduler has undone a turn that it has cancelled. Still in the cache are a turn that was
+            # complete but not committed, and one that has replaced the context which the history still has.
+            if not committed and (commits or live.plan.carried is not None):
+                self._forget_kv(live)
+        finally:
+            self._release(live)
+            live.settle(answer, error)
+
+    def _commit(self, live: LiveTurn, handle: Handle, answer: Answer):
+        name, plan, after = live.conversation, live.plan, live.plan.after
+        length = after.length if after and plan.carried is None else 0
+        if handle.request.before[0] != length:
+            raise StaleTurn(f"conversation {name!r} had other tokens in the cache than in the history")
+        if after and after.conversation != name:
+            self.history.branch(after.id, name)
+        exact = live.stream is not None and not live.stream.stopped         # the text is that of all tokens
+        note = dict(plan.note, usage=answer.usage, finish_reason=answer.finish_reason)
+        self.history.commit(name, after.id if after else None, plan.prompt, answer.token_ids, plan.messages,
+                            answer.text if plan.messages else None, exact, plan.carried, note, live.id)
+
+    def _forget_kv(self, live: LiveTurn):
+        if live.conversation is not None:
+            self.engine.forget(live.conversation)
+
+    # ---- conversations
+
+    def answering(self, conversation: str) -> LiveTurn | None:
+        """The unfinished turn of a conversation."""
+        return self.turns.get(conversation)
+
+    def find(self, turn_id: str) -> LiveTurn | None:
+        """The turn of that id, if it is not in the history yet."""
+        turns = list(self.turns.values())
+        return next((live for live in turns if live.id == turn_id and live.handle), None)
+
+    def forget(self, conversation: str):
+        """Cancel the conversation's turn; free both tiers and the history of the conversation."""
+        require(isinstance(conversation, str), "conversation", "a string", conversation)
+        if live := self.answering(conversation):
+            live.cancel()
+        self._write(lambda: [self.engine.forget(name)
+                             for name in [conversation, *self.history.forget(conversation)]])
+
+    def delete(self, turn: Turn):
+        """Cancel every turn that goes on from this one; free both tiers and the history of it. If later turns
+        build on it, it is only hidden, and goes with the last of them."""
+        for live in list(self.turns.values()):
+            if live.plan and live.plan.after and live.plan.after.id == turn.id:
+                live.cancel()
+        self._write(lambda: [self.engine.forget(name) for name in self.history.delete(turn.id)])
+
+    def prune(self, max_age: float, max_bytes: float):
+        """Forget idle conversations, the least recently active first, until none is older (seconds) and the
+        history is small enough."""
+        while name := self.history.oldest(time.time() - max_age, max_bytes):
+            if self.answering(name):
+                return
+            self.forget(name)
+
+    def update(self, conversation: str, metadata: dict | None = None, new: list[dict] = ()) -> bool:
+        """Set the metadata, or add messages that the next turn will begin with. False if there is no such
+        conversation. Busy if messages come while it is being answered."""
+        def change() -> bool:
+            record = self.history.record(conversation)
+            if record is None:
+                return False
+            if metadata is not None:
+                record = record._replace(metadata=metadata)
+            self.history.update(record._replace(waiting=record.waiting + list(new)))
+            return True
+
+        def change_alone() -> bool:
+            claim = LiveTurn(self.engine, None)
+            if self._claim_if_free(claim, conversation) is not claim:
+                raise Busy(f"conversation {conversation!r} is being answered")
+            try:
+                return change()
+            finally:
+                self._release(claim)
+                claim.settle(None, None)
+        return self._write(change_alone if new else change)
+
+    def _write(self, change: Callable):
+        """Run a change of the history in the one thread that writes it, and return its result."""
+        return self.writer.submit(change).result() if self.writer else self.engine.call(change)

@@ -1,0 +1,663 @@
+"""Sessions: text, names, branches, commits, threads. On the embedded model."""
+import random
+import sqlite3
+import threading
+import time
+from contextlib import closing
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from engine import Engine
+from eviction import RecomputeCost
+from serving.history import History, StaleTurn
+from serving.sessions import Busy, Sessions
+from serving.tokenizer import TextStream, Tokenizer
+
+ROOT = Path(__file__).parent.parent
+COST = RecomputeCost({32: 1e-3, 1024: 4e-3}, rest=1e-3)
+TINY = dict(cost=COST, gpu_cache_tokens=160, cpu_cache_tokens=64, chunk_size=8, max_batch_tokens=32, debug=True)
+ROOMY = dict(TINY, gpu_cache_tokens=512, cpu_cache_tokens=256)
+
+
+@pytest.fixture
+def sessions():
+    sessions = Sessions("tiny_chat", **TINY)
+    yield sessions
+    sessions.close()
+
+
+@pytest.fixture(params=[False, True], ids=["inline", "started"])
+def started(request):
+    return request.param
+
+
+def opened(started, **options):
+    sessions = Sessions("tiny_chat", **options)
+    return sessions.start() if started else sessions
+
+
+def talkative(sessions, tokens):
+    """Options of a reply of so many tokens that all have text."""
+    special = sessions.tokenizer.special.values()
+    return dict(max_tokens=tokens, ignore_eos=True, logit_bias=dict.fromkeys(special, -100))
+
+
+def user(text):
+    return dict(role="user", content=text)
+
+
+def ids(n, seed=0):
+    return [(17 * i + 31 * seed) % 250 for i in range(n)]
+
+
+def script(turns=3):
+    """The turns of one conversation, as (prompt, max_tokens)."""
+    return [(ids(6 + turn, seed=99 + turn), 5) for turn in range(turns)]
+
+
+def alone(turns=3):
+    """What each turn of the script gives with nobody else there."""
+    engine = Engine("tiny_chat", cost=COST)
+    replies = [engine.generate(prompt, "c", max_tokens=n, ignore_eos=True).token_ids for prompt, n in script(turns)]
+    engine.close()
+    return replies
+
+
+def join(threads, seconds=60):
+    for thread in threads:
+        thread.join(timeout=seconds)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def in_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    return thread
+
+
+# ---- text and conversations
+
+def test_chat_continues_a_conversation(sessions):
+    first = sessions.chat("Hi, I'm Ada.", conversation="c", max_tokens=12)
+    second = sessions.chat("What is my name?", conversation="c", max_tokens=12)
+    assert first.usage["new"] == first.usage["prompt_tokens"]
+    history = first.usage["prompt_tokens"] + len(first.token_ids)
+    cached = second.usage["gpu"] + second.usage["cpu"] + second.usage["recomputed"]
+    assert cached == history - 1                            # the last token was sampled, never fed
+    tokens, tokenizer = sessions.engine.cache.conversations["c"].tokens.tolist(), sessions.tokenizer
+    special = tokenizer.special
+    question = tokenizer.encode("What is my name?")
+    turn = [special["<|user|>"], *question, special["<|end|>"], special["<|assistant|>"]]
+    owed = [] if first.token_ids[-1] == special["<|end|>"] else [special["<|end|>"]]
+    assert tokens[history:] == owed + turn + second.token_ids
+
+
+def test_sessions_take_an_engine_or_make_one(tmp_path):
+    own = Sessions(Engine("tiny_chat", **TINY))
+    made = Sessions("tiny_chat", history=tmp_path / "history", **TINY)
+    assert own.chat("Hi!", "c", max_tokens=6) == made.chat("Hi!", "c", max_tokens=6)
+    with pytest.raises(ValueError, match="flags .* the engine has its own"):
+        Sessions(own.engine, gpu_cache_tokens=5)
+    own.close()
+    made.close()
+
+
+def test_turns_of_a_conversation_run_in_order_of_submission(started):
+    sessions = opened(started, **TINY)
+    turns = [sessions.submit(prompt, "c", max_tokens=n, ignore_eos=True) for prompt, n in script()]
+    assert turns[2].result().token_ids == alone()[2]
+    assert [turn.result().token_ids for turn in turns] == alone()
+    head = sessions.history.head("c")
+    assert sessions.history.tokens(head.id) == sessions.engine.cache.conversations["c"].tokens
+    sessions.close()
+
+
+def test_a_turn_can_be_read_again_and_as_text(sessions):
+    turn = sessions.submit(ids(5), max_tokens=9, ignore_eos=True)
+    streamed = "".join(turn.pieces())
+    assert list(turn) == list(turn) == turn.result().token_ids and len(list(turn)) == 9
+    assert streamed == "".join(turn.pieces()) == turn.result().text
+    assert streamed == sessions.tokenizer.decode(turn.result().token_ids)
+
+
+def test_progress_tells_the_tokens_of_a_text(started):
+    """However far the engine is ahead of the reader."""
+    sessions, seen, before = opened(started, **TINY), [], 0
+    turn = sessions.respond([user("What can you do?")], "c", **talkative(sessions, 40))
+    for text, tokens in turn.progress():
+        seen.append(text)
+        assert sessions.tokenizer.decode(turn.token_ids[before:tokens]) == text
+        before = tokens
+    assert "".join(seen) == turn.result().text and len(seen) > 1
+    sessions.close()
+
+
+def test_a_cancelled_turn_leaves_no_trace(sessions):
+    sessions.generate(ids(9), "c", max_tokens=4, ignore_eos=True)
+    before = sessions.history.head("c")
+    turn = sessions.submit(ids(20, seed=3), "c", max_tokens=50, ignore_eos=True)
+    assert next(iter(turn)) is not None
+    turn.cancel()
+    assert turn.result().finish_reason == "cancelled"
+    assert sessions.history.head("c") == before
+    assert len(sessions.engine.cache.conversations["c"].tokens) == before.length
+    untouched = Sessions("tiny_chat", **TINY)
+    untouched.generate(ids(9), "c", max_tokens=4, ignore_eos=True)
+    assert sessions.generate(ids(7), "c", max_tokens=6) == untouched.generate(ids(7), "c", max_tokens=6)
+
+
+def test_a_restart_goes_on_from_the_history(tmp_path):
+    replies = []
+    for prompt, n in script():
+        sessions = Sessions("tiny_chat", history=tmp_path / "history.sqlite", **TINY)
+        reply = sessions.generate(prompt, "c", max_tokens=n, ignore_eos=True)
+        assert reply.usage["recomputed"] == max(0, sum(len(p) + m for p, m in script()[:len(replies)]) - 1)
+        replies.append(reply.token_ids)
+        sessions.close()
+    assert replies == alone()
+
+
+def test_a_cold_conversation_lives_in_the_history_alone(sessions):
+    prompt, n = script()[0]
+    sessions.generate(prompt, "c", max_tokens=n, ignore_eos=True)
+    for i in range(12):
+        sessions.generate(ids(40, seed=i), f"other{i}", max_tokens=8, ignore_eos=True)
+    assert "c" not in sessions.engine.cache.conversations
+    prompt, n = script()[1]
+    reply = sessions.generate(prompt, "c", max_tokens=n, ignore_eos=True)
+    assert reply.token_ids == alone()[1]
+    assert reply.usage["recomputed"] > 0 == reply.usage["gpu"] + reply.usage["cpu"]
+
+
+def test_forget_frees_both_tiers_and_the_history(sessions):
+    sessions.generate(ids(30), "c", max_tokens=4, ignore_eos=True)
+    running = sessions.submit(ids(5), "c", max_tokens=50, ignore_eos=True)
+    next(iter(running))
+    sessions.forget("c")
+    assert running.result().finish_reason == "cancelled"
+    assert sessions.history.head("c") is None and "c" not in sessions.engine.cache.conversations
+    stats = sessions.engine.stats()
+    assert stats["slots_free"] == 160 and stats["cpu_chunks_free"] == 8
+    assert sessions.generate(ids(3), "c", max_tokens=2).usage["prompt_tokens"] == 3
+    sessions.forget("never heard of")
+
+
+def test_one_offs_keep_nothing(sessions):
+    sessions.generate(ids(30), max_tokens=4, ignore_eos=True)
+    stats = sessions.engine.stats()
+    assert stats["slots_free"] == 160 and stats["conversations"] == 0 and not sessions.history.conversations()
+
+
+def test_a_resent_history_is_recognised_and_an_edited_one_branches(sessions):
+    first = sessions.submit_chat([user("Hello")], "mine", max_tokens=6)
+    said = dict(role="assistant", content=first.result().text)
+    second = sessions.submit_chat([user("Hello"), said, user("And now?")], max_tokens=6)
+    assert second.conversation == "mine" and second.result().usage["gpu"] > 0
+    # "mine" has gone on: its first turn gets a second child, which shares the full chunks.
+    branch = sessions.submit_chat([user("Hello"), said, user("Or else?")], "mine", max_tokens=6)
+    assert branch.conversation != "mine"
+    known = first.result().usage["prompt_tokens"] + len(first.token_ids) - 1
+    usage = branch.result().usage
+    assert usage["gpu"] == known // 8 * 8 and usage["recomputed"] == known % 8
+    fresh = sessions.submit_chat([user("Howdy"), said, user("And now?")], "mine", max_tokens=6)
+    assert fresh.conversation not in ("mine", branch.conversation)
+    assert fresh.result().usage["new"] == fresh.result().usage["prompt_tokens"]
+
+
+# ---- the system prompt
+
+SYSTEM = "You are a pilot. " * 3
+
+
+def prompted(**flags):
+    return Sessions("tiny_chat", **dict(TINY, system_prompt=SYSTEM) | flags)
+
+
+def test_the_system_prompt_is_what_a_first_system_message_would_be_and_is_computed_once():
+    plain, sessions = Sessions("tiny_chat", **TINY), prompted()
+    engine, system = sessions.engine, dict(role="system", content=SYSTEM)
+    expected = plain.submit_chat([system, user("Hi!")], max_tokens=6).result()
+    prefix = len(engine.cache.prefix)
+    assert prefix > 16 and engine.scheduler.limit == 160 - prefix
+    first = sessions.chat("Hi!", "a", max_tokens=6)
+    assert first.token_ids == expected.token_ids and first.usage["new"] == expected.usage["new"]
+    for again in (sessions.chat("Hi!", "b", max_tokens=6),
+                  sessions.submit_chat([user("Hi!")], "c", max_tokens=6).result(),
+                  sessions.submit_chat([system, user("Hi!")], "d", max_tokens=6).result(),
+                  sessions.chat("Hi!", max_tokens=6)):
+        assert again.token_ids == expected.token_ids
+        assert again.usage == dict(expected.usage, gpu=prefix, new=expected.usage["new"] - prefix)
+    for name in "abcd":
+        sessions.forget(name)
+    assert engine.stats()["slots_free"] == 160 - prefix          # it stays
+    assert sessions.chat("Bye!", "a", max_tokens=2).usage["gpu"] == prefix
+
+
+def test_conversations_go_on_under_the_system_prompt_and_do_not_show_it():
+    sessions = prompted()
+    first = sessions.submit_chat([user("Hi!")], "mine", max_tokens=6)
+    said = dict(role="assistant", content=first.result().text)
+    second = sessions.submit_chat([user("Hi!"), said, user("And?")], max_tokens=6)
+    assert second.conversation == "mine" and second.result().usage["recomputed"] == 0
+    third = sessions.respond([user("And?")], "mine", max_tokens=6).result()
+    assert third.usage["new"] < second.result().usage["prompt_tokens"] and third.usage["recomputed"] == 0
+    assert [item["role"] for item in sessions.history.items("mine")] == ["user", "assistant"] * 3
+    other = sessions.respond([user("And?")], "mine", instructions="Be brief.", max_tokens=6)     # another beginning
+    assert other.result().usage["gpu"] == 0
+    roles = [message["role"] for message in sessions.history.messages(other.id)]
+    assert roles == ["system"] + ["user", "assistant"] * 4
+    own = sessions.submit_chat([dict(role="system", content="Be brief."), user("Hi!")], "own", max_tokens=6)
+    assert own.result().usage["gpu"] == 0
+    assert [item["role"] for item in sessions.history.items("own")] == ["system", "user", "assistant"]
+
+
+def test_a_system_prompt_in_a_file(tmp_path):
+    (tmp_path / "prompt.txt").write_text("Be kind.")
+    sessions = prompted(system_prompt=str(tmp_path / "prompt.txt"))
+    assert sessions.system == [dict(role="system", content="Be kind.")]
+
+
+def test_a_system_prompt_that_cannot_be_used(monkeypatch):
+    with pytest.raises(ValueError, match="more than half of 160 slots"):
+        prompted(system_prompt="word " * 100)
+    render = Tokenizer._render
+    def strict(self, messages):
+        if messages[0]["role"] == "system":
+            raise ValueError("the chat template failed: no system role")
+        return render(self, messages)
+    monkeypatch.setattr(Tokenizer, "_render", strict)
+    with pytest.raises(ValueError, match="system_prompt cannot be used with tiny_chat: .* no system role"):
+        prompted()
+    def silent(self, messages):
+        return render(self, [message for message in messages if message["role"] != "system"])
+    monkeypatch.setattr(Tokenizer, "_render", silent)
+    with pytest.raises(ValueError, match="shows no system message"):
+        prompted()
+
+
+def test_a_failed_worker_takes_the_shared_prefix_with_it():
+    sessions = prompted()
+    reply, worker = sessions.chat("Hi!", "a", max_tokens=6), sessions.engine.worker
+    execute = worker.execute
+    def fail_once(batch):
+        worker.execute = execute
+        raise RuntimeError("lost")
+    worker.execute = fail_once
+    with pytest.raises(RuntimeError, match="lost"):
+        sessions.chat("Hi!", "b", max_tokens=6)
+    worker.pool.gpu.zero_()
+    again = sessions.chat("Hi!", "b", max_tokens=6)
+    assert again.token_ids == reply.token_ids and again.usage["gpu"] == 0
+
+
+# ---- the end of a reply
+
+def test_a_stop_string_ends_the_reply(sessions):
+    prompt = sessions.tokenizer.turn([], [user("What can you do?")], None)
+    whole = sessions.generate(prompt, max_tokens=30, ignore_eos=True)
+    stop = whole.text[6:9]
+    reply = sessions.generate(prompt, max_tokens=30, ignore_eos=True, stop=[stop])
+    assert reply.finish_reason == "stop" and reply.text == whole.text[:whole.text.index(stop)]
+    assert reply.token_ids == whole.token_ids[:len(reply.token_ids)]
+
+
+@pytest.mark.parametrize("stop", [(), "xyz"])
+def test_a_turn_has_one_stream_of_text(sessions, monkeypatch, stop):
+    """Each token is decoded once, with stop strings or without."""
+    push, pushed = TextStream.push, []
+    monkeypatch.setattr(TextStream, "push", lambda stream, token: pushed.append(token) or push(stream, token))
+    turn = sessions.respond([user("Hi")], "c", max_tokens=20, stop=stop)
+    assert "".join(turn.pieces()) == turn.result().text and pushed == turn.token_ids
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(stop=[""]), "stop"), (dict(stop=[5]), "stop"), (dict(stop=5), "stop"),
+    (dict(conversation=5), "conversation"), (dict(max_tokens=160), "limit of 160"), (dict(top_p=0), "top_p")])
+def test_bad_input_is_refused_by_name(sessions, options, message):
+    with pytest.raises(ValueError, match=message):
+        sessions.submit([1], **(dict(conversation="c") | options))
+    assert not sessions.turns
+    assert sessions.generate(ids(3), "c", max_tokens=2, ignore_eos=True).finish_reason == "length"
+
+
+def test_without_a_tokenizer_token_ids_are_served_and_text_is_refused(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((ROOT / "tiny_chat" / name).read_bytes())
+    sessions = Sessions(tmp_path, **TINY)
+    reply = sessions.generate(ids(4), "c", max_tokens=3, ignore_eos=True)
+    assert len(reply.token_ids) == 3 and reply.text == ""
+    with pytest.raises(ValueError, match="no tokenizer"):
+        sessions.chat("Hi", "c")
+    with pytest.raises(ValueError, match="no tokenizer"):
+        sessions.generate(ids(4), stop=["x"])
+    sessions.close()
+
+
+def test_without_its_cached_kv_the_embedded_model_forgets(sessions):
+    """The control: all that the model knows of the conversation comes from the cache."""
+    def ask(sabotage):
+        sessions.chat("Hi, I'm Zorbella.", "c")
+        if sabotage:
+            sessions.engine.worker.pool.gpu.zero_()
+        answer = sessions.chat("What is my name?", "c", max_tokens=16).text
+        sessions.forget("c")
+        return answer
+    assert "Zorbella" in ask(sabotage=False)
+    assert "Zorbella" not in ask(sabotage=True)
+
+
+# ---- commits
+
+def disk_full(*arguments):
+    raise OSError("disk full")
+
+
+def test_a_turn_that_cannot_be_committed_fails_and_is_forgotten(started, monkeypatch):
+    sessions = opened(started, **TINY)
+    first = sessions.generate(ids(9), "c", max_tokens=4, ignore_eos=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(History, "commit", disk_full)
+        with pytest.raises(OSError, match="disk full"):
+            sessions.generate(ids(5), "c", max_tokens=4)
+    reply = sessions.generate(ids(5), "c", max_tokens=4)
+    assert reply.usage["prompt_tokens"] == 9 + len(first.token_ids) + 5
+    sessions.close()
+
+
+def test_a_conversation_forgotten_at_the_wrong_moment_stays_coherent(started, monkeypatch):
+    """A turn has ended but is not committed yet when its conversation goes from the history."""
+    sessions = opened(started, **TINY)
+    sessions.generate(ids(9), "c", max_tokens=4, ignore_eos=True)
+    commit = History.commit
+    def forgotten_first(history, *arguments):
+        history.forget("c")
+        return commit(history, *arguments)
+    with monkeypatch.context() as patch:
+        patch.setattr(History, "commit", forgotten_first)
+        turn = sessions.submit(ids(5), "c", max_tokens=4, ignore_eos=True)
+        assert turn.result().finish_reason == "cancelled"
+    assert sessions.history.head("c") is None
+    assert sessions.generate(ids(3), "c", max_tokens=2, ignore_eos=True).usage["prompt_tokens"] == 3
+    sessions.close()
+
+
+def test_a_conversation_that_went_on_in_another_process_is_read_again(tmp_path):
+    """The turn that finds out is cancelled; the next one knows."""
+    sessions = Sessions("tiny_chat", history=tmp_path / "history", **TINY)
+    sessions.generate(ids(9), "c", max_tokens=4, ignore_eos=True)
+    head = sessions.history.head("c")
+    with closing(History(tmp_path / "history", sessions.tokenizer.fingerprint)) as other:
+        other.commit("c", head.id, [1, 2], [3])
+    assert sessions.generate(ids(5), "c", max_tokens=4, ignore_eos=True).finish_reason == "cancelled"
+    assert sessions.generate(ids(5), "c", max_tokens=4, ignore_eos=True).usage["prompt_tokens"] == 13 + 3 + 5
+    sessions.close()
+
+
+def test_what_fails_in_a_change_of_the_history_is_told_to_the_caller(started, monkeypatch):
+    sessions = opened(started, **TINY)
+    with monkeypatch.context() as patch:
+        patch.setattr(History, "forget", disk_full)
+        with pytest.raises(OSError, match="disk full"):
+            sessions.forget("c")
+    assert sessions.generate(ids(3), "c", max_tokens=2, ignore_eos=True).finish_reason == "length"
+    sessions.close()
+
+
+def test_a_cancelled_turn_need_not_be_read(sessions):
+    said = sessions.submit_chat([user("Hello")], "mine", max_tokens=4).result().text
+    sessions.submit(ids(3), "mine", max_tokens=20).cancel()
+    sessions.submit(ids(3), max_tokens=20).cancel()
+    assert not sessions.turns
+    again = [user("Hello"), dict(role="assistant", content=said), user("Bye")]
+    assert sessions.submit_chat(again, max_tokens=4).conversation == "mine"
+
+
+def test_pruning_forgets_the_longest_idle(sessions):
+    for name in "abc":
+        sessions.generate(ids(9), name, max_tokens=4, ignore_eos=True)
+    sessions.history._db.execute("UPDATE conversation SET active = active - 100 WHERE name IN ('a', 'c')")
+    running = sessions.submit(ids(5), "c", max_tokens=4, ignore_eos=True)
+    sessions.prune(max_age=50, max_bytes=2**30)
+    assert sessions.history.conversations() == ["b", "c"] and "a" not in sessions.engine.cache.conversations
+    running.result()
+    sessions.prune(max_age=50, max_bytes=0)
+    assert sessions.history.conversations() == [] and sessions.engine.stats()["slots_free"] == 160
+
+
+@pytest.mark.parametrize("moment", ["before", "committing"])
+def test_close_settles_everything(started, moment, monkeypatch):
+    """Turns in the queue, and one that is being committed."""
+    sessions, commit, committing = opened(started, **TINY), History.commit, threading.Event()
+    if moment == "committing" and started:
+        def slow(*arguments):
+            committing.set()
+            time.sleep(0.2)
+            return commit(*arguments)
+        monkeypatch.setattr(History, "commit", slow)
+        first = sessions.submit(ids(3), "first", max_tokens=1, ignore_eos=True)
+        committing.wait(30)
+    turns = [sessions.submit(ids(5), f"c{i}", ignore_eos=True) for i in range(20)]
+    join([in_thread(sessions.close)])
+    assert {turn.result().finish_reason for turn in turns} <= {"cancelled", "length"} and not sessions.turns
+    if committing.is_set():
+        assert first.result().finish_reason == "length"
+    with pytest.raises(Exception):
+        sessions.submit(ids(3))
+
+
+# ---- threads
+
+def test_a_turn_starts_after_the_one_before_is_committed(monkeypatch, started):
+    """Even where a commit takes long. Its reader is told later still."""
+    sessions, log, commit = opened(started, **TINY), [], History.commit
+    def slow(history, name, *rest):
+        log.append("commits")
+        time.sleep(0.02)
+        turn = commit(history, name, *rest)
+        log.append("committed")
+        return turn
+    monkeypatch.setattr(History, "commit", slow)
+    sessions.engine.watchers.append(lambda batch: log.extend("runs" for _ in batch.spans))
+    first, second = (sessions.submit(ids(5, i), "c", max_tokens=4, ignore_eos=True) for i in range(2))
+    first.result()
+    assert "committed" in log
+    second.result()
+    assert [kind for kind, _ in groupby(log)] == ["runs", "commits", "committed"] * 2
+    sessions.close()
+
+
+def test_waiting_for_a_turn_takes_nothing_from_its_reader():
+    sessions = Sessions("tiny_chat", **ROOMY).start()
+    execute = sessions.engine.worker.execute
+    def unhurried(batch):                                   # so that a reader keeps pace
+        time.sleep(0.01)
+        return execute(batch)
+    sessions.engine.worker.execute = unhurried
+    first, second = sessions.respond([user("Hi")], "c", **talkative(sessions, 60)), []
+    waiting = in_thread(lambda: second.append(sessions.chat("And?", "c", max_tokens=4)))
+    pieces = list(first.pieces())
+    assert len(pieces) > 40 and "".join(pieces) == first.result().text and list(first) == first.token_ids
+    join([waiting])
+    assert [item["role"] for item in sessions.history.items("c")] == ["user", "assistant"] * 2
+    sessions.close()
+
+
+def test_commits_do_not_wait_for_readers_nor_for_one_another():
+    """Nobody reads the first turn; the second one is committed all the same."""
+    sessions = Sessions("tiny_chat", **ROOMY).start()
+    sessions.submit(ids(5), "c", max_tokens=4, ignore_eos=True)
+    assert sessions.submit(ids(6), "c", max_tokens=4, ignore_eos=True).result().finish_reason == "length"
+    assert sessions.history.head("c").length == 5 + 4 + 6 + 4
+    sessions.close()
+
+
+def test_while_another_process_holds_the_history_all_streams_go_on(tmp_path):
+    """Only the turns that must be committed wait."""
+    sessions = Sessions("tiny_chat", history=tmp_path / "history", **ROOMY).start()
+    sessions.chat("Hello", "cold", max_tokens=4)
+    sessions.engine.forget("cold")
+    running = sessions.respond([user("Hi")], "running", **talkative(sessions, 400))
+    stream = running.pieces()
+    next(stream)
+    with closing(sqlite3.connect(tmp_path / "history", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        begin = time.monotonic()
+        short = sessions.submit(ids(3), "short", max_tokens=2, ignore_eos=True)
+        behind = []
+        waiting = in_thread(lambda: behind.append(sessions.generate(ids(3), "short", max_tokens=2, ignore_eos=True)))
+        while not short.handle.reply:
+            time.sleep(0.01)                                # it is complete, and waits to be committed
+        for _ in range(20):
+            next(stream)                                    # who runs goes on,
+        fresh = sessions.respond([user("Hey")], "fresh", max_tokens=20, ignore_eos=True)
+        assert next(fresh.pieces())                         # who is new begins,
+        back = sessions.respond([user("And?")], "cold", max_tokens=20, ignore_eos=True)
+        assert next(back.pieces()) and len(sessions.history.messages(back.plan.after.id)) == 2
+        assert sessions.generate(ids(3), max_tokens=2, ignore_eos=True).finish_reason == "length"    # a one-off ends,
+        assert len(sessions.history.conversations()) == 1   # and the history can be read
+        assert time.monotonic() - begin < 3
+        assert not (short.reply or short.error or behind)
+        other.execute("COMMIT")
+    assert short.result().finish_reason == fresh.result().finish_reason == back.result().finish_reason == "length"
+    join([waiting])
+    assert behind[0].usage["prompt_tokens"] == 3 + 2 + 3
+    running.cancel()
+    sessions.close()
+
+
+def test_a_history_that_is_held_too_long_fails_the_turn(tmp_path, monkeypatch, started):
+    monkeypatch.setattr("serving.history.BUSY_SECONDS", 0.1)
+    sessions = opened(started, history=tmp_path / "history", **TINY)
+    with closing(sqlite3.connect(tmp_path / "history", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            sessions.generate(ids(5), "c", max_tokens=4)
+        other.execute("COMMIT")
+    assert sessions.generate(ids(3), "c", max_tokens=2, ignore_eos=True).usage["prompt_tokens"] == 3
+    sessions.close()
+
+
+def test_items_come_between_turns_and_none_is_lost(started):
+    sessions = opened(started, **ROOMY)
+    sessions.chat("Hi", "c", max_tokens=4)
+    running = sessions.submit(ids(3), "c", max_tokens=20, ignore_eos=True)
+    with pytest.raises(Busy):
+        sessions.update("c", new=[user("by the way")])
+    assert sessions.update("c", metadata=dict(topic="x"))           # this may come at any time
+    running.cancel()
+    adding = [in_thread(lambda n=n: sessions.update("c", new=[dict(user(str(n)), id=f"msg_{n}")])) for n in range(8)]
+    join(adding)
+    record = sessions.history.record("c")
+    assert sorted(message["content"] for message in record.waiting) == sorted("01234567")
+    assert record.metadata == dict(topic="x") and not sessions.update("nobody", {})
+    sessions.chat("Well?", "c", max_tokens=4)
+    assert [item["content"] for item in sessions.history.items("c")][2:11] == [
+        *(message["content"] for message in record.waiting), "Well?"]
+    sessions.close()
+
+
+@pytest.mark.parametrize("deletes", [0, 1])
+@pytest.mark.parametrize("seed", range(3))
+def test_everything_at_once(seed, deletes, tmp_path, monkeypatch):
+    """Turns, chats, branches, cancels, deletions, prunes, items, a worker and a disk that fail. Nobody hangs;
+    each turn that was told to be done is in the history (unless it was deleted); and the engine holds of a
+    conversation what the history has of it."""
+    sessions = Sessions("tiny_chat", max_running=3, history=tmp_path / "history", **dict(TINY, gpu_cache_tokens=256))
+    engine, history, names = sessions.engine, sessions.history, [f"c{i}" for i in range(4)]
+    execute, commit, chance = engine.worker.execute, History.commit, random.Random(seed)
+    def flaky(batch):
+        if batch.spans and chance.random() < 0.01 and not engine.worker_failures:
+            raise RuntimeError("a cosmic ray")
+        return execute(batch)
+    def full(*arguments):
+        if chance.random() < 0.05:
+            raise OSError("disk full")
+        return commit(*arguments)
+    engine.worker.execute = flaky
+    monkeypatch.setattr(History, "commit", full)
+    sessions.start()
+    told, wrong = {}, []
+
+    def turns_of(kind, name, chance):
+        options, hi = dict(max_tokens=chance.randint(1, 12), ignore_eos=True), [user("x" * chance.randrange(1, 9))]
+        match kind:
+            case "respond":
+                return [sessions.respond(hi, name, truncate=True, **options)]
+            case "instruct":
+                instructions = "Be " + chance.choice("ab")
+                return [sessions.respond(hi, name, truncate=True, instructions=instructions, **options)]
+            case "raw":
+                return [sessions.submit(ids(chance.randint(1, 20)), name, **options)]
+            case "chat":
+                head = history.head(name)
+                before = history.messages(head.id) if head else []
+                return [sessions.submit_chat(before + hi, chance.choice([None, name]), **options)]
+            case "many":
+                first = sessions.submit_chat(hi, None, **options)
+                return [first, sessions.another(first, **options), sessions.another(first, **options)]
+            case "branch":
+                return [sessions.respond(hi, after=history.head(name), owner="", truncate=True, **options)]
+            case "forget":
+                sessions.forget(name)
+            case "delete":
+                if head := history.head(name):
+                    sessions.delete(head)
+            case "prune":
+                sessions.prune(3600, 2**18)
+            case "items":
+                sessions.update(name, {}, [user("by the way")])
+        return []
+
+    def act(chance):
+        kinds = dict(respond=8, raw=6, chat=6, branch=4, instruct=3, forget=deletes, delete=2 * deletes,
+                     prune=deletes, items=2, many=2)
+        kind, errors = chance.choices(list(kinds), kinds.values())[0], []
+        for turn in turns_of(kind, chance.choice(names), chance):
+            if chance.random() < 0.15:
+                turn.cancel()
+                assert turn.reply or turn.error
+            try:
+                if turn.result().finish_reason != "cancelled":
+                    told[turn.id] = turn
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def client(seed):
+        chance = random.Random(seed)
+        expected = ["limit", "needs new messages", "cosmic", "disk full"]
+        for _ in range(60):
+            try:
+                act(chance)
+            except (StaleTurn, Busy):
+                pass
+            except Exception as error:
+                if not any(part in str(error) for part in expected):
+                    wrong.append(repr(error))
+
+    join([in_thread(lambda n=n: client(10 * seed + n)) for n in range(6)], seconds=100)
+    assert not wrong and not sessions.turns and not engine.unfinished and not engine.failure
+    engine.call(engine.cache.check_integrity)
+    for name, conversation in engine.cache.conversations.items():
+        head = history.head(name)
+        assert conversation.tokens == (history.tokens(head.id) if head else conversation.tokens[:0]), name
+    lone, checked = Engine("tiny_chat", cost=COST), 0
+    for turn in random.Random(seed).sample(list(told.values()), len(told)):
+        if turn.conversation is None or not history.turn(turn.id):
+            assert deletes
+            continue
+        tokens, reply = history.tokens(turn.id).tolist(), turn.token_ids
+        assert tokens[-len(reply):] == reply
+        if checked < 40 and len(tokens) < 250:              # and it is what an engine with nothing else to do says
+            checked += 1
+            context = tokens[:-len(reply)]
+            assert lone.generate(context, max_tokens=len(reply), ignore_eos=True).token_ids == reply
+    assert checked
+    for name in history.conversations():
+        sessions.forget(name)
+    stats = engine.stats()
+    assert stats["slots_free"] == stats["slots_total"] and stats["cpu_chunks_free"] == stats["cpu_chunks_total"]
+    sessions.close()
