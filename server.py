@@ -1,22 +1,19 @@
 """The server: sockets, streams and limits around serving/openai_api.py.
 
-Any client that speaks OpenAI's wire format can use it:
-
     client -> Handler (a thread for each connection) -> API -> engine (one thread) -> Writer -> client
 
-After each answer the server prints where its context came from. GET /cache shows every chunk, and
-GET /cache/events shows the chunks as they move:
+After each answer the server prints where the tokens of its context came from:
 
     gpu 96 · cpu 64 · recomputed 32 · new 14 · first token 9 ms
 
-What the server promises:
+The server promises:
 - A client hears that its turn is done only after the history has stored the turn. If the client hangs up, or
   does not read its answer, the server cancels the turn.
 - No client can hold the server up. A request must arrive within one deadline and have a body of limited size.
   A connection too many gets a 503 at once; a turn too many gets a 429.
-- After SIGTERM the server finishes the turns at work, then it stops. After a second signal it stops at
-  once. If the engine fails, every client is told, and the process exits with 1.
-- With several API keys, nothing that belongs to one key exists for another.
+- After SIGTERM the server finishes the turns at work, then it stops. After a second signal it stops at once.
+  If the engine fails, every client is told, and the process exits with 1.
+- Nothing that belongs to one API key exists for another.
 """
 import argparse
 import hashlib
@@ -34,14 +31,14 @@ from collections import deque
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qsl, unquote
+from typing import Any
+from urllib.parse import parse_qsl
 
-from config import Config
+from config import Config, require
 from serving import live
-from serving.history import StaleTurn
 from serving.metrics import Metrics
-from serving.openai_api import API, Writer
-from serving.operations import OPERATIONS, APIError, ChatBody, Operation, ReplyBody, openapi, parse
+from serving.openai_api import API, Writer, as_api_error
+from serving.operations import APIError, ChatBody, Operation, ReplyBody, find_operation, openapi, parse
 from serving.sessions import Answer, LiveTurn, Sessions
 
 MAX_BODY_BYTES = 2 * 2**20
@@ -57,18 +54,6 @@ TOO_MANY_CONNECTIONS = (b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n
 HUNG_UP = ConnectionError, TimeoutError     # there is no client left to answer
 
 
-def as_api_error(error: Exception) -> APIError:
-    """The error that the client is told. An error that we did not foresee is our fault: we print it."""
-    if isinstance(error, APIError):
-        return error
-    if isinstance(error, StaleTurn):                    # somebody has deleted the turn in the meantime
-        return APIError(404, str(error))
-    if isinstance(error, ValueError):                   # the engine refuses an argument
-        return APIError(400, str(error))
-    traceback.print_exception(error)
-    return APIError(500, f"{type(error).__name__}: {error}")
-
-
 class Drained(Exception):
     """No turn is at work any more, so the server may stop."""
 
@@ -82,11 +67,11 @@ class Server(ThreadingHTTPServer):
         """sessions: started. OSError if we cannot listen at the address."""
         self.sessions, self.engine = sessions, sessions.engine
         config = sessions.engine.config
-        self.owners = [(key.encode(), prefix_of(key)) for key in api_keys]
+        self.owners = [(key.encode(), prefix_of(key)) for key in api_keys]      # none: anybody may come
         self.model_names = Path(config.model).resolve().name, config.model
         self.api = API(sessions, self.model_names)
         self.metrics = Metrics(self.engine, self.model_names[0])
-        self.turns = deque(maxlen=TURNS_SHOWN)              # the last ones that are done, for /cache
+        self.recent_turns = deque(maxlen=TURNS_SHOWN)       # that are done, for /cache
         self.lock = threading.Lock()                        # guards at_work
         self.at_work = 0                                    # turns that run or wait
         self.most_turns = config.max_running + max_waiting
@@ -99,7 +84,7 @@ class Server(ThreadingHTTPServer):
     def url(self) -> str:
         return "http://{}:{}".format(*self.server_address)
 
-    # ---- limits
+    # ---- limits, and the end
 
     def process_request(self, request, client_address):
         if self.connections.acquire(blocking=False):
@@ -159,6 +144,8 @@ class Server(ThreadingHTTPServer):
                 traceback.print_exception(error)
             time.sleep(PRUNE_SECONDS)
 
+    # ---- turns
+
     def finish_turn(self, turn: LiveTurn) -> Answer:
         """Waits until the turn is in the history, and shows where its context came from."""
         reply = turn.result()
@@ -166,8 +153,9 @@ class Server(ThreadingHTTPServer):
             return reply
         self.metrics.count(turn, reply)
         milliseconds = round(1000 * (turn.request.times[0] - turn.submitted))
-        self.turns.append(dict(conversation=turn.conversation, response=f"resp_{turn.id}", **reply.usage,
-                               first_token_ms=milliseconds, finish_reason=reply.finish_reason))
+        self.recent_turns.append(dict(
+            conversation=turn.conversation, response=f"resp_{turn.id}", **reply.usage,
+            first_token_ms=milliseconds, finish_reason=reply.finish_reason))
         print(f"{reply.sources} · first token {milliseconds} ms", flush=True)
         return reply
 
@@ -194,7 +182,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.deadlines[self.connection] = time.monotonic() + REQUEST_SECONDS
         super().handle_one_request()
 
-    def serve(self):
+    def answer_request(self):
         """Any request. If we refuse it, we close the connection, since the body may be unread."""
         has_body = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
         if has_body and self.command != "POST":
@@ -205,22 +193,22 @@ class Handler(BaseHTTPRequestHandler):
                 reason = self.server.engine.failure or "try again in a moment"
                 raise APIError(503, f"the server is stopping: {reason}")
             owner = "" if path in ("/", "/health") else self.owner()
-            operation, names = self.route(path)
+            operation, names = find_operation(self.command, path)
             if self.command == "POST":
                 given = self.read_json(operation)
             else:
                 given = dict(parse_qsl(query, keep_blank_values=True))
             self.server.deadlines.pop(self.connection, None)
-            self.answer(owner, operation, names, given)
+            self.perform(owner, operation, names, given)
         except HUNG_UP:
             raise
         except Exception as error:
             error = as_api_error(error)
             self.send(error.status, error.body)
 
-    do_GET = do_POST = do_HEAD = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = serve
+    do_GET = do_POST = do_HEAD = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = answer_request
 
-    def answer(self, owner: str, operation: Operation, names: list[str], given: dict):
+    def perform(self, owner: str, operation: Operation, names: list[str], given: dict):
         """names: those in the path. given: the body, or the query."""
         if hasattr(Handler, operation.name):            # it is our own, and takes no fields
             return getattr(self, operation.name)(owner)
@@ -244,29 +232,9 @@ class Handler(BaseHTTPRequestHandler):
                            code="invalid_api_key")
         return owners[0] if owners else ""
 
-    def route(self, path: str) -> tuple[Operation, list[str]]:
-        """The operation, and the names that stand in the path for {id} and {item}."""
-        methods = []
-        for operation in OPERATIONS:
-            pattern = re.sub(r"\\{\w+\\}", "([^/]+)", re.escape(operation.path))
-            if match := re.fullmatch(pattern, path):
-                if operation.method == self.command:
-                    return operation, [unquote(name) for name in match.groups()]
-                methods.append(operation.method)
-        if methods:
-            raise APIError(405, f"{path:.100} takes {' or '.join(methods)}, not {self.command}")
-        raise APIError(404, f"there is no {path:.100} here: /openapi.json lists what there is")
-
-    def read_json(self, operation: Operation) -> dict:
-        length = self.headers.get("Content-Length")
-        if "Transfer-Encoding" in self.headers or length is None and operation.needs_body:
-            raise APIError(411, "send the whole body with its Content-Length: we do not read chunked bodies")
-        length = length or "0"
-        if not re.fullmatch("[0-9]{1,18}", length):
-            raise APIError(400, f"Content-Length must be a number of bytes, got {length:.100}")
-        if int(length) > MAX_BODY_BYTES:
-            raise APIError(413, f"the body has {length} bytes; we accept at most {MAX_BODY_BYTES}")
-        body = self.rfile.read(int(length))
+    def read_json(self, operation: Operation) -> Any:
+        """The body. A chat's conversation_id may stand in a header, as vLLM's benchmarks send it."""
+        body = self.read_body(operation)
         if not body and not operation.needs_body:
             return {}
         try:
@@ -277,6 +245,17 @@ class Handler(BaseHTTPRequestHandler):
         if operation.fields is ChatBody and isinstance(given, dict) and given.get("conversation_id") is None:
             given["conversation_id"] = self.headers.get("X-Session-ID")
         return given
+
+    def read_body(self, operation: Operation) -> bytes:
+        length = self.headers.get("Content-Length")
+        if "Transfer-Encoding" in self.headers or length is None and operation.needs_body:
+            raise APIError(411, "send the whole body with its Content-Length: we do not read chunked bodies")
+        length = length or "0"
+        if not re.fullmatch("[0-9]{1,18}", length):
+            raise APIError(400, f"Content-Length must be a number of bytes, got {length:.100}")
+        if int(length) > MAX_BODY_BYTES:
+            raise APIError(413, f"the body has {length} bytes; we accept at most {MAX_BODY_BYTES}")
+        return self.rfile.read(int(length))
 
     # ---- operations that are the server's own
 
@@ -297,7 +276,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def cache(self, owner):
         engine = self.server.engine
-        turns = live.outside(owner, list(self.server.turns), "conversation")
+        turns = live.outside(owner, list(self.server.recent_turns), "conversation")
         self.send(200, dict(live.picture(engine, owner), **live.scale(engine), turns=turns))
 
     def cache_events(self, owner):
@@ -460,8 +439,8 @@ def banner(server: Server) -> str:
     worker, (name, path) = server.engine.worker, server.model_names
     gpu, cpu = worker.pool.gpu, worker.pool.cpu
     tiers = [("GPU tier", worker.num_slots, gpu), ("CPU tier", worker.num_places * worker.chunk_size, cpu)]
-    lines = [f"nano-pensieve serves {name if name == path else f'{name} ({path})'} on {gpu.device}, "
-             f"{str(gpu.dtype).removeprefix('torch.')}"]
+    model = name if name == path else f"{name} ({path})"
+    lines = [f"nano-pensieve serves {model} on {gpu.device}, {str(gpu.dtype).removeprefix('torch.')}"]
     for tier, tokens, tensor in tiers:
         lines.append(f"  {tier}  {tokens:>12,} tokens  {tensor.nbytes / 2**20:>10,.1f} MiB")
     if gpu.device.type == "cpu":
@@ -473,9 +452,7 @@ def open_server(flags: argparse.Namespace) -> Server:
     """ValueError, OSError, OverflowError for flags that cannot be served."""
     limits = dict(max_waiting=0, max_connections=1, history_max_age_days=0, history_max_bytes=0)
     for name, least in limits.items():
-        value = getattr(flags, name)
-        if not value >= least:                          # also if it is not a number
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+        require(getattr(flags, name) >= least, name, f"at least {least}", getattr(flags, name))
     options = Config.given(flags)
     sessions = Sessions(options.pop("model"), history=flags.history, system_prompt=flags.system_prompt,
                         **options)
@@ -486,7 +463,7 @@ def open_server(flags: argparse.Namespace) -> Server:
     return server
 
 
-def serve(server: Server):
+def serve_until_stopped(server: Server):
     """Until a signal comes. SystemExit with 1 if the engine fails."""
     def stop(*_):                                       # the first SIGTERM; a second one interrupts
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -509,7 +486,7 @@ def main():
         flags = parse_flags()
         server = open_server(flags)
         print(banner(server), flush=True)
-        serve(server)
+        serve_until_stopped(server)
         print("stopped")
     except (ValueError, OSError, OverflowError) as error:
         print(f"server.py: {error}", file=sys.stderr)

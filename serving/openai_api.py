@@ -16,13 +16,14 @@ Two things differ from OpenAI. The default temperature is 0, not 1, so that answ
 """
 import json
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from itertools import count
 
 from sampling import LIMITS
 from scheduler import SOURCES
 from serving import live
-from serving.history import ConversationRecord, Turn, new_id
+from serving.history import ConversationRecord, StaleTurn, Turn, new_id
 from serving.operations import (APIError, ChatBody, ConversationBody, Item, ItemsBody, ItemsQuery, Message,
                                 MetadataBody, ReplyBody, ResponseBody)
 from serving.sessions import Answer, Busy, LiveTurn, Sessions
@@ -177,11 +178,10 @@ class API:
         return turn
 
     def _unfinished(self, owner: str, id: str) -> LiveTurn | None:
-        """The turn of a response that is still being written. One that will not be stored has no
-        conversation: it belongs to its connection alone."""
+        """The turn of a response that is still being written. A response with store: false has no
+        conversation, so nobody finds it here: it belongs to its connection alone."""
         turn = self.sessions.find(id.removeprefix("resp_")) if id.startswith("resp_") else None
-        mine = turn and turn.conversation is not None and turn.conversation.startswith(owner)
-        return turn if mine else None
+        return turn if turn and turn.conversation.startswith(owner) else None
 
     def _conversation(self, owner: str, id: str) -> ConversationRecord:
         found = self.history.record(owner + id)
@@ -198,6 +198,18 @@ class API:
         head = self.history.head(found.name)
         return dict(id=id, tokens=head.length if head else 0, gpu=0, cpu=0, running=False, waiting=False,
                     chunks="", idle_seconds=round(time.time() - found.active, 3))
+
+
+def as_api_error(error: Exception) -> APIError:
+    """The error that the client is told. An error that we did not foresee is our fault: we print it."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, StaleTurn):                    # somebody has deleted the turn in the meantime
+        return APIError(404, str(error))
+    if isinstance(error, ValueError):                   # the engine refuses an argument
+        return APIError(400, str(error))
+    traceback.print_exception(error)
+    return APIError(500, f"{type(error).__name__}: {error}")
 
 
 def missing(kind: str, id: str) -> APIError:
@@ -379,7 +391,8 @@ class ResponseWriter(Writer):
 
     def whole(self, reply):
         status, item_status = STATUS[reply.finish_reason]
-        return self.response(status, [self.item(reply.text, item_status)], reply.usage)
+        item = reply_item(self.turn.id, reply.text, item_status, logprobs_of(self.turn))
+        return self.response(status, [item], reply.usage)
 
     def events(self, finish):
         yield from self.opening()
@@ -396,7 +409,7 @@ class ResponseWriter(Writer):
         return self.event("failed", response=self.response("failed", error=told))
 
     def opening(self) -> Iterator[dict]:
-        item = self.item("", "in_progress")
+        item = reply_item(self.turn.id, "", "in_progress")
         yield self.event("created", response=self.response("in_progress"))
         yield self.event("in_progress", response=self.response("in_progress"))
         yield self.event("output_item.added", output_index=0, item=dict(item, content=[]))
@@ -416,9 +429,6 @@ class ResponseWriter(Writer):
     def part_event(self, kind: str, **fields) -> dict:
         """An event of the item's only part."""
         return self.event(kind, item_id=f"msg_{self.turn.id}", output_index=0, content_index=0, **fields)
-
-    def item(self, text: str, status: str) -> dict:
-        return reply_item(self.turn.id, text, status, logprobs_of(self.turn))
 
     def response(self, status: str, output: list[dict] = (), usage: dict | None = None,
                  error: dict | None = None) -> dict:

@@ -9,9 +9,11 @@ silently ignores an option gives a wrong answer:
 
 openai_api.py answers the operations; server.py answers those that are its own (health, metrics, cache ...).
 """
+import re
 import reprlib
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
+from urllib.parse import unquote
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.json_schema import models_json_schema
@@ -242,6 +244,20 @@ OPERATIONS = [
     Operation("GET", "/cache/events", "cache_events"),
     Operation("GET", "/", "chat_page"),
 ]
+
+
+def find_operation(method: str, path: str) -> tuple[Operation, list[str]]:
+    """The operation, and the names that the path has for {id} and {item}. APIError if there is none."""
+    methods = []
+    for operation in OPERATIONS:
+        pattern = re.sub(r"\\{\w+\\}", "([^/]+)", re.escape(operation.path))
+        if match := re.fullmatch(pattern, path):
+            if operation.method == method:
+                return operation, [unquote(name) for name in match.groups()]
+            methods.append(operation.method)
+    if methods:
+        raise APIError(405, f"{path:.100} takes {' or '.join(methods)}, not {method}")
+    raise APIError(404, f"there is no {path:.100} here: /openapi.json lists what there is")
 
 
 def parse(operation: Operation, given: Any) -> Fields:

@@ -158,7 +158,7 @@ def test_several_choices(server, client, stream):
     messages = [user(f"Say something, {stream}: " + "x" * 40)]
     for turn in range(3):
         choices, usage = several(client, 3, stream, messages=messages, **options)
-        turns = list(server.turns)[-3:]
+        turns = list(server.recent_turns)[-3:]
         assert usage.prompt_tokens_details.cached_tokens == max(length - 1, 0)
         assert (turns[0]["gpu"] >= 32) == (turn > 0)
         assert ([entry["gpu"] + entry["cpu"] for entry in turns[1:]]
