@@ -1,4 +1,4 @@
-"""All flags in one table: each field of `Config` is a keyword of Engine, and a flag of server.py and bench.py.
+"""All flags in one table: a field of `Config` is a keyword of Engine, and a flag of server.py and bench.py.
 
     gpu_cache_tokens: int = flag(None, "tokens that ...")      Engine(gpu_cache_tokens=512)
                                                                python server.py --gpu-cache-tokens 512
@@ -33,16 +33,16 @@ class Config:
                        ("auto", "cpu", "cuda"))
     dtype: str = flag("auto", "number format of weights and cache; auto: bfloat16 on CUDA, float32 on a CPU",
                       ("auto", "float32", "float16", "bfloat16"))
-    gpu_cache_tokens: int = flag(None, "size of the GPU tier, in tokens (default: as many as fit into memory)")
-    cpu_cache_tokens: int = flag(None, "size of the CPU tier, in tokens; 0: no CPU tier, which is the paper's "
-                                 "variant with a GPU cache (default: as many as fit into memory)")
+    gpu_cache_tokens: int = flag(None, "size of the GPU tier, in tokens (default: what fits into its memory)")
+    cpu_cache_tokens: int = flag(None, "size of the CPU tier, in tokens; 0: no CPU tier, the paper's GPU "
+                                 "cache variant (default: four times the GPU tier, if it fits into memory)")
     chunk_size: int = flag(32, "tokens in a chunk; a chunk is evicted and copied as a whole")
     max_batch_tokens: int = flag(512, "most tokens that one step computes")
     max_running: int = flag(64, "most requests that run at the same time")
-    swap_threshold: float = flag(0.25, "share of the GPU tier that we keep available by copying chunks to the "
-                                 "CPU ahead of time; 0: copy only when slots are needed")
-    reserve: float = flag(0.10, "share of the GPU tier that stays free for the growth of running requests when "
-                          "a new request is admitted")
+    swap_threshold: float = flag(0.25, "share of the GPU tier that is kept available by copying chunks to "
+                                 "the CPU ahead of time; 0: copy only when slots are needed")
+    reserve: float = flag(0.10, "share of the GPU tier that every admission leaves free, so that running "
+                          "requests can grow")
     policy: str = flag("retention", "which chunks leave a full tier first", tuple(POLICIES))
     stateless: bool = flag(False, "forget all KV-tokens when a request ends, as most servers do")
     separate_phases: bool = flag(False, "never put prompts and generated tokens into the same batch")
@@ -83,5 +83,5 @@ class Config:
             require(0 <= value < 1, name, "a share of the slots, at least 0 and below 1", value)
         for entry in fields(self):
             value, choices = getattr(self, entry.name), entry.metadata["choices"]
-            ok = choices is None or isinstance(value, type) or value in choices         # a policy may be a class
-            require(ok, entry.name, f"one of {', '.join(choices or ())}", value)
+            if choices and not isinstance(value, type):             # a policy may be a class
+                require(value in choices, entry.name, f"one of {', '.join(choices)}", value)

@@ -97,11 +97,10 @@ class Engine:
             batch = self.scheduler.schedule(self.clock())
             for watcher in self.watchers:
                 watcher(batch)
-            if batch or self.cache.in_flight:
-                result = self._execute(batch)
-                if result:
-                    for request, token in self.scheduler.account(batch, result, self.clock()):
-                        request.outbox.put(token)
+            result = self._execute(batch)
+            if result:
+                for request, token in self.scheduler.account(batch, result, self.clock()):
+                    request.outbox.put(token)
             self._tell_ended()
             if self.forgets_cold:
                 for conversation in self.cache.take_cold():
@@ -111,7 +110,9 @@ class Engine:
             return batch
 
     def _execute(self, batch: Batch) -> Result | None:
-        """The worker's result. None if the worker has failed, and we have recovered."""
+        """The worker's result. None if there is nothing to do, or if the worker has failed."""
+        if not batch and not self.cache.in_flight:
+            return None
         try:
             result = self.worker.execute(batch)
         except Exception as error:
@@ -131,9 +132,8 @@ class Engine:
         requests are recomputed, since we still have their tokens. A device that is lost for good fails again
         at once, and after MAX_FAILURES the engine stops."""
         traceback.print_exception(error)
-        copies_move = True
-        while copies_move:
-            copies_move = self.worker.execute(Batch(batch.step, 0)).landed
+        while self.worker.execute(Batch(batch.step, budget=0)).landed:
+            pass                                        # a copy has landed; others may still be under way
         for request in {span.request for span in batch.spans}:
             self.scheduler.cancel(request, self.clock(), RuntimeError(f"the worker has failed: {error!r}"))
         for request in list(self.scheduler.running):
@@ -142,11 +142,7 @@ class Engine:
 
     def _tell_ended(self):
         while self.ended:
-            self._end(self.ended.popleft())
-
-    def _end(self, handle: "Handle", error: Exception | None = None):
-        self.unfinished.discard(handle)
-        handle.end(error)
+            self.ended.popleft().end()
 
     # ---- who steps
 
@@ -189,7 +185,7 @@ class Engine:
         self.ended.clear()
         self.take_inbox()
         for handle in list(self.unfinished):
-            self._end(handle, self.failure)
+            handle.end(self.failure)
 
     def take_inbox(self, wait: bool = False):
         """The owner runs all functions that others have posted. wait: until there is one."""
@@ -210,8 +206,8 @@ class Engine:
                 future.set_exception(error)
         future = Future()
         self.inbox.put(run)
-        if self.thread in (None, threading.current_thread()):      # otherwise the engine's thread takes it out
-            self.take_inbox()
+        if self.thread in (None, threading.current_thread()):
+            self.take_inbox()                           # nobody else would
         return future.result()
 
     # ---- turns
@@ -250,7 +246,7 @@ class Engine:
                 self.unfinished.add(handle)
                 self.scheduler.submit(handle.request)
             except Exception as error:
-                self._end(handle, error)
+                handle.end(error)
 
         with self.posting:
             if self.failure:
@@ -290,9 +286,9 @@ class Engine:
 
     # ---- conversations
 
-    def forget(self, conversation: str):
-        """Cancel the turns of a conversation, and free its tokens and its chunks in both tiers. An unknown
-        name is no error."""
+    def forget(self, conversation: str | None):
+        """Cancel the turns of a conversation, and free its tokens and its chunks in both tiers. A name that
+        the engine does not know is no error."""
         def forget():
             if held := self.cache.conversations.get(conversation):
                 for request in list(self.scheduler.turns.get(held.order, ())):
@@ -389,14 +385,15 @@ class Handle:
         else:
             self.tokens.put(token)
 
-    def end(self, error: Exception | None):
-        """Tell the readers."""
+    def end(self, error: Exception | None = None):
+        """The turn is over: tell the readers."""
         request = self.request
         self.error = error or request.error
         if not self.error:
-            sources = request.usage or dict.fromkeys(SOURCES, 0)        # none if it was never admitted
-            usage = dict(prompt_tokens=sum(sources.values()), completion_tokens=len(self.token_ids), **sources)
+            sources = request.usage or dict.fromkeys(SOURCES, 0)        # zeros if it was never admitted
+            usage = dict(prompt_tokens=sum(sources.values()), completion_tokens=len(self.token_ids)) | sources
             self.reply = Reply(self.token_ids, request.finish_reason, usage, self.logprobs)
+        self.engine.unfinished.discard(self)
         self.tokens.close()
         if self.on_end:
             self.on_end(self)
@@ -450,8 +447,8 @@ class Outbox:
 
 
 def demo():
-    """Two conversations, 32 GPU slots, 3 CPU places of 4 tokens, at most 16 tokens in a step. Each look at the
-    clock finds it one second later."""
+    """Two conversations, 32 GPU slots, 3 CPU places of 4 tokens, at most 16 tokens in a step. The clock is
+    one second later at each look."""
     engine = Engine("tiny_chat", gpu_cache_tokens=32, cpu_cache_tokens=12, chunk_size=4, max_batch_tokens=16,
                     debug=True, clock=count().__next__, cost=RecomputeCost({4: 1.0, 32: 2.0}, rest=1.0))
     for names in ("a", "b", "a", "b", "ab"):

@@ -67,7 +67,7 @@ class Server(ThreadingHTTPServer):
         """sessions: started. OSError if we cannot listen at the address."""
         self.sessions, self.engine = sessions, sessions.engine
         config = sessions.engine.config
-        self.owners = [(key.encode(), prefix_of(key)) for key in api_keys]      # none: anybody may come
+        self.api_keys = [(key.encode(), prefix_of(key)) for key in api_keys]    # none: anybody may come
         self.model_names = Path(config.model).resolve().name, config.model
         self.api = API(sessions, self.model_names)
         self.metrics = Metrics(self.engine, self.model_names[0])
@@ -161,7 +161,7 @@ class Server(ThreadingHTTPServer):
 
 
 def prefix_of(key: str) -> str:
-    """Inside, all names of this API key's owner begin with it. The key itself is stored nowhere."""
+    """All conversations of this API key have names that begin so. The key itself is stored nowhere."""
     return f"{hashlib.sha256(key.encode()).hexdigest()[:16]}/"
 
 
@@ -192,14 +192,14 @@ class Handler(BaseHTTPRequestHandler):
             if self.server.stop_at:
                 reason = self.server.engine.failure or "try again in a moment"
                 raise APIError(503, f"the server is stopping: {reason}")
-            owner = "" if path in ("/", "/health") else self.owner()
+            prefix = "" if path in ("/", "/health") else self.prefix()
             operation, names = find_operation(self.command, path)
             if self.command == "POST":
                 given = self.read_json(operation)
             else:
                 given = dict(parse_qsl(query, keep_blank_values=True))
             self.server.deadlines.pop(self.connection, None)
-            self.perform(owner, operation, names, given)
+            self.perform(prefix, operation, names, given)
         except HUNG_UP:
             raise
         except Exception as error:
@@ -208,12 +208,12 @@ class Handler(BaseHTTPRequestHandler):
 
     do_GET = do_POST = do_HEAD = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = answer_request
 
-    def perform(self, owner: str, operation: Operation, names: list[str], given: dict):
+    def perform(self, prefix: str, operation: Operation, names: list[str], given: dict):
         """names: those in the path. given: the body, or the query."""
         if hasattr(Handler, operation.name):            # it is our own, and takes no fields
-            return getattr(self, operation.name)(owner)
+            return getattr(self, operation.name)(prefix)
         fields = parse(operation, given)
-        arguments = [owner, *names, fields] if operation.fields.model_fields else [owner, *names]
+        arguments = [prefix, *names, fields] if operation.fields.model_fields else [prefix, *names]
         turns = getattr(fields, "n", 1) if isinstance(fields, ReplyBody) else 0
         with self.server.counted(turns):
             answer = getattr(self.server.api, operation.name)(*arguments)
@@ -222,15 +222,15 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 self.send(200, answer)
 
-    def owner(self) -> str:
+    def prefix(self) -> str:
         """The prefix of all that this client may see. We compare with every key, in constant time."""
         scheme, _, key = self.headers.get("Authorization", "").partition(" ")
         key = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
-        owners = [owner for wanted, owner in self.server.owners if hmac.compare_digest(key, wanted)]
-        if self.server.owners and not owners:
+        prefixes = [prefix for wanted, prefix in self.server.api_keys if hmac.compare_digest(key, wanted)]
+        if self.server.api_keys and not prefixes:
             raise APIError(401, "the API key is missing or wrong: send the header Authorization: Bearer KEY",
                            code="invalid_api_key")
-        return owners[0] if owners else ""
+        return prefixes[0] if prefixes else ""
 
     def read_json(self, operation: Operation) -> Any:
         """The body. A chat's conversation_id may stand in a header, as vLLM's benchmarks send it."""
@@ -259,31 +259,31 @@ class Handler(BaseHTTPRequestHandler):
 
     # ---- operations that are the server's own
 
-    def health(self, owner):
+    def health(self, prefix):
         self.send(200, dict(status="ok"))
 
-    def metrics(self, owner):
+    def metrics(self, prefix):
         self.send(200, self.server.metrics.text(), "text/plain; version=0.0.4; charset=utf-8")
 
-    def openapi(self, owner):
+    def openapi(self, prefix):
         self.send(200, openapi())
 
-    def chat_page(self, owner):
+    def chat_page(self, prefix):
         file = Path(live.__file__).with_name("chat.html")
         if not file.exists():
             raise APIError(404, "there is no chat.html in serving/")
         self.send(200, file.read_text("utf-8"), "text/html; charset=utf-8")
 
-    def cache(self, owner):
+    def cache(self, prefix):
         engine = self.server.engine
-        turns = live.outside(owner, list(self.server.recent_turns), "conversation")
-        self.send(200, dict(live.picture(engine, owner), **live.scale(engine), turns=turns))
+        turns = live.outside(prefix, list(self.server.recent_turns), "conversation")
+        self.send(200, dict(live.picture(engine, prefix), **live.scale(engine), turns=turns))
 
-    def cache_events(self, owner):
+    def cache_events(self, prefix):
         def over() -> bool:
             return bool(self.server.stop_at) or has_hung_up(self.connection)
         self.begin_stream()
-        for event in live.follow(self.server.engine, owner, over):
+        for event in live.follow(self.server.engine, prefix, over):
             self.send_event(event)
         self.send_piece(b"")
 

@@ -45,13 +45,14 @@ def portrait(conversation: Conversation, idle: float) -> dict:
                 idle_seconds=round(idle, 3), chunks="".join(letters))
 
 
-def picture(engine: Engine, owner: str = "") -> dict:
-    """The engine's stats, and every conversation of the owner that has KV in a tier."""
+def picture(engine: Engine, prefix: str = "") -> dict:
+    """The engine's stats, and every conversation that has KV in a tier, of those whose names begin with the
+    prefix."""
     def read() -> list[dict]:
         policy, now = engine.cache.policy, engine.clock()
         return [portrait(conversation, policy.idle(now, policy.activity(conversation)))
                 for conversation in engine.cache.conversations.values() if any(conversation.sources())]
-    return dict(stats=engine.stats(), conversations=outside(owner, engine.call(read), "id"))
+    return dict(stats=engine.stats(), conversations=outside(prefix, engine.call(read), "id"))
 
 
 def scale(engine: Engine) -> dict:
@@ -62,7 +63,7 @@ def scale(engine: Engine) -> dict:
     return dict(chunk_size=size, limit=limit, policy=engine.config.policy, recompute_seconds=seconds)
 
 
-def follow(engine: Engine, owner: str, over: Callable[[], bool]) -> Iterator[dict]:
+def follow(engine: Engine, prefix: str, over: Callable[[], bool]) -> Iterator[dict]:
     """Yields the picture and the `transfers` since the last one, whenever a step has changed it, otherwise
     once a second. Ends when over() is true."""
     recent, stepped = deque(maxlen=MOST_MOVES), threading.Event()
@@ -76,8 +77,8 @@ def follow(engine: Engine, owner: str, over: Callable[[], bool]) -> Iterator[dic
     try:
         while not over():
             stepped.clear()
-            transfers = outside(owner, [recent.popleft() for _ in range(len(recent))], "conversation")
-            now = picture(engine, owner)
+            transfers = outside(prefix, [recent.popleft() for _ in range(len(recent))], "conversation")
+            now = picture(engine, prefix)
             after = {entry["id"]: entry["chunks"] for entry in now["conversations"]}
             yield dict(now, transfers=transfers + drops(before, after, engine.config.chunk_size))
             before = after
@@ -114,10 +115,10 @@ def drops(before: dict[str, str], after: dict[str, str], chunk_size: int) -> lis
     return dropped
 
 
-def outside(owner: str, entries: list[dict], key: str) -> list[dict]:
-    """The entries whose conversation, which stands under `key`, belongs to the owner. There the conversation
-    gets the name that the owner knows."""
-    if not owner:
+def outside(prefix: str, entries: list[dict], key: str) -> list[dict]:
+    """The entries whose conversation, which stands under `key`, has the prefix; there without it, as its
+    client knows it."""
+    if not prefix:
         return entries
-    return [dict(entry, **{key: entry[key].removeprefix(owner)})
-            for entry in entries if entry[key] and entry[key].startswith(owner)]
+    return [dict(entry, **{key: entry[key].removeprefix(prefix)})
+            for entry in entries if entry[key] and entry[key].startswith(prefix)]

@@ -33,9 +33,9 @@ class API:
     """Every public method answers one operation: it returns JSON, or the writer of a reply that is still
     being generated.
 
-    Inside, every conversation's name begins with the prefix of its owner's API key. We look for all that a
-    client names behind its own prefix, so what belongs to another key does not exist for it. owner: the
-    prefix. id: the client's name for something, without the prefix."""
+    prefix: inside, the names of all conversations of one API key begin with it. We look for all that a client
+    names behind the client's own prefix, so what belongs to another key does not exist for it. id: the
+    client's name for something, without the prefix."""
 
     def __init__(self, sessions: Sessions, names: tuple[str, str]):
         """names: those that a client may call our model by. We use the first."""
@@ -45,7 +45,7 @@ class API:
 
     # ---- replies
 
-    def create_chat_completion(self, owner: str, body: ChatBody) -> "ChatWriter":
+    def create_chat_completion(self, prefix: str, body: ChatBody) -> "ChatWriter":
         options = self._engine_options(body)
         options["max_tokens"] = body.max_completion_tokens or body.max_tokens
         if body.logprobs:
@@ -53,13 +53,13 @@ class API:
         elif body.top_logprobs is not None:
             raise APIError(400, "top_logprobs needs logprobs: true", "top_logprobs")
         messages = [plain(message) for message in body.messages]
-        hint = body.conversation_id and owner + body.conversation_id
+        hint = body.conversation_id and prefix + body.conversation_id
         first_options, *other_options = options_of_choices(options, body.n)
-        first = self.sessions.submit_chat(messages, hint, owner, **first_options)
-        others = [self.sessions.another(first, owner, **options) for options in other_options]
-        return ChatWriter([first, *others], owner, self.model, body)
+        first = self.sessions.submit_chat(messages, hint, prefix, **first_options)
+        others = [self.sessions.another(first, prefix, **options) for options in other_options]
+        return ChatWriter([first, *others], prefix, self.model, body)
 
-    def create_response(self, owner: str, body: ResponseBody) -> "ResponseWriter":
+    def create_response(self, prefix: str, body: ResponseBody) -> "ResponseWriter":
         options = self._engine_options(body)
         name = body.conversation and body.conversation.id
         if name and (body.previous_response_id or not body.store):
@@ -67,73 +67,73 @@ class API:
                            "conversation")
         if body.include or body.top_logprobs is not None:
             options["logprobs"] = body.top_logprobs or 0
-        previous = body.previous_response_id and self._finished(owner, body.previous_response_id)
+        previous = body.previous_response_id and self._finished(prefix, body.previous_response_id)
         note = body.model_dump(include=set(ECHOED), exclude_unset=True)
         turn = self.sessions.respond(
             [plain(message) for message in body.input],
-            conversation=name and self._conversation(owner, name).name,
+            conversation=name and self._conversation(prefix, name).name,
             after=previous,
-            owner=owner if body.store else None,
+            prefix=prefix if body.store else None,
             instructions=body.instructions,
             max_tokens=body.max_output_tokens,
             truncate=body.truncation == "auto",
             note=dict(note, created_at=int(time.time())),
             **options)
-        return ResponseWriter(turn, owner, self.model, body.stream)
+        return ResponseWriter(turn, prefix, self.model, body.stream)
 
-    def retrieve_response(self, owner: str, id: str) -> dict:
-        if unfinished := self._unfinished(owner, id):
-            return ResponseWriter(unfinished, owner, self.model).response("in_progress")
-        turn = self._finished(owner, id)
+    def retrieve_response(self, prefix: str, id: str) -> dict:
+        if unfinished := self._unfinished(prefix, id):
+            return ResponseWriter(unfinished, prefix, self.model).response("in_progress")
+        turn = self._finished(prefix, id)
         note = dict(created_at=int(turn.created)) | json.loads(turn.note)
         messages = self.history.messages(turn.id)           # none for a turn of raw token ids
         text = messages[-1]["content"] if messages else ""
         status, item_status = STATUS[note["finish_reason"]]
-        return response(turn.id, self.model, turn.conversation.removeprefix(owner), note, status,
+        return response(turn.id, self.model, turn.conversation.removeprefix(prefix), note, status,
                         [reply_item(turn.id, text, item_status)], note["usage"])
 
-    def delete_response(self, owner: str, id: str) -> dict:
-        turn = self._unfinished(owner, id)
+    def delete_response(self, prefix: str, id: str) -> dict:
+        turn = self._unfinished(prefix, id)
         if turn:
             turn.cancel()
         if not turn or self.history.turn(turn.id):          # it may have ended before it was cancelled
-            self.sessions.delete(self._finished(owner, id))
+            self.sessions.delete(self._finished(prefix, id))
         return dict(id=id, object="response", deleted=True)
 
-    def cancel_response(self, owner: str, id: str) -> dict:
-        turn = self._unfinished(owner, id)
+    def cancel_response(self, prefix: str, id: str) -> dict:
+        turn = self._unfinished(prefix, id)
         if not turn:
-            return self.retrieve_response(owner, id)
+            return self.retrieve_response(prefix, id)
         turn.cancel()
-        return ResponseWriter(turn, owner, self.model).whole(turn.result())
+        return ResponseWriter(turn, prefix, self.model).whole(turn.result())
 
     # ---- conversations
 
-    def create_conversation(self, owner: str, body: ConversationBody) -> dict:
+    def create_conversation(self, prefix: str, body: ConversationBody) -> dict:
         id = f"conv_{new_id()}"
-        self.history.create(owner + id, body.metadata, map(identified, body.items))
-        return self.retrieve_conversation(owner, id)
+        self.history.create(prefix + id, body.metadata, map(identified, body.items))
+        return self.retrieve_conversation(prefix, id)
 
-    def retrieve_conversation(self, owner: str, id: str) -> dict:
-        found = self._conversation(owner, id)
+    def retrieve_conversation(self, prefix: str, id: str) -> dict:
+        found = self._conversation(prefix, id)
         return dict(id=id, object="conversation", created_at=int(found.created),
-                    metadata=found.metadata or {}, cache=self._cache_of(owner, found))
+                    metadata=found.metadata or {}, cache=self._cache_of(prefix, found))
 
-    def update_conversation(self, owner: str, id: str, body: MetadataBody) -> dict:
-        if not self.sessions.update(owner + id, metadata=body.metadata):
+    def update_conversation(self, prefix: str, id: str, body: MetadataBody) -> dict:
+        if not self.sessions.update(prefix + id, metadata=body.metadata):
             raise missing("conversation", id)
-        return self.retrieve_conversation(owner, id)
+        return self.retrieve_conversation(prefix, id)
 
-    def delete_conversation(self, owner: str, id: str) -> dict:
-        if not self.sessions.answering(owner + id):         # it is in the history only after its first turn
-            self._conversation(owner, id)
-        self.sessions.forget(owner + id)
+    def delete_conversation(self, prefix: str, id: str) -> dict:
+        if not self.sessions.answering(prefix + id):         # it is in the history only after its first turn
+            self._conversation(prefix, id)
+        self.sessions.forget(prefix + id)
         return dict(id=id, object="conversation.deleted", deleted=True)
 
-    def create_items(self, owner: str, id: str, body: ItemsBody) -> dict:
+    def create_items(self, prefix: str, id: str, body: ItemsBody) -> dict:
         new = [identified(message) for message in body.items]
         try:
-            known = self.sessions.update(owner + id, new=new)
+            known = self.sessions.update(prefix + id, new=new)
         except Busy as error:
             raise APIError(409, f"a response is being written in conversation {id}: add items when it is "
                                 "done", code="conversation_locked") from error
@@ -141,8 +141,8 @@ class API:
             raise missing("conversation", id)
         return listing([item(message) for message in new])
 
-    def list_items(self, owner: str, id: str, query: ItemsQuery) -> dict:
-        items = [item(message) for message in self.history.items(self._conversation(owner, id).name)]
+    def list_items(self, prefix: str, id: str, query: ItemsQuery) -> dict:
+        items = [item(message) for message in self.history.items(self._conversation(prefix, id).name)]
         if query.order == "desc":
             items.reverse()
         if query.after:
@@ -150,13 +150,13 @@ class API:
             items = items[ids.index(query.after) + 1:] if query.after in ids else []
         return listing(items[:query.limit], has_more=len(items) > query.limit)
 
-    def retrieve_item(self, owner: str, id: str, item_id: str) -> dict:
-        for message in self.history.items(self._conversation(owner, id).name):
+    def retrieve_item(self, prefix: str, id: str, item_id: str) -> dict:
+        for message in self.history.items(self._conversation(prefix, id).name):
             if message["id"] == item_id:
                 return item(message)
         raise missing("item", item_id)
 
-    def list_models(self, owner: str) -> dict:
+    def list_models(self, prefix: str) -> dict:
         model = dict(id=self.model, object="model", created=self.created, owned_by="nano-pensieve",
                      root=self.names[-1], max_model_len=self.engine.scheduler.limit)
         return listing([model])
@@ -170,29 +170,29 @@ class API:
                            "model_not_found")
         return body.engine_options()
 
-    def _finished(self, owner: str, id: str) -> Turn:
+    def _finished(self, prefix: str, id: str) -> Turn:
         """The turn of a response that is in the history."""
         turn = self.history.turn(id.removeprefix("resp_")) if id.startswith("resp_") else None
-        if not turn or not turn.conversation.startswith(owner):
+        if not turn or not turn.conversation.startswith(prefix):
             raise missing("finished response", id)
         return turn
 
-    def _unfinished(self, owner: str, id: str) -> LiveTurn | None:
+    def _unfinished(self, prefix: str, id: str) -> LiveTurn | None:
         """The turn of a response that is still being written. A response with store: false has no
         conversation, so nobody finds it here: it belongs to its connection alone."""
         turn = self.sessions.find(id.removeprefix("resp_")) if id.startswith("resp_") else None
-        return turn if turn and turn.conversation.startswith(owner) else None
+        return turn if turn and turn.conversation.startswith(prefix) else None
 
-    def _conversation(self, owner: str, id: str) -> ConversationRecord:
-        found = self.history.record(owner + id)
+    def _conversation(self, prefix: str, id: str) -> ConversationRecord:
+        found = self.history.record(prefix + id)
         if not found:
             raise missing("conversation", id)
         return found
 
-    def _cache_of(self, owner: str, found: ConversationRecord) -> dict:
+    def _cache_of(self, prefix: str, found: ConversationRecord) -> dict:
         """Where the conversation's tokens are, as live.py shows it."""
-        id = found.name.removeprefix(owner)
-        for portrait in live.picture(self.engine, owner)["conversations"]:
+        id = found.name.removeprefix(prefix)
+        for portrait in live.picture(self.engine, prefix)["conversations"]:
             if portrait["id"] == id:
                 return portrait
         head = self.history.head(found.name)
@@ -323,10 +323,10 @@ class ChatWriter(Writer):
     """Each choice is a turn. The first goes on in the conversation; the others are branches beside it. We
     recognise whichever the client sends back. Their common prompt is computed once."""
 
-    def __init__(self, turns: list[LiveTurn], owner: str, model: str, body: ChatBody):
+    def __init__(self, turns: list[LiveTurn], prefix: str, model: str, body: ChatBody):
         self.turns, self.stream, self.include_usage = turns, body.stream, body.stream_options.include_usage
         self.envelope = dict(id=f"chatcmpl-{turns[0].id}", created=int(time.time()), model=model,
-                             conversation_id=turns[0].conversation.removeprefix(owner))
+                             conversation_id=turns[0].conversation.removeprefix(prefix))
 
     def whole(self, *replies):
         choices = [dict(index=index, message=dict(role="assistant", content=reply.text, refusal=None),
@@ -383,9 +383,9 @@ def finish_reason(reply: Answer) -> str:
 class ResponseWriter(Writer):
     """A response is one turn. Its events are numbered."""
 
-    def __init__(self, turn: LiveTurn, owner: str, model: str, stream: bool = False):
+    def __init__(self, turn: LiveTurn, prefix: str, model: str, stream: bool = False):
         self.turn, self.turns, self.model, self.stream = turn, [turn], model, stream
-        self.conversation = turn.conversation and turn.conversation.removeprefix(owner)
+        self.conversation = turn.conversation and turn.conversation.removeprefix(prefix)
         self.note = dict(created_at=int(time.time())) | turn.note
         self.numbers = count()
 

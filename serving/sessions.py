@@ -1,8 +1,8 @@
 """Conversations as clients know them: text, names, and turns that survive a crash.
 
-    client's thread     claim the conversation, read its history, tokenise -> submit ... read pieces()
-    engine's owner                                                            every token becomes text
-    history's thread                                                            commit -> readers are told
+    client's thread     claim the conversation, read its history, tokenise, submit -> ... read the text
+    engine's thread                       turn each token of the reply into text  -> ... end
+    writing thread                                              commit the turn, tell the client
 
 `Sessions` has an engine, which knows token ids; a history, which keeps turns; and a tokenizer. From the
 messages of a client it makes a turn: which token ids to append to which conversation. Tokens that are cached
@@ -10,9 +10,11 @@ must never be tokenised again, since other ids for the same text would be anothe
 new messages. A client that resends its whole history is recognised by the text; a client that sends only new
 messages says after which turn. The turn goes on in the conversation that ends there, or branches off.
 
-A turn *claims* its conversation before it reads the history, and keeps it until it is committed. So a
-conversation has one unfinished turn at most. The owner of the engine never touches the history's file:
-while another process holds that file, all streams go on, and only turns that must be committed wait.
+A turn *claims* its conversation before it reads the history, and keeps it until it *settles*: it is committed
+(or cancelled, or failed) and its readers are told. So a conversation has at most one live turn. Commits are
+made in a thread of their own. While another process holds the history's file, only that thread waits: all
+streams go on, and new turns begin. Without `start()` there is no such thread, and whoever steps the engine
+commits, too.
 
 Invariants:
 - A turn is committed before its readers are told that it is done, and before the next turn of its
@@ -53,33 +55,34 @@ class Plan:
     prompt: list[int]
     messages: list[dict]        # the visible messages that `prompt` stands for
     after: Turn | None          # the turn before this one, if there is one
-    # None: the prompt continues the context of `after`. A number: the prompt is a context of its own, computed
-    # from nothing, and so many of `messages` come from earlier turns.
+    # None: the prompt continues the context of `after`. A number: the prompt starts a context of its own,
+    # which is computed from nothing, and that many of `messages` come from earlier turns.
     carried: int | None
     note: dict                  # is kept with the turn
 
 
 class LiveTurn:
-    """A turn that is not in the history yet. Read it as text with `pieces()`, as token ids by iterating, or
-    whole with `result()`.
+    """A turn that has not settled yet. Read it as text with `pieces()`, as token ids by iterating, or whole
+    with `result()`.
 
     Any number of threads may read it, any number of times. Nobody has to: it is committed all the same."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None, stop: list[str] = ()):
         self.id = new_id()                          # of the turn in the history, too
-        self.conversation: str | None = None        # the name that it has claimed
+        self.conversation: str | None = None        # the name of the one that it has claimed
         self.plan: Plan | None = None
+        self.branches = False                       # is it the first turn of a new branch?
         self.handle: Handle | None = None           # since it was submitted to the engine
         self.cancelled = False
         self.tokenizer = tokenizer
         self.stream = TextStream(tokenizer, stop) if tokenizer else None
-        self.texts = Outbox(engine)                 # of every token the text that it made certain, and the rest
-        self.reply: Answer | None = None            # then either this is set
+        self.texts = Outbox(engine)                 # the text that each token made certain, then the rest
+        self.reply: Answer | None = None            # in the end either this
         self.error: Exception | None = None         # or this
 
     def __iter__(self) -> Iterator[int]:
         yield from self.handle
-        self.result()                               # its last token is not told before it is committed
+        self.result()                               # the end is not told before the commit
 
     def pieces(self) -> Iterator[str]:
         """The text as it grows."""
@@ -87,13 +90,12 @@ class LiveTurn:
             yield text
 
     def progress(self) -> Iterator[tuple[str, int]]:
-        """The text as it grows, each time with the number of tokens that have been read up to there."""
-        told, tokens = "", 0
+        """The text as it grows: (new text, number of tokens that all text so far stands for)."""
+        tokens = 0
         for new in self.texts.news():
-            told, tokens = told + "".join(new), tokens + len(new)
-            if told:
-                yield told, tokens
-                told = ""
+            tokens += len(new)
+            if text := "".join(new):
+                yield text, tokens
         self.result()                               # raises the error, if there is one
 
     def result(self) -> Answer:
@@ -104,7 +106,7 @@ class LiveTurn:
         return self.reply
 
     def wait(self):
-        """Until the turn has settled, whatever comes of it."""
+        """Wait until the turn has settled, however it ends."""
         self.texts.wait()
 
     def cancel(self):
@@ -141,53 +143,45 @@ class LiveTurn:
     def submitted(self) -> float:
         return self.handle.submitted
 
-    # ---- the writer's side
-
-    def reads(self, token: int) -> bool:
-        """The engine's owner brings a token. True if a stop string is complete."""
+    def add(self, token: int) -> bool:
+        """The engine calls this with each token but a stop token. True if a stop string is complete."""
         if self.stream is None:
             return False
         self.texts.put(self.stream.push(token))
         return self.stream.stopped
 
-    def reads_the_rest(self, token_ids: list[int]):
+    def finish(self, token_ids: list[int]):
+        """The reply is complete, with these tokens."""
         if self.stream:
-            for token in token_ids[len(self.texts.items):]:     # a stop token was not brought
-                self.reads(token)
+            for token in token_ids[len(self.texts.items):]:
+                self.add(token)                     # a stop token
             self.texts.put(self.stream.finish())
-
-    def settle(self, reply: Answer | None, error: Exception | None):
-        """Tell the readers."""
-        self.reply, self.error = reply, error
-        self.texts.close()
 
 
 class Sessions:
     """Any thread may call any method."""
 
-    def __init__(self, engine: Engine | str | Path = "tiny_chat", *, history: History | str | Path | None = None,
-                 system_prompt: str | None = None, **flags):
-        """engine: one of your own, which nobody else submits to; or the model of a new one, then with its
-        flags. history: a file; by default memory. system_prompt: a text, or a file with a text, that every
-        chat without a system message begins with. ValueError for flags that cannot be served."""
+    def __init__(self, engine: Engine | str | Path = "tiny_chat", *,
+                 history: History | str | Path | None = None, system_prompt: str | None = None, **flags):
+        """engine: an engine to which nobody else submits. Or the model of a new engine, and in `flags` the
+        other keywords of Engine. history: a file; by default memory. system_prompt: a text, or a file with
+        one, that every chat without a system message begins with. ValueError for what cannot be served."""
         if isinstance(engine, Engine):
             require(not flags, "flags", "left out, since the engine has its own", flags)
         else:
             engine = Engine(engine, **flags)
         self.engine = engine
         self.tokenizer = load_tokenizer(engine.directory) if engine.directory else None
-        self.history = history if isinstance(history, History) else self._open_history(history)
-        self.turns: dict[str, LiveTurn] = {}        # by conversation, which each of them has claimed
+        if not isinstance(history, History):
+            raw = f"raw token ids below {engine.worker.vocab_size}"
+            fingerprint = self.tokenizer.fingerprint if self.tokenizer else raw
+            history = History(str(history or ":memory:"), fingerprint)
+        self.history = history
+        self.turns: dict[str, LiveTurn] = {}        # by the conversation that each of them has claimed
         self.claiming = threading.Lock()
-        self.writer: ThreadPoolExecutor | None = None           # one thread; without it commits are made inline
+        self.writer: ThreadPoolExecutor | None = None       # the writing thread
         self.system = self._designate(system_prompt) if system_prompt else []
-        engine.forgets_cold = True                  # the history has the tokens
-
-    def _open_history(self, file: str | Path | None) -> History:
-        fingerprint = f"raw token ids below {self.engine.worker.vocab_size}"
-        if self.tokenizer:
-            fingerprint = self.tokenizer.fingerprint
-        return History(str(file or ":memory:"), fingerprint)
+        engine.forgets_cold = True                  # since the history has the tokens
 
     def start(self) -> "Sessions":
         """From now on one thread steps the engine, and another one writes the history."""
@@ -208,56 +202,57 @@ class Sessions:
         """Send one message and wait for the answer. options: see `submit`."""
         return self.respond([dict(role="user", content=text)], conversation, **options).result()
 
-    def submit_chat(self, messages: list[dict], hint: str | None = None, owner: str = "", stop=(),
-                    **options) -> LiveTurn:
+    def submit_chat(self, messages: list[dict], hint: str | None = None, prefix: str = "",
+                    stop: str | list[str] = (), **options) -> LiveTurn:
         """A client resends the visible history, with new messages at its end. The longest part that we
         remember goes on: in its conversation if that ends there and is idle, else in a new branch.
 
         hint: the client's name for its conversation. It decides between equals and names a new conversation;
-        it opens nothing. owner: the prefix of the names of this client. options: see `submit`."""
+        it opens nothing. prefix: how the names of this client's conversations begin; others are not looked
+        at. options: see `submit`."""
         system = self._prompted(messages)
         messages = system + messages
         note = dict(system=system[0]["content"] if system else None)
         with self._beginning(stop) as live:
-            turn, matched = self.history.match(messages, hint, owner) or (None, 0)
-            self._claim_after(live, turn, hint, owner)
+            turn, matched = self.history.match(messages, hint, prefix) or (None, 0)
+            self._claim_after(live, turn, hint, prefix)
             new = messages[matched:]
             prompt = self._tokenize(messages[:matched], new, turn and turn.last_token)
-            carried = len(system) if system and not turn else None          # no client has sent the system prompt
+            carried = len(system) if system and not turn else None      # no client has sent these
             return self._submit(live, Plan(prompt, new, turn, carried, note), **options)
 
-    def another(self, turn: LiveTurn, owner: str = "", stop=(), **options) -> LiveTurn:
+    def another(self, turn: LiveTurn, prefix: str = "", stop: str | list[str] = (), **options) -> LiveTurn:
         """One more answer to the prompt of a live turn, in a branch of its own. The prompt is computed once
         for both."""
         with self._beginning(stop) as live:
-            self._claim(live, f"{owner}conv_{new_id()}")
+            self._claim(live, f"{prefix}conv_{new_id()}")
             return self._submit(live, turn.plan, like=turn.handle, **options)
 
     def respond(self, new: list[dict], conversation: str | None = None, *, after: Turn | None = None,
-                owner: str | None = None, instructions: str | None = None, truncate: bool = False,
-                note: dict | None = None, stop=(), **options) -> LiveTurn:
+                prefix: str | None = None, instructions: str | None = None, truncate: bool = False,
+                note: dict | None = None, stop: str | list[str] = (), **options) -> LiveTurn:
         """A client sends only new messages: to a conversation, which may be busy or not exist yet, or after
         any turn. Two answers to the same turn are two branches.
 
-        owner: the prefix of the name of a conversation that is made for it; None: none is made, and nothing
-        is kept. instructions: the system message of this turn alone; by default the system prompt.
+        prefix: how the name of a conversation begins that is made for it; None: none is made, and nothing is
+        kept. instructions: the system message of this turn alone; by default the system prompt.
         truncate: drop old messages if less than max_tokens (by default a quarter of the limit) would be left
         for the reply. note: kept with the turn. options: see `submit`."""
         with self._beginning(stop) as live:
             if conversation is not None:
-                self._claim(live, conversation)     # only now: what the template owes depends on the reply before
+                self._claim(live, conversation)     # from here on we see how the reply before has ended
                 if record := self.history.record(conversation):
                     after, new = self.history.head(conversation), record.waiting + new
-            elif owner is not None:
-                self._claim_after(live, after, None, owner)
+            elif prefix is not None:
+                self._claim_after(live, after, None, prefix)
             room = None
             if truncate:
                 room = options.get("max_tokens") or self.engine.scheduler.limit // 4
             plan = self._plan(after, new, instructions, room, note or {})
             return self._submit(live, plan, **options)
 
-    def submit(self, prompt: list[int], conversation: str | None = None, *, base: Turn | None = None, stop=(),
-               **options) -> LiveTurn:
+    def submit(self, prompt: list[int], conversation: str | None = None, *, base: Turn | None = None,
+               stop: str | list[str] = (), **options) -> LiveTurn:
         """Append token ids to a conversation (None: a one-off, nothing is kept) and generate a reply. If the
         conversation is busy, wait until its turn has settled.
 
@@ -352,61 +347,61 @@ class Sessions:
         try:
             yield live
         except BaseException as error:
-            self._release(live)
-            live.settle(None, error)
+            self._release(live, error=error)
             raise
 
     def _claim(self, live: LiveTurn, name: str):
-        """From now on the conversation is the turn's alone. Waits for the turn that has it now."""
+        """The conversation is the turn's alone, once the turn that has it now has settled."""
         require(isinstance(name, str), "conversation", "a string or None", name)
-        while (holder := self._claim_if_free(live, name)) is not live:
-            holder.wait()
+        while (claimant := self._claim_if_free(live, name)) is not live:
+            claimant.wait()
 
     def _claim_if_free(self, live: LiveTurn, name: str) -> LiveTurn:
-        """Returns the turn that has the conversation now: `live`, if it was free."""
+        """The turn that has the conversation now: `live`, if it was free."""
         with self.claiming:
-            holder = self.turns.setdefault(name, live)
-        if holder is live:
+            claimant = self.turns.setdefault(name, live)
+        if claimant is live:
             live.conversation = name
-        return holder
+        return claimant
 
-    def _claim_after(self, live: LiveTurn, turn: Turn | None, hint: str | None, owner: str):
+    def _claim_after(self, live: LiveTurn, turn: Turn | None, hint: str | None, prefix: str):
         """Claim the conversation that goes on after a turn: its own if it ends there, is idle, and no client
         has asked for it by name. Otherwise a new one, called `hint` if that name is free."""
         with self.claiming:                         # so that an idle conversation stays idle
-            name = turn.conversation if turn else None
-            if name in self.turns or not self._ends_with(name, turn):
-                name = hint
-                if hint is None or hint in self.turns or self.history.record(hint):
-                    name = f"{owner}conv_{new_id()}"
+            name = turn.conversation if turn and turn.conversation not in self.turns else None
+            record = name and self.history.record(name)
+            if not (record and record.head == turn.id and record.metadata is None):
+                taken = hint is None or hint in self.turns or self.history.record(hint)
+                name = f"{prefix}conv_{new_id()}" if taken else hint
             self.turns[name] = live
             live.conversation = name
 
-    def _ends_with(self, name: str | None, turn: Turn | None) -> bool:
-        record = turn and self.history.record(name)
-        return bool(record) and record.head == turn.id and record.metadata is None
-
-    def _release(self, live: LiveTurn):
+    def _release(self, live: LiveTurn, answer: Answer | None = None, error: Exception | None = None):
+        """The conversation is free again, and readers are told how the turn has ended."""
         if self.turns.get(live.conversation) is live:
             del self.turns[live.conversation]
+        live.reply, live.error = answer, error
+        live.texts.close()
 
     def _submit(self, live: LiveTurn, plan: Plan, like: Handle | None = None, **options) -> LiveTurn:
         context, parent = (), None
         if plan.carried is not None:
-            self._forget_kv(live)
+            self.engine.forget(live.conversation)
         elif plan.after:
             context, parent = self.history.tokens(plan.after.id), plan.after.conversation
         live.plan = plan
+        live.branches = plan.after is not None and self.history.head(live.conversation) is None
         live.handle = self.engine.submit(
             plan.prompt, live.conversation, context=context, parent=parent, like=like,
-            reached_stop=live.reads, on_end=partial(self._ended, live), **options)
+            reached_stop=live.add, on_end=partial(self._ended, live), **options)
         if live.cancelled:
             live.handle.cancel()
         return live
 
     def _ended(self, live: LiveTurn, handle: Handle):
-        """The engine's owner has ended the turn. Only a commit may have to wait for the history's file."""
-        commits = live.conversation is not None and handle.reply and handle.reply.finish_reason != "cancelled"
+        """The engine's owner calls this. Only a commit may have to wait for the history's file."""
+        complete = handle.reply and handle.reply.finish_reason != "cancelled"
+        commits = complete and live.conversation is not None
         if commits and self.writer:
             self.writer.submit(self._settle, live, handle, commits)
         else:
@@ -416,48 +411,44 @@ class Sessions:
         """The one place where turns are committed, and where their readers are told."""
         answer, error, committed = None, None, False
         try:
-            live.reads_the_rest(handle.token_ids)
+            live.finish(handle.token_ids)
             answer = Answer(**vars(handle.result()), text=live.text)
             if commits:
                 self._commit(live, handle, answer)
                 committed = True
-        except StaleTurn:                           # its conversation was forgotten, or went on in another process
+        except StaleTurn:                           # deleted meanwhile, or it went on in another process
             answer = replace(answer, finish_reason="cancelled")
         except Exception as failure:
             answer, error = None, failure
         try:
-            # The scheduler has undone a turn that it has cancelled. Still in the cache are a turn that was
-            # complete but not committed, and one that has replaced the context which the history still has.
-            if not committed and (commits or live.plan.carried is not None):
-                self._forget_kv(live)
+            # The scheduler has undone a turn that it has cancelled. Two others are still in the cache: one
+            # that was complete but not committed, and one that replaced the context that the history has.
+            spoiled = not committed and (commits or live.plan.carried is not None)
+            if spoiled and not self.engine.failure:
+                self.engine.forget(live.conversation)
         finally:
-            self._release(live)
-            live.settle(answer, error)
+            self._release(live, answer, error)
 
     def _commit(self, live: LiveTurn, handle: Handle, answer: Answer):
         name, plan, after = live.conversation, live.plan, live.plan.after
         length = after.length if after and plan.carried is None else 0
         if handle.request.before[0] != length:
             raise StaleTurn(f"conversation {name!r} had other tokens in the cache than in the history")
-        if after and after.conversation != name:
+        if live.branches:
             self.history.branch(after.id, name)
         exact = live.stream is not None and not live.stream.stopped         # the text is that of all tokens
         note = dict(plan.note, usage=answer.usage, finish_reason=answer.finish_reason)
         self.history.commit(name, after.id if after else None, plan.prompt, answer.token_ids, plan.messages,
                             answer.text if plan.messages else None, exact, plan.carried, note, live.id)
 
-    def _forget_kv(self, live: LiveTurn):
-        if live.conversation is not None:
-            self.engine.forget(live.conversation)
-
     # ---- conversations
 
     def answering(self, conversation: str) -> LiveTurn | None:
-        """The unfinished turn of a conversation."""
+        """The live turn of a conversation."""
         return self.turns.get(conversation)
 
     def find(self, turn_id: str) -> LiveTurn | None:
-        """The turn of that id, if it is not in the history yet."""
+        """The live turn of that id."""
         turns = list(self.turns.values())
         return next((live for live in turns if live.id == turn_id and live.handle), None)
 
@@ -498,6 +489,7 @@ class Sessions:
             return True
 
         def change_alone() -> bool:
+            """A turn that began now would miss the new messages, and yet end their waiting."""
             claim = LiveTurn(self.engine, None)
             if self._claim_if_free(claim, conversation) is not claim:
                 raise Busy(f"conversation {conversation!r} is being answered")
@@ -505,9 +497,10 @@ class Sessions:
                 return change()
             finally:
                 self._release(claim)
-                claim.settle(None, None)
         return self._write(change_alone if new else change)
 
     def _write(self, change: Callable):
-        """Run a change of the history in the one thread that writes it, and return its result."""
-        return self.writer.submit(change).result() if self.writer else self.engine.call(change)
+        """Run a change of the history in the writing thread, or between two steps; return its result."""
+        if self.writer:
+            return self.writer.submit(change).result()
+        return self.engine.call(change)

@@ -10,7 +10,8 @@ from eviction import RecomputeCost
 
 ROOT = Path(__file__).parent.parent
 COST = RecomputeCost({32: 1e-3, 1024: 4e-3}, rest=1e-3)
-TINY = dict(cost=COST, gpu_cache_tokens=160, cpu_cache_tokens=64, chunk_size=8, max_batch_tokens=32, debug=True)
+TINY = dict(cost=COST, gpu_cache_tokens=160, cpu_cache_tokens=64, chunk_size=8, max_batch_tokens=32,
+            debug=True)
 
 
 @pytest.fixture
@@ -124,8 +125,9 @@ def test_reached_stop_ends_a_reply(engine):
     ([1], dict(max_tokens=0), "max_tokens .* got 0"), ([1], dict(max_tokens=2.5), "2.5"),
     ([1], dict(max_tokens=160), "limit of 160"), (ids(160), {}, "limit of 160"),
     ([1], dict(temperature=-1), "temperature"), ([1], dict(temperature=float("nan")), "nan"),
-    ([1], dict(temperature="1"), "temperature"), ([1], dict(top_p=0), "top_p"), ([1], dict(top_k=-1), "top_k"),
-    ([1], dict(seed="x"), "seed"), ([1], dict(seed=1.5), "seed"), ([1], dict(conversation=5), "conversation")])
+    ([1], dict(temperature="1"), "temperature"), ([1], dict(top_p=0), "top_p"),
+    ([1], dict(top_k=-1), "top_k"), ([1], dict(seed="x"), "seed"), ([1], dict(seed=1.5), "seed"),
+    ([1], dict(conversation=5), "conversation")])
 def test_bad_input_is_refused_by_name(engine, prompt, options, message):
     with pytest.raises(ValueError, match=message):
         engine.submit(prompt, **(dict(conversation="c") | options))
@@ -264,7 +266,7 @@ def test_a_step_that_fails_tells_everyone(started):
 
 
 def sabotaged(execute, fails, pool):
-    """A worker that fails whenever `fails(batch)`, before or after its work, and leaves rubbish in both tiers."""
+    """A worker that fails whenever `fails(batch)`, before or after its work, and spoils both tiers."""
     def run(batch):
         moment = fails(batch)
         if moment == "after":
@@ -278,11 +280,12 @@ def sabotaged(execute, fails, pool):
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_failing_worker_costs_only_its_batch(moment):
-    """Every ninth batch fails and leaves rubbish in both tiers. Whoever was in that batch is told, and may try
-    again. Nobody's answers change."""
+    """Every ninth batch fails and leaves rubbish in both tiers. Whoever was in that batch is told, and may
+    try again. Nobody's answers change."""
     engine, batches, failures = Engine("tiny_chat", max_running=3, **TINY), itertools.count(1), []
-    engine.worker.execute = sabotaged(
-        engine.worker.execute, lambda batch: batch.spans and next(batches) % 9 == 0 and moment, engine.worker.pool)
+    def fails(batch):
+        return batch.spans and next(batches) % 9 == 0 and moment
+    engine.worker.execute = sabotaged(engine.worker.execute, fails, engine.worker.pool)
     engine.start()
     replies = {f"c{i}": [] for i in range(6)}
     def client(name):

@@ -4,6 +4,7 @@ import sqlite3
 import threading
 import time
 from contextlib import closing
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from serving.tokenizer import TextStream, Tokenizer
 
 ROOT = Path(__file__).parent.parent
 COST = RecomputeCost({32: 1e-3, 1024: 4e-3}, rest=1e-3)
-TINY = dict(cost=COST, gpu_cache_tokens=160, cpu_cache_tokens=64, chunk_size=8, max_batch_tokens=32, debug=True)
+TINY = dict(cost=COST, gpu_cache_tokens=160, cpu_cache_tokens=64, chunk_size=8, max_batch_tokens=32,
+            debug=True)
 ROOMY = dict(TINY, gpu_cache_tokens=512, cpu_cache_tokens=256)
 
 
@@ -60,7 +62,8 @@ def script(turns=3):
 def alone(turns=3):
     """What each turn of the script gives with nobody else there."""
     engine = Engine("tiny_chat", cost=COST)
-    replies = [engine.generate(prompt, "c", max_tokens=n, ignore_eos=True).token_ids for prompt, n in script(turns)]
+    replies = [engine.generate(prompt, "c", max_tokens=n, ignore_eos=True).token_ids
+               for prompt, n in script(turns)]
     engine.close()
     return replies
 
@@ -244,8 +247,8 @@ def test_conversations_go_on_under_the_system_prompt_and_do_not_show_it():
     third = sessions.respond([user("And?")], "mine", max_tokens=6).result()
     assert third.usage["new"] < second.result().usage["prompt_tokens"] and third.usage["recomputed"] == 0
     assert [item["role"] for item in sessions.history.items("mine")] == ["user", "assistant"] * 3
-    other = sessions.respond([user("And?")], "mine", instructions="Be brief.", max_tokens=6)     # another beginning
-    assert other.result().usage["gpu"] == 0
+    other = sessions.respond([user("And?")], "mine", instructions="Be brief.", max_tokens=6)
+    assert other.result().usage["gpu"] == 0                 # another beginning
     roles = [message["role"] for message in sessions.history.messages(other.id)]
     assert roles == ["system"] + ["user", "assistant"] * 4
     own = sessions.submit_chat([dict(role="system", content="Be brief."), user("Hi!")], "own", max_tokens=6)
@@ -395,6 +398,19 @@ def test_a_conversation_that_went_on_in_another_process_is_read_again(tmp_path):
     sessions.close()
 
 
+def test_a_name_that_was_forgotten_can_name_a_branch(sessions):
+    """Also of a turn that was committed under that very name, and lives on in a branch."""
+    said = sessions.submit_chat([user("Hello")], "x", max_tokens=4).result().text
+    resent = [user("Hello"), dict(role="assistant", content=said)]
+    sessions.submit_chat([*resent, user("One")], max_tokens=4).result()
+    branch = sessions.submit_chat([*resent, user("Two")], max_tokens=4)
+    assert branch.conversation != "x" and branch.result().finish_reason != "cancelled"
+    sessions.forget("x")
+    again = sessions.submit_chat([*resent, user("Three")], "x", max_tokens=4)
+    assert again.conversation == "x" and again.result().finish_reason != "cancelled"
+    assert len(sessions.history.items("x")) == 4
+
+
 def test_what_fails_in_a_change_of_the_history_is_told_to_the_caller(started, monkeypatch):
     sessions = opened(started, **TINY)
     with monkeypatch.context() as patch:
@@ -504,23 +520,23 @@ def test_while_another_process_holds_the_history_all_streams_go_on(tmp_path):
     with closing(sqlite3.connect(tmp_path / "history", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         begin = time.monotonic()
-        short = sessions.submit(ids(3), "short", max_tokens=2, ignore_eos=True)
-        behind = []
-        waiting = in_thread(lambda: behind.append(sessions.generate(ids(3), "short", max_tokens=2, ignore_eos=True)))
+        two, behind = dict(max_tokens=2, ignore_eos=True), []
+        short = sessions.submit(ids(3), "short", **two)
+        waiting = in_thread(lambda: behind.append(sessions.generate(ids(3), "short", **two)))
         while not short.handle.reply:
             time.sleep(0.01)                                # it is complete, and waits to be committed
         for _ in range(20):
-            next(stream)                                    # who runs goes on,
+            next(stream)                                    # a running turn goes on,
         fresh = sessions.respond([user("Hey")], "fresh", max_tokens=20, ignore_eos=True)
-        assert next(fresh.pieces())                         # who is new begins,
+        assert next(fresh.pieces())                         # a new one begins,
         back = sessions.respond([user("And?")], "cold", max_tokens=20, ignore_eos=True)
         assert next(back.pieces()) and len(sessions.history.messages(back.plan.after.id)) == 2
-        assert sessions.generate(ids(3), max_tokens=2, ignore_eos=True).finish_reason == "length"    # a one-off ends,
+        assert sessions.generate(ids(3), **two).finish_reason == "length"       # a one-off ends,
         assert len(sessions.history.conversations()) == 1   # and the history can be read
         assert time.monotonic() - begin < 3
         assert not (short.reply or short.error or behind)
         other.execute("COMMIT")
-    assert short.result().finish_reason == fresh.result().finish_reason == back.result().finish_reason == "length"
+    assert {turn.result().finish_reason for turn in (short, fresh, back)} == {"length"}
     join([waiting])
     assert behind[0].usage["prompt_tokens"] == 3 + 2 + 3
     running.cancel()
@@ -547,8 +563,9 @@ def test_items_come_between_turns_and_none_is_lost(started):
         sessions.update("c", new=[user("by the way")])
     assert sessions.update("c", metadata=dict(topic="x"))           # this may come at any time
     running.cancel()
-    adding = [in_thread(lambda n=n: sessions.update("c", new=[dict(user(str(n)), id=f"msg_{n}")])) for n in range(8)]
-    join(adding)
+    def add(n):
+        sessions.update("c", new=[dict(user(str(n)), id=f"msg_{n}")])
+    join([in_thread(partial(add, n)) for n in range(8)])
     record = sessions.history.record("c")
     assert sorted(message["content"] for message in record.waiting) == sorted("01234567")
     assert record.metadata == dict(topic="x") and not sessions.update("nobody", {})
@@ -564,7 +581,8 @@ def test_everything_at_once(seed, deletes, tmp_path, monkeypatch):
     """Turns, chats, branches, cancels, deletions, prunes, items, a worker and a disk that fail. Nobody hangs;
     each turn that was told to be done is in the history (unless it was deleted); and the engine holds of a
     conversation what the history has of it."""
-    sessions = Sessions("tiny_chat", max_running=3, history=tmp_path / "history", **dict(TINY, gpu_cache_tokens=256))
+    flags = dict(TINY, gpu_cache_tokens=256, max_running=3)
+    sessions = Sessions("tiny_chat", history=tmp_path / "history", **flags)
     engine, history, names = sessions.engine, sessions.history, [f"c{i}" for i in range(4)]
     execute, commit, chance = engine.worker.execute, History.commit, random.Random(seed)
     def flaky(batch):
@@ -581,7 +599,8 @@ def test_everything_at_once(seed, deletes, tmp_path, monkeypatch):
     told, wrong = {}, []
 
     def turns_of(kind, name, chance):
-        options, hi = dict(max_tokens=chance.randint(1, 12), ignore_eos=True), [user("x" * chance.randrange(1, 9))]
+        options = dict(max_tokens=chance.randint(1, 12), ignore_eos=True)
+        hi = [user("x" * chance.randrange(1, 9))]
         match kind:
             case "respond":
                 return [sessions.respond(hi, name, truncate=True, **options)]
@@ -598,7 +617,7 @@ def test_everything_at_once(seed, deletes, tmp_path, monkeypatch):
                 first = sessions.submit_chat(hi, None, **options)
                 return [first, sessions.another(first, **options), sessions.another(first, **options)]
             case "branch":
-                return [sessions.respond(hi, after=history.head(name), owner="", truncate=True, **options)]
+                return [sessions.respond(hi, after=history.head(name), prefix="", truncate=True, **options)]
             case "forget":
                 sessions.forget(name)
             case "delete":
@@ -638,7 +657,7 @@ def test_everything_at_once(seed, deletes, tmp_path, monkeypatch):
                 if not any(part in str(error) for part in expected):
                     wrong.append(repr(error))
 
-    join([in_thread(lambda n=n: client(10 * seed + n)) for n in range(6)], seconds=100)
+    join([in_thread(partial(client, 10 * seed + n)) for n in range(6)], seconds=100)
     assert not wrong and not sessions.turns and not engine.unfinished and not engine.failure
     engine.call(engine.cache.check_integrity)
     for name, conversation in engine.cache.conversations.items():
@@ -651,7 +670,7 @@ def test_everything_at_once(seed, deletes, tmp_path, monkeypatch):
             continue
         tokens, reply = history.tokens(turn.id).tolist(), turn.token_ids
         assert tokens[-len(reply):] == reply
-        if checked < 40 and len(tokens) < 250:              # and it is what an engine with nothing else to do says
+        if checked < 40 and len(tokens) < 250:              # an engine of its own gives the same answer
             checked += 1
             context = tokens[:-len(reply)]
             assert lone.generate(context, max_tokens=len(reply), ignore_eos=True).token_ids == reply
@@ -659,5 +678,6 @@ def test_everything_at_once(seed, deletes, tmp_path, monkeypatch):
     for name in history.conversations():
         sessions.forget(name)
     stats = engine.stats()
-    assert stats["slots_free"] == stats["slots_total"] and stats["cpu_chunks_free"] == stats["cpu_chunks_total"]
+    assert stats["slots_free"] == stats["slots_total"]
+    assert stats["cpu_chunks_free"] == stats["cpu_chunks_total"]
     sessions.close()
