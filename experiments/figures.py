@@ -367,15 +367,15 @@ FIGURES = {
     "fig12": microbenchmark(microbench.kernel, "the same as kernel", *RATES),
     "fig13": latency_figure(
         partial(sweep, ("separate phases", "pensieve"), [ONE_GPU[0]._replace(paper=None)], HERE),
-        "prefill and decode in one batch or in batches of their own (2 minutes; simulated: 20)"),
+        "prefill and decode in one batch or in batches of their own (2 minutes; simulated: 10)"),
     "fig14": latency_figure(
-        fig14, "eviction policies, also some that no server has (8 minutes; simulated: an hour)",
+        fig14, "eviction policies, also some that no server has (8 minutes; simulated: 30)",
         "request_rate", "recomputed_tokens"),
     "fig15": latency_figure(
         partial(sweep, ("stateless", "pensieve"),
                 [ONE_GPU[0]._replace(think=think, paper=None) for think in (60.0, 120.0, 300.0, 600.0)],
                 [HERE[0]._replace(think=think) for think in (0.1, 0.4, 1.6)]),
-        "stateless and Pensieve, by the users' think time (6 minutes; simulated: an hour)"),
+        "stateless and Pensieve, by the users' think time (6 minutes; simulated: 40)"),
     "draft": latency_figure(
         partial(sweep, ("stateless", "pensieve", "draft"), DRAFT, HERE),
         "the system of the paper's draft, on its datasets (3 minutes; simulated: hours)"),
