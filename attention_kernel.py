@@ -106,9 +106,10 @@ def attend_many_queries(queries: Tensor, k: Tensor, v: Tensor, scale: float | No
 
 @dataclass(eq=False)
 class SpanTensors:
-    """The spans of a batch as the attention of every layer needs them. Make one with `build`."""
-    host: np.ndarray                # [3, S] int64 on the host: row, q_len and kv_len of each span
-    device: torch.device
+    """The spans of a batch as the attention of every layer needs them: as integers on the host,
+    and as plans on the device. Make one with `build`."""
+    host: np.ndarray                # [3, S] int64: row, q_len and kv_len of each span
+    device: torch.device            # of the plans
     num_tokens: int                 # T, the sum of all q_len
     max_row: int
     max_kv_len: int
@@ -170,14 +171,15 @@ PIECES_AT_ONCE = 32         # partial results that are merged at a time
 ITEMS_PER_PROCESSOR = 3
 MIN_PIECE = 256             # positions: finer pieces cost more to merge than they gain
 
-# The columns of a work item. The kernel reads them under the same names.
+# The columns of a work item. The kernel reads them into variables of the same names, by their
+# numbers: Triton would compare global constants with their first values at every launch.
 #     first_row, end_row      the tile's query rows are [first_row, end_row)
 #     first_partial           the partial row of first_row; -1: the tile is not split, so write to `out`
 #     table_row               the span's row of the slot table
 #     shift                   a token's position minus its index in the packed queries
 #     kv_start, kv_end        this item attends to the positions [kv_start, kv_end)
 #     unused                  makes eight columns, so that every item begins at a multiple of 16 bytes
-# The columns of a merge, which is for one query row of a tile that is split.
+# The columns of a merge: it is for one query row of a tile that is split.
 #     row                     the query row
 #     first_partial           its partial row in the first piece
 #     stride                  partial rows from one piece to the next
@@ -405,17 +407,19 @@ def attention_kernel(q, k_cache, v_cache, slot_table, out, partial_out, partial_
     items [n, 8]: the columns of ITEM. Grid (H_kv, n): the heads of one item run side by side, so
     that they read neighbouring parts of the same slots together. The result goes to `out`, or, if
     the tile is split, to the tile's rows of partial_out [partial_rows, H_kv, D] and partial_lse
-    [partial_rows, H_kv]."""
+    [partial_rows, H_kv]. Registers are scarce, so each column is loaded where it is needed."""
     kv_head, item = tl.program_id(0), items + tl.program_id(1) * 8
     table_row = tl.load(item + 3)
-    shift = tl.load(item + 4)
-    kv_start = tl.load(item + 5)
-    kv_end = tl.load(item + 6)
+    table = slot_table + table_row.to(tl.int64) * stride_row
     offsets, inside, token, exists = query_rows(item, kv_head, stride_qt, stride_qh, TILE_M, GROUP, D, TILE_D)
     query = tl.load(q + offsets, mask=inside, other=0.0)                # [TILE_M, TILE_D]
     head_start = kv_head.to(tl.int64) * stride_kh
-    acc, lse = attend_range(query, token + shift, k_cache + head_start, v_cache + head_start,
-                            slot_table + table_row.to(tl.int64) * stride_row, kv_start, kv_end,
+    k_head, v_head = k_cache + head_start, v_cache + head_start
+    shift = tl.load(item + 4)
+    position = token + shift                                            # [TILE_M]
+    kv_start = tl.load(item + 5)
+    kv_end = tl.load(item + 6)
+    acc, lse = attend_range(query, position, k_head, v_head, table, kv_start, kv_end,
                             scale_log2, stride_slot, TILE_M, TILE_N, D, TILE_D)
     first_partial = tl.load(item + 2)
     offsets, inside, token, exists = query_rows(item, kv_head, stride_ot, stride_oh, TILE_M, GROUP, D, TILE_D)
@@ -434,11 +438,11 @@ def query_rows(item, kv_head, stride_token, stride_head,
     """The query rows of an item: their offsets in q or out, and which of these to touch [TILE_M,
     TILE_D]; the token of each row, and whether the row exists [TILE_M].
 
-    The kernel calls this before the loop over K and V and once more behind it. The loads are
-    volatile, so that the compiler really computes everything again: kept over the loop, it would
-    take a third of the registers."""
+    The kernel calls this before the loop over K and V and once more behind it. The load of
+    first_row is volatile, so that the compiler really computes everything again: kept over the
+    loop, it would take a third of the registers."""
     first_row = tl.load(item, volatile=True)
-    end_row = tl.load(item + 1, volatile=True)
+    end_row = tl.load(item + 1)
     rows, dims = first_row + tl.arange(0, TILE_M), tl.arange(0, TILE_D)
     token, head, exists = rows // GROUP, kv_head * GROUP + rows % GROUP, rows < end_row
     offsets = (token.to(tl.int64) * stride_token + head * stride_head)[:, None] + dims[None, :]

@@ -48,14 +48,18 @@ def rates(text: str) -> tuple:
     return tuple(sorted(map(positive, text.split(","))))
 
 
+def list_of_figures() -> str:
+    lines = [f"  {name:12}{figure.about}" for name, figure in FIGURES.items()]
+    return "\n".join(["figures (and how long they take on two cores, without a GPU):", *lines])
+
+
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags below, and every field of Config. None stands for "the figure's own".
 
     `given` holds the fields of Config that differ from their defaults, as keywords of Engine."""
     parser = argparse.ArgumentParser(
         usage="python bench.py [FIGURE] [flags]", description=__doc__.partition("\n")[0], allow_abbrev=False,
-        epilog="\n".join(["figures:"] + [f"  {name:12}{figure.about}" for name, figure in FIGURES.items()]),
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+        epilog=list_of_figures(), formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("figure", nargs="?", default="default", choices=FIGURES, metavar="FIGURE",
         help="one of the figures below; without it, the first of them")

@@ -77,15 +77,15 @@ class Engine:
         self.scheduler = Scheduler(self.cache, min(worker.max_context, worker.num_slots),
                                    config.max_batch_tokens, config.swap_threshold, config.reserve,
                                    config.stateless, config.separate_phases)
-        self.forgets_cold = False           # forget the tokens, too, of an idle conversation without any KV?
+        self.forgets_cold = False           # forget idle conversations of which no KV is cached?
         self.watchers: list[Callable[[Batch], None]] = []       # see each batch before it is executed
 
         self.inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.posting = threading.Lock()     # so that a post comes before the engine's failure, or sees it
         self.stepping = threading.RLock()   # held by the owner
         self.thread: threading.Thread | None = None
-        self.unfinished: set[Handle] = set()
-        self.ended: deque[Handle] = deque() # their requests have ended, their readers do not know it yet
+        self.unfinished: set[Handle] = set()        # their readers have not been told the end
+        self.ended: deque[Handle] = deque()         # of these, the ones whose request has ended
         self.worker_failures = 0            # in a row
         self.failure: Exception | None = None       # why the engine has stopped
 
@@ -132,7 +132,7 @@ class Engine:
         at once, and after MAX_FAILURES the engine stops."""
         traceback.print_exception(error)
         while self.worker.execute(Batch(batch.step, budget=0)).landed:
-            pass                                        # a copy has landed; others may still be under way
+            pass                                        # until no copy moves any more
         for request in {span.request for span in batch.spans}:
             self.scheduler.cancel(request, self.clock(), RuntimeError(f"the worker has failed: {error!r}"))
         for request in list(self.scheduler.running):
@@ -234,7 +234,7 @@ class Engine:
         handle = Handle(self, conversation, sampling, on_end)
 
         def enter():
-            """Between two steps."""
+            """The owner runs this between two steps."""
             try:
                 if self.failure:
                     raise self.failure
@@ -358,7 +358,7 @@ class Handle:
         """End the turn early, so that it leaves no trace. The turn has ended when this returns; its
         finish_reason is "cancelled", unless it was complete already."""
         def cancel():
-            if self.request:
+            if self.request and not self.tokens.closed:
                 self.engine.scheduler.cancel(self.request, self.engine.clock())
         self.engine.call(cancel)
         self.tokens.wait()
@@ -406,14 +406,14 @@ class Outbox:
         self.engine = engine
         self.items: list = []
         self.closed = False
-        self.waiting = 0                            # readers that wait for something new
+        self.asleep = 0                             # readers that want to be woken by the next item
         self.changed = threading.Condition()
 
     def put(self, item):
         self.items.append(item)
-        # To wake nobody still costs a microsecond. A reader counts itself before it looks at `items` for the
-        # last time: either we see it here, or it sees the new item.
-        if self.waiting:
+        # To wake nobody would still cost a microsecond. A reader counts itself before it looks at `items` for
+        # the last time. So either we see the reader here, or it sees the new item.
+        if self.asleep:
             self._wake()
 
     def close(self):
@@ -425,14 +425,15 @@ class Outbox:
             self.changed.notify_all()
 
     def wait(self, seen: float = math.inf):
-        """Return when there are more than `seen` items, or the outbox is closed."""
+        """Return when there are more than `seen` items, or the outbox is closed (by default: only then)."""
         def ready():
             return self.closed or len(self.items) > seen
         self.engine.step_until(ready)
+        wants_items = seen < math.inf               # otherwise close() is soon enough
         with self.changed:
-            self.waiting += 1
+            self.asleep += wants_items
             self.changed.wait_for(ready)
-            self.waiting -= 1
+            self.asleep -= wants_items
 
     def news(self) -> Iterator[list]:
         """Yield all items in order, each time as many as are new, until the outbox is closed."""

@@ -34,15 +34,16 @@ from kv_cache import Ticket
 
 @dataclass(eq=False)
 class Flight:
-    """Copies one way that were started together. begin, end, ready and arrived are events."""
-    way: str                        # "in" or "out"
+    """Copies in one direction that were started together. begin, end, ready and arrived are
+    events."""
+    direction: str                  # "in" or "out"
     tickets: list[Ticket]           # by place
     nbytes: int
     begin: object
     end: object = None
     arrived: list = field(default_factory=list)     # one for each layer, on the way in
-    waits: list = field(default_factory=list)       # (ready, arrived) for each layer that the running
-    #                                                 stream was ready for, and had to wait for
+    waits: list = field(default_factory=list)       # (ready, arrived) of each layer: the running stream
+    #                                                 came to the layer; the layer had arrived
 
     def seconds(self) -> float:
         return self.begin.elapsed_time(self.end) / 1e3
@@ -55,8 +56,8 @@ class Flight:
 
 
 class Route(NamedTuple):
-    """Where the tokens of n tickets lie during their copy: in neighbouring places of the CPU tier,
-    in a staging tensor on the GPU, in slots."""
+    """Where the t tokens of n tickets lie during their copy: in places of the CPU tier, in a
+    staging tensor on the GPU, and in slots."""
     runs: list[tuple[slice, slice]]     # (rows of staging, neighbouring places): each is one copy
     staging: Tensor                     # [n, 2, chunk, H_kv, D] one layer of all places
     by_token: Tensor                    # [n * 2 * chunk, H_kv, D] the same memory
@@ -76,7 +77,7 @@ class KVPool:
         """heads: KV heads. pipeline=False: the model starts when everything has arrived."""
         cuda = torch.device(device).type == "cuda"
         slots = layers, 2, num_slots, heads, head_dim                       # 2: K and V
-        places = layers, num_places, 2, chunk_size, heads, head_dim
+        places = layers, num_places, 2, chunk_size, heads, head_dim         # a place is contiguous
         self.gpu = torch.empty(slots, device=device, dtype=dtype)
         self.cpu = pinned(places, dtype, owner=self) if cuda else torch.empty(places, dtype=dtype)
         self.chunk_size, self.pipeline = chunk_size, pipeline
@@ -155,8 +156,8 @@ class KVPool:
         ended = [flight for flight in self.flights if flight.end.query()]
         self.flights = [flight for flight in self.flights if flight not in ended]
         for flight in ended:
-            self.totals[f"swap_{flight.way}_bytes"] += flight.nbytes
-            self.totals[f"swap_{flight.way}_seconds"] += flight.seconds()
+            self.totals[f"swap_{flight.direction}_bytes"] += flight.nbytes
+            self.totals[f"swap_{flight.direction}_seconds"] += flight.seconds()
             self.stalled += flight.stalled()
         return [ticket for flight in ended for ticket in flight.tickets]
 
@@ -169,14 +170,14 @@ class KVPool:
         return dict(self.totals, swap_hidden_share=hidden)
 
     @contextmanager
-    def _flight(self, way: str, tickets: list[Ticket], stream):
+    def _flight(self, direction: str, tickets: list[Ticket], stream):
         """The flight of these tickets, for copies that the caller starts on `stream`, which is the
         running stream meanwhile. If the caller fails halfway, the copies that it has started are
         still waited for: the flight is recorded all the same."""
         tickets = sorted(tickets, key=lambda ticket: ticket.place)
         nbytes = sum(ticket.filled for ticket in tickets) * self.gpu[:, :, 0].nbytes
         with self._stalling(), self.on(stream):
-            flight = Flight(way, tickets, nbytes, begin=self.now())
+            flight = Flight(direction, tickets, nbytes, begin=self.now())
             try:
                 yield flight
             finally:
@@ -223,7 +224,8 @@ def pinned(shape: tuple[int, ...], dtype: torch.dtype, owner) -> Tensor:
     """A tensor in host memory which the GPU reads and writes by itself, for as long as `owner`
     exists. OSError or RuntimeError if there is not enough memory.
 
-    torch's own pinned memory comes in powers of two: it takes 128 GB for a tier of 70 GB."""
+    torch's own pinned memory comes in powers of two: it takes 128 GB for a tier of 70 GB. Here the
+    tensor's storage begins where the pinned pages do, since is_pinned() asks about that address."""
     size = max(1, math.prod(shape) * dtype.itemsize)
     memory = mmap.mmap(-1, size, access=mmap.ACCESS_COPY)       # whole pages, ours alone
     flat = torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,16 +1,20 @@
-"""The server: sockets, streaming and limits around openai_api.py. It adds nothing to the idea, it lets any client use it.
+"""The server: sockets, streams and limits around serving/openai_api.py.
 
-Under each answer it prints where the context came from; GET /cache shows every chunk, and GET /cache/events what moves:
+    client -> Handler (a thread for each connection) -> API -> engine (one thread) -> Writer -> client
+
+After each answer the server prints where the tokens of its context came from:
 
     gpu 96 · cpu 64 · recomputed 32 · new 14 · first token 9 ms
 
-Each connection has a thread, which only waits for the engine's. The promises, and what keeps each:
-- A client is told that its turn is done only when the history has it; one that hangs up, or does not read, cancels its turn.
-- Nobody holds the server: a request, head and body, has one deadline; a body has one size limit; connections are counted, and those
-  beyond the limit get a 503 at once; turns that run or wait are counted, and those beyond the limit get a 429.
-- SIGTERM lets the turns at work finish, a second signal does not. An engine that has failed tells everyone, then the process exits
-  with 1.
-- With API keys, what belongs to one key does not exist for another."""
+The server promises:
+- A client hears that its turn is done only after the history has stored the turn. If the client hangs up, or
+  does not read its answer, the server cancels the turn.
+- No client can hold the server up. A request must arrive within one deadline and have a body of limited size.
+  A connection too many gets a 503 at once; a turn too many gets a 429.
+- After SIGTERM the server finishes the turns at work, then it stops. After a second signal it stops at once.
+  If the engine fails, every client is told, and the process exits with 1.
+- Nothing that belongs to one API key exists for another.
+"""
 import argparse
 import hashlib
 import hmac
@@ -24,76 +28,73 @@ import threading
 import time
 import traceback
 from collections import deque
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qsl, unquote
+from typing import Any
+from urllib.parse import parse_qsl
 
+from config import Config, require
 from serving import live
-from config import Config
-from serving.history import StaleTurn
 from serving.metrics import Metrics
-from serving.openai_api import API, OPERATIONS, APIError, Operation, Writer, openapi, parse
+from serving.openai_api import API, Writer, as_api_error
+from serving.operations import APIError, ChatBody, Operation, ReplyBody, find_operation, openapi, parse
 from serving.sessions import Answer, LiveTurn, Sessions
 
 MAX_BODY_BYTES = 2 * 2**20
-REQUEST_SECONDS = 30        # for a request to arrive, head and body
-WRITE_SECONDS = 30          # for a client to take what is written to it
+REQUEST_SECONDS = 30        # for a whole request to arrive
+WRITE_SECONDS = 30          # for a client to take what we write
 DRAIN_SECONDS = 30          # after SIGTERM, for the turns at work
-POLL_SECONDS = 0.1          # between two looks at whether a client has hung up
-LINGER_SECONDS = 2          # for a client that is still sending when it was answered
-PRUNE_SECONDS = 60          # between two looks at the history's age and size
-TURNS_SHOWN = 100           # by /cache
-FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-GONE = ConnectionError, TimeoutError        # nobody is there to be answered
-
-
-def as_api_error(error: Exception) -> APIError:
-    """A ValueError of the engine is for the client to read; anything unforeseen is our fault, and is printed."""
-    if isinstance(error, APIError):
-        return error
-    if isinstance(error, StaleTurn):                    # deleted since we looked
-        return APIError(404, str(error))
-    if isinstance(error, ValueError):
-        return APIError(400, str(error))
-    traceback.print_exception(error)
-    return APIError(500, f"{type(error).__name__}: {error}")
+POLL_SECONDS = 0.1          # between two checks whether a client has hung up
+LINGER_SECONDS = 2          # for a client that still sends when we have answered
+PRUNE_SECONDS = 60          # between two checks of the history's age and size
+TURNS_SHOWN = 100           # at /cache
+TOO_MANY_CONNECTIONS = (b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n"
+                        b"Connection: close\r\n\r\n")
+HUNG_UP = ConnectionError, TimeoutError     # there is no client left to answer
 
 
 class Drained(Exception):
-    """Nothing is at work any more: the server may stop."""
+    """No turn is at work any more, so the server may stop."""
 
 
 class Server(ThreadingHTTPServer):
-    daemon_threads, request_queue_size = True, 128
+    daemon_threads = True
+    request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], sessions: Sessions, api_keys: list[str] = (), max_waiting: int = 256, max_connections: int = 800):
-        """sessions: started. OSError if the address cannot be had."""
+    def __init__(self, address: tuple[str, int], sessions: Sessions, api_keys: list[str] = (),
+                 max_waiting: int = 256, max_connections: int = 800):
+        """sessions: started. OSError if we cannot listen at the address."""
         self.sessions, self.engine = sessions, sessions.engine
-        self.owners = [(key.encode(), f"{hashlib.sha256(key.encode()).hexdigest()[:16]}/") for key in api_keys]
-        self.served = Path(self.engine.config.model).resolve().name, self.engine.config.model
-        self.api, self.metrics, self.turns = API(sessions, self.served), Metrics(), deque(maxlen=TURNS_SHOWN)
-        self.lock, self.at_work, self.most_turns = threading.Lock(), 0, self.engine.config.max_running + max_waiting
+        config = sessions.engine.config
+        self.api_keys = [(key.encode(), prefix_of(key)) for key in api_keys]    # none: anybody may come
+        self.model_names = Path(config.model).resolve().name, config.model
+        self.api = API(sessions, self.model_names)
+        self.metrics = Metrics(self.engine, self.model_names[0])
+        self.recent_turns = deque(maxlen=TURNS_SHOWN)       # that are done, for /cache
+        self.lock = threading.Lock()                        # guards at_work
+        self.at_work = 0                                    # turns that run or wait
+        self.most_turns = config.max_running + max_waiting
         self.connections = threading.BoundedSemaphore(max_connections)
-        self.deadlines: dict[socket.socket, float] = {}     # of requests that are arriving
-        self.stop_at = None                                 # once it drains
+        self.deadlines: dict[socket.socket, float] = {}     # of the requests that are arriving
+        self.stop_at: float | None = None                   # once it drains
         super().__init__(address, Handler)
 
     @property
     def url(self) -> str:
         return "http://{}:{}".format(*self.server_address)
 
-    # ---- limits
+    # ---- limits, and the end
 
     def process_request(self, request, client_address):
         if self.connections.acquire(blocking=False):
             try:
                 return super().process_request(request, client_address)
-            except RuntimeError:                            # no thread is to be had
+            except RuntimeError:                            # the system gives us no more threads
                 self.connections.release()
         with suppress(OSError):
-            request.setblocking(False)                      # whoever accepts must not wait
-            request.send(FULL)
+            request.setblocking(False)                      # the thread that accepts must not wait
+            request.send(TOO_MANY_CONNECTIONS)
         self.shutdown_request(request)
 
     def process_request_thread(self, request, client_address):
@@ -104,11 +105,13 @@ class Server(ThreadingHTTPServer):
             self.connections.release()
 
     @contextmanager
-    def at_work_on(self, turns: int):
+    def counted(self, turns: int):
+        """Counts turns as being at work. APIError if these would be too many."""
         with self.lock:
             if self.at_work + turns > self.most_turns:
-                raise APIError(429, f"{self.at_work} turns run or wait already, of {self.most_turns} that may, and this would be {turns} more: "
-                                    "try again in a moment", code="rate_limit_exceeded")
+                raise APIError(429, f"{self.at_work} turns run or wait, and {turns} more would exceed the "
+                                    f"limit of {self.most_turns}: try again in a moment",
+                               code="rate_limit_exceeded")
             self.at_work += turns
         try:
             yield
@@ -117,10 +120,11 @@ class Server(ThreadingHTTPServer):
                 self.at_work -= turns
 
     def drain(self):
+        """Lets the turns at work finish, for DRAIN_SECONDS at most, and answers nothing else."""
         self.stop_at = self.stop_at or time.monotonic() + DRAIN_SECONDS
 
     def service_actions(self):
-        """Every half second: cuts off who is late, and stops when there is nothing left to wait for."""
+        """Every half second: cuts off requests that are late; raises Drained when the server may stop."""
         now = time.monotonic()
         for connection, deadline in list(self.deadlines.items()):
             if now > deadline and self.deadlines.pop(connection, None):
@@ -132,7 +136,7 @@ class Server(ThreadingHTTPServer):
             raise Drained
 
     def prune_history(self, max_age: float, max_bytes: float):
-        """For ever, in a thread of its own. What fails is tried again."""
+        """Until the engine fails, in a thread of its own. A failed attempt is repeated."""
         while not self.engine.failure:
             try:
                 self.sessions.prune(max_age, max_bytes)
@@ -140,26 +144,35 @@ class Server(ThreadingHTTPServer):
                 traceback.print_exception(error)
             time.sleep(PRUNE_SECONDS)
 
-    # ---- what can be seen
+    # ---- turns
 
-    def finish_turn(self, handle: LiveTurn) -> Answer:
-        """Waits until the turn is in the history, and tells where its context came from."""
-        reply = handle.result()
-        if reply.finish_reason != "cancelled":
-            self.metrics.count(handle, reply)
-            milliseconds = round(1000 * (handle.request.times[0] - handle.submitted))
-            self.turns.append(dict(conversation=handle.conversation, response=f"resp_{handle.id}", **reply.usage, first_token_ms=milliseconds,
-                                   finish_reason=reply.finish_reason))
-            print(f"{reply.sources} · first token {milliseconds} ms", flush=True)
+    def finish_turn(self, turn: LiveTurn) -> Answer:
+        """Waits until the turn is in the history, and shows where its context came from."""
+        reply = turn.result()
+        if reply.finish_reason == "cancelled":
+            return reply
+        self.metrics.count(turn, reply)
+        milliseconds = round(1000 * (turn.request.times[0] - turn.submitted))
+        self.recent_turns.append(dict(
+            conversation=turn.conversation, response=f"resp_{turn.id}", **reply.usage,
+            first_token_ms=milliseconds, finish_reason=reply.finish_reason))
+        print(f"{reply.sources} · first token {milliseconds} ms", flush=True)
         return reply
 
 
+def prefix_of(key: str) -> str:
+    """All conversations of this API key have names that begin so. The key itself is stored nowhere."""
+    return f"{hashlib.sha256(key.encode()).hexdigest()[:16]}/"
+
+
 class Handler(BaseHTTPRequestHandler):
+    """Serves one connection."""
     protocol_version = default_request_version = "HTTP/1.1"
-    timeout, disable_nagle_algorithm = WRITE_SECONDS, True
+    timeout = WRITE_SECONDS
+    disable_nagle_algorithm = True
     server: Server
 
-    # ---- how it comes in
+    # ---- a request comes in
 
     def handle(self):
         with suppress(ConnectionError):
@@ -169,124 +182,124 @@ class Handler(BaseHTTPRequestHandler):
         self.server.deadlines[self.connection] = time.monotonic() + REQUEST_SECONDS
         super().handle_one_request()
 
-    def serve(self):
-        """Any request. One that is refused ends its connection, since its body may be unread."""
-        if self.command != "POST" and ("Content-Length" in self.headers or "Transfer-Encoding" in self.headers):
-            self.close_connection = True                # nor do we read such a body
+    def answer_request(self):
+        """Any request. If we refuse it, we close the connection, since the body may be unread."""
+        has_body = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
+        if has_body and self.command != "POST":
+            self.close_connection = True                # we do not read this body
         path, _, query = self.path.partition("?")
         try:
             if self.server.stop_at:
-                raise APIError(503, f"the server stops: {self.server.engine.failure or 'try again in a moment'}")
-            owner = "" if path in ("/", "/health") else self.owner()
-            operation, names = self.route(path)
-            given = self.read_json(operation) if self.command == "POST" else dict(parse_qsl(query, keep_blank_values=True))
+                reason = self.server.engine.failure or "try again in a moment"
+                raise APIError(503, f"the server is stopping: {reason}")
+            prefix = "" if path in ("/", "/health") else self.prefix()
+            operation, names = find_operation(self.command, path)
+            if self.command == "POST":
+                given = self.read_json(operation)
+            else:
+                given = dict(parse_qsl(query, keep_blank_values=True))
             self.server.deadlines.pop(self.connection, None)
-            self.answer(owner, operation, names, given)
-        except GONE:
+            self.perform(prefix, operation, names, given)
+        except HUNG_UP:
             raise
         except Exception as error:
             error = as_api_error(error)
             self.send(error.status, error.body)
 
-    do_GET = do_POST = do_HEAD = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = serve
+    do_GET = do_POST = do_HEAD = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = answer_request
 
-    def answer(self, owner: str, operation: Operation, names: list[str], given: dict):
-        """From the API, or of our own."""
-        if not hasattr(API, operation.name):
-            return getattr(self, operation.name)(owner)
-        given = parse(operation, given)
-        arguments = [owner, *names, given] if operation.fields else [owner, *names]
-        with self.server.at_work_on(given.get("n", 1)) if "stream" in operation.fields else nullcontext():
+    def perform(self, prefix: str, operation: Operation, names: list[str], given: dict):
+        """names: those in the path. given: the body, or the query."""
+        if hasattr(Handler, operation.name):            # it is our own, and takes no fields
+            return getattr(self, operation.name)(prefix)
+        fields = parse(operation, given)
+        arguments = [prefix, *names, fields] if operation.fields.model_fields else [prefix, *names]
+        turns = getattr(fields, "n", 1) if isinstance(fields, ReplyBody) else 0
+        with self.server.counted(turns):
             answer = getattr(self.server.api, operation.name)(*arguments)
             if isinstance(answer, Writer):
                 self.write(answer)
             else:
                 self.send(200, answer)
 
-    def owner(self) -> str:
-        """The prefix of all that this client may see. Every key is compared, in constant time."""
+    def prefix(self) -> str:
+        """The prefix of all that this client may see. We compare with every key, in constant time."""
         scheme, _, key = self.headers.get("Authorization", "").partition(" ")
         key = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
-        owners = [owner for wanted, owner in self.server.owners if hmac.compare_digest(key, wanted)]
-        if self.server.owners and not owners:
-            raise APIError(401, "the API key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key")
-        return owners[0] if owners else ""
+        prefixes = [prefix for wanted, prefix in self.server.api_keys if hmac.compare_digest(key, wanted)]
+        if self.server.api_keys and not prefixes:
+            raise APIError(401, "the API key is missing or wrong: send the header Authorization: Bearer KEY",
+                           code="invalid_api_key")
+        return prefixes[0] if prefixes else ""
 
-    def route(self, path: str) -> tuple[Operation, list[str]]:
-        """The operation, and the names that stand in the path."""
-        parts, methods = path.split("/"), []
-        for operation in OPERATIONS:
-            wanted = operation.path.split("/")
-            if len(wanted) == len(parts) and all(part and want[:1] == "{" or part == want for part, want in zip(parts, wanted)):
-                if operation.method == self.command:
-                    return operation, [unquote(part) for part, want in zip(parts, wanted) if want[:1] == "{"]
-                methods.append(operation.method)
-        if methods:
-            raise APIError(405, f"{path:.100} takes {' or '.join(methods)}, not {self.command}")
-        raise APIError(404, f"there is no {path:.100}; /openapi.json tells what there is")
-
-    def read_json(self, operation: Operation) -> dict:
-        length = self.headers.get("Content-Length")
-        if "Transfer-Encoding" in self.headers or length is None and operation.required:
-            raise APIError(411, "send the body with its Content-Length: bodies in pieces are not read")
-        if not re.fullmatch("[0-9]{1,18}", length or "0"):
-            raise APIError(400, f"Content-Length must be a number of bytes, got {length:.100}")
-        if int(length or 0) > MAX_BODY_BYTES:
-            raise APIError(413, f"the body has {length} bytes, more than the {MAX_BODY_BYTES} that are accepted")
-        body = self.rfile.read(int(length or 0))
-        if not body and not operation.required:
+    def read_json(self, operation: Operation) -> Any:
+        """The body. A chat's conversation_id may stand in a header, as vLLM's benchmarks send it."""
+        body = self.read_body(operation)
+        if not body and not operation.needs_body:
             return {}
         try:
             given = json.loads(body)
-            json.dumps(given, ensure_ascii=False).encode()      # a lone surrogate is no text
+            json.dumps(given, ensure_ascii=False).encode()      # ValueError for half of a surrogate pair
         except (ValueError, RecursionError) as error:
             raise APIError(400, f"the body is not valid JSON: {error}") from error
-        if operation.name == "create_chat_completion" and isinstance(given, dict) and given.get("conversation_id") is None:
+        if operation.fields is ChatBody and isinstance(given, dict) and given.get("conversation_id") is None:
             given["conversation_id"] = self.headers.get("X-Session-ID")
         return given
 
-    # ---- what is our own
+    def read_body(self, operation: Operation) -> bytes:
+        length = self.headers.get("Content-Length")
+        if "Transfer-Encoding" in self.headers or length is None and operation.needs_body:
+            raise APIError(411, "send the whole body with its Content-Length: we do not read chunked bodies")
+        length = length or "0"
+        if not re.fullmatch("[0-9]{1,18}", length):
+            raise APIError(400, f"Content-Length must be a number of bytes, got {length:.100}")
+        if int(length) > MAX_BODY_BYTES:
+            raise APIError(413, f"the body has {length} bytes; we accept at most {MAX_BODY_BYTES}")
+        return self.rfile.read(int(length))
 
-    def health(self, owner):
+    # ---- operations that are the server's own
+
+    def health(self, prefix):
         self.send(200, dict(status="ok"))
 
-    def metrics(self, owner):
-        gpu = self.server.engine.worker.pool.gpu            # [layers, 2, slots, heads, head size]
-        chunk_bytes = gpu[:, :, 0].nbytes * self.server.engine.config.chunk_size
-        text = self.server.metrics.text(self.server.engine.stats(), chunk_bytes, self.server.served[0])
-        self.send(200, text, "text/plain; version=0.0.4; charset=utf-8")
+    def metrics(self, prefix):
+        self.send(200, self.server.metrics.text(), "text/plain; version=0.0.4; charset=utf-8")
 
-    def openapi(self, owner):
+    def openapi(self, prefix):
         self.send(200, openapi())
 
-    def page(self, owner):
+    def chat_page(self, prefix):
         file = Path(live.__file__).with_name("chat.html")
         if not file.exists():
             raise APIError(404, "there is no chat.html in serving/")
         self.send(200, file.read_text("utf-8"), "text/html; charset=utf-8")
 
-    def cache(self, owner):
+    def cache(self, prefix):
         engine = self.server.engine
-        self.send(200, dict(live.picture(engine, owner), **live.scale(engine), turns=live.outside(owner, list(self.server.turns), "conversation")))
+        turns = live.outside(prefix, list(self.server.recent_turns), "conversation")
+        self.send(200, dict(live.picture(engine, prefix), **live.scale(engine), turns=turns))
 
-    def cache_events(self, owner):
+    def cache_events(self, prefix):
+        def over() -> bool:
+            return bool(self.server.stop_at) or has_hung_up(self.connection)
         self.begin_stream()
-        for event in live.follow(self.server.engine, owner, over=lambda: self.server.stop_at or has_hung_up(self.connection)):
+        for event in live.follow(self.server.engine, prefix, over):
             self.send_event(event)
         self.send_piece(b"")
 
-    # ---- how it goes out
+    # ---- an answer goes out
 
     def write(self, writer: Writer):
-        """In one piece, or as events, the last ones after the turn is in the history. What goes wrong on the way is the last event."""
-        with cancelled_if_gone(self.connection, writer.handles):
+        """In one piece, or as a stream, whose last events are sent after the history has stored the turns. If
+        something goes wrong on the way, the last event says so."""
+        with cancelled_if_gone(self.connection, writer.turns):
             if not writer.stream:
-                return self.send(200, writer.whole(*map(self.server.finish_turn, writer.handles)))
+                return self.send(200, writer.whole(*map(self.server.finish_turn, writer.turns)))
             self.begin_stream()
             try:
                 for event in writer.events(self.server.finish_turn):
                     self.send_event(event)
-            except GONE:
+            except HUNG_UP:
                 raise
             except Exception as error:
                 self.send_event(writer.failure(as_api_error(error)))
@@ -305,31 +318,37 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"" if self.command == "HEAD" else body)
 
     def send_error(self, code, message=None, explain=None):
-        """What http.server itself refuses."""
-        self.send(code, APIError(code, message or "this is not a request that can be read").body)
+        """For a request that http.server itself refuses."""
+        self.send(code, APIError(code, message or "we cannot read this request").body)
 
     def begin_stream(self):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Cache-Control", "no-cache")
-        chunked = self.request_version == "HTTP/1.1"    # an older client sees the end when we close
-        self.send_header(*("Transfer-Encoding", "chunked") if chunked else ("Connection", "close"))
+        if self.request_version == "HTTP/1.1":
+            self.send_header("Transfer-Encoding", "chunked")
+        else:                                           # an older client sees the end when we close
+            self.send_header("Connection", "close")
         self.end_headers()
 
     def send_event(self, event: dict | str):
         kind = f"event: {event['type']}\n" if "type" in event else ""
-        self.send_piece(f"{kind}data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode())
+        data = event if isinstance(event, str) else json.dumps(event)
+        self.send_piece(f"{kind}data: {data}\n\n".encode())
 
     def send_piece(self, data: bytes):
-        """Of a stream; an empty one ends it."""
-        self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data) if self.request_version == "HTTP/1.1" else data)
+        """A piece of a stream; an empty one ends the stream."""
+        if self.request_version == "HTTP/1.1":
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        self.wfile.write(data)
 
     def log_request(self, code="-", size="-"):
         if code != "-" and code >= 400:
             super().log_request(code, size)
 
     def finish(self):
-        """Hears out a client that is still sending, for a moment: else it would be reset before it has read our answer."""
+        """Reads for a moment what the client still sends. If we closed at once, the client's system would
+        throw our answer away before the client has read it."""
         deadline = time.monotonic() + LINGER_SECONDS
         with suppress(OSError):
             super().finish()
@@ -340,15 +359,15 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def cancelled_if_gone(connection: socket.socket, handles: list[LiveTurn]):
-    """Cancels the turns when the client hangs up, even while nothing is written to it; in the end those that are not done, since writing
-    or another of them has failed."""
+def cancelled_if_gone(connection: socket.socket, turns: list[LiveTurn]):
+    """Cancels the turns as soon as the client hangs up, even while we write nothing to it. At the end,
+    cancels those that are not done: then writing, or another of the turns, has failed."""
     over = threading.Event()
 
     def cancel():
-        for handle in handles:
-            if not (handle.reply or handle.error):
-                handle.cancel()
+        for turn in turns:
+            if not (turn.reply or turn.error):
+                turn.cancel()
 
     def watch():
         while not over.wait(POLL_SECONDS):
@@ -364,7 +383,7 @@ def cancelled_if_gone(connection: socket.socket, handles: list[LiveTurn]):
 
 
 def has_hung_up(connection: socket.socket) -> bool:
-    """The end of what the client sends can be read. Early bytes of a next request are no end."""
+    """Has the client closed its end? Early bytes of its next request do not count as closing."""
     try:
         with selectors.DefaultSelector() as selector:
             selector.register(connection, selectors.EVENT_READ)
@@ -373,23 +392,36 @@ def has_hung_up(connection: socket.socket) -> bool:
         return True
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------
 # The command line.
 
+ABOUT = """A chat server that remembers: after an answer, the KV-tokens of the conversation stay in two tiers.
+The first (GPU) tier is the memory of the GPU, the second (CPU) tier is ordinary memory. On a machine without
+a GPU the first tier lies in ordinary memory, too; everything works the same there, only slower."""
+
+
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
-    """One flag for every field of Config, and the server's own. Exits with 2 and one line if they are wrong."""
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, allow_abbrev=False, description=__doc__.partition("\n")[0])
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="0: any that is free (default: 8000)")
+    """The server's own flags, and one for every field of Config. A wrong flag prints one line and exits with
+    2."""
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, allow_abbrev=False, description=ABOUT)
+
+    def flag(name: str, default, help: str):
+        parser.add_argument(name, type=type(default), default=default, help=f"{help} (default: {default})")
+    flag("--host", "127.0.0.1", "the address to listen on")
+    flag("--port", 8000, "the port to listen on; 0: any that is free")
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY",
-                        help="what clients must send as Authorization: Bearer KEY; several: one for each owner of conversations (default: none)")
-    parser.add_argument("--max-waiting", type=int, default=256, help="turns that wait for one of --max-running; beyond, 429 (default: 256)")
-    parser.add_argument("--max-connections", type=int, default=800, help="beyond, 503 (default: 800)")
-    parser.add_argument("--history-max-age-days", type=float, default=30, help="a conversation idle for longer is forgotten (default: 30)")
-    parser.add_argument("--history-max-bytes", type=int, default=2**30, help="beyond, the longest idle are forgotten (default: 1 GiB)")
-    parser.add_argument("--history", help="file that keeps every conversation's turns (default: one per model, beside this program)")
-    parser.add_argument("--system-prompt", help="text, or a file of it, that a chat without a system message begins with; its KV is shared and never "
-                        "evicted (default: none)")
+                        help="a key that clients must send; of several, each has conversations of its own "
+                             "(default: no key is needed)")
+    flag("--max-waiting", 256, "turns that may wait while --max-running others run; one more gets a 429")
+    flag("--max-connections", 800, "connections that may be open; one more gets a 503")
+    flag("--history-max-age-days", 30.0, "a conversation that is idle for longer is forgotten")
+    flag("--history-max-bytes", 2**30, "while the history is larger, the longest idle is forgotten")
+    parser.add_argument("--history", metavar="FILE",
+                        help="the file that keeps all conversations (default: one for each model, beside "
+                             "server.py)")
+    parser.add_argument("--system-prompt", metavar="TEXT",
+                        help="a text, or a file with a text, that chats without a system message begin with; "
+                             "its KV-tokens are shared and never evicted (default: none)")
     Config.add_flags(parser)
     flags = parser.parse_args(argv)
     flags.history = flags.history or str(default_history(flags.model))
@@ -397,37 +429,43 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def default_history(model: str) -> Path:
-    """Beside this file, one per model: token ids mean something to one tokenizer only."""
+    """Beside this file, one for each model, since token ids belong to one tokenizer."""
     slug = re.sub(r"[^\w.]+", "-", model).strip("-.")
-    return Path(__file__).with_name("history.sqlite" if model == Config.model else f"history-{slug}.sqlite")
+    name = "history.sqlite" if model == Config.model else f"history-{slug}.sqlite"
+    return Path(__file__).with_name(name)
 
 
 def banner(server: Server) -> str:
-    worker, (name, root) = server.engine.worker, server.served
+    worker, (name, path) = server.engine.worker, server.model_names
     gpu, cpu = worker.pool.gpu, worker.pool.cpu
-    what = name if name == root else f"{name} ({root})"
-    return (f"nano-pensieve serves {what} on {gpu.device}, {str(gpu.dtype).removeprefix('torch.')}\n"
-            f"  GPU tier  {worker.num_slots:>12,} tokens  {gpu.nbytes / 2**20:>10,.1f} MiB\n"
-            f"  CPU tier  {worker.num_places * worker.chunk_size:>12,} tokens  {cpu.nbytes / 2**20:>10,.1f} MiB\n"
-            f"  {server.url}   (Ctrl-C stops)")
+    tiers = [("GPU tier", worker.num_slots, gpu), ("CPU tier", worker.num_places * worker.chunk_size, cpu)]
+    model = name if name == path else f"{name} ({path})"
+    lines = [f"nano-pensieve serves {model} on {gpu.device}, {str(gpu.dtype).removeprefix('torch.')}"]
+    for tier, tokens, tensor in tiers:
+        lines.append(f"  {tier}  {tokens:>12,} tokens  {tensor.nbytes / 2**20:>10,.1f} MiB")
+    if gpu.device.type == "cpu":
+        lines.append("  There is no GPU here: the GPU tier lies in ordinary memory, like the CPU tier.")
+    return "\n".join([*lines, f"  {server.url}   (Ctrl-C stops)"])
 
 
 def open_server(flags: argparse.Namespace) -> Server:
     """ValueError, OSError, OverflowError for flags that cannot be served."""
-    for name, least in dict(max_waiting=0, max_connections=1, history_max_age_days=0, history_max_bytes=0).items():
-        if not getattr(flags, name) >= least:
-            raise ValueError(f"{name} must be at least {least}, got {getattr(flags, name)}")
-    keywords = Config.given(flags)
-    sessions = Sessions(keywords.pop("model"), history=flags.history, system_prompt=flags.system_prompt, **keywords)
-    server = Server((flags.host, flags.port), sessions.start(), flags.api_key, flags.max_waiting, flags.max_connections)
-    limits = 86400 * flags.history_max_age_days, flags.history_max_bytes
-    threading.Thread(target=server.prune_history, args=limits, daemon=True).start()
+    limits = dict(max_waiting=0, max_connections=1, history_max_age_days=0, history_max_bytes=0)
+    for name, least in limits.items():
+        require(getattr(flags, name) >= least, name, f"at least {least}", getattr(flags, name))
+    options = Config.given(flags)
+    sessions = Sessions(options.pop("model"), history=flags.history, system_prompt=flags.system_prompt,
+                        **options)
+    server = Server((flags.host, flags.port), sessions.start(), flags.api_key, flags.max_waiting,
+                    flags.max_connections)
+    history_limits = 86400 * flags.history_max_age_days, flags.history_max_bytes
+    threading.Thread(target=server.prune_history, args=history_limits, daemon=True).start()
     return server
 
 
-def serve(server: Server):
-    """Until a signal, or until the engine fails: then SystemExit with 1."""
-    def stop(*_):                                       # once gently
+def serve_until_stopped(server: Server):
+    """Until a signal comes. SystemExit with 1 if the engine fails."""
+    def stop(*_):                                       # the first SIGTERM; a second one interrupts
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         server.drain()
     signal.signal(signal.SIGTERM, stop)
@@ -435,7 +473,7 @@ def serve(server: Server):
         server.serve_forever()
     except Drained:
         if failure := server.engine.failure:
-            sys.exit(f"server.py: {failure}")           # with 1
+            sys.exit(f"server.py: {failure}")           # exits with 1
     finally:
         server.server_close()
         server.sessions.close()
@@ -448,7 +486,7 @@ def main():
         flags = parse_flags()
         server = open_server(flags)
         print(banner(server), flush=True)
-        serve(server)
+        serve_until_stopped(server)
         print("stopped")
     except (ValueError, OSError, OverflowError) as error:
         print(f"server.py: {error}", file=sys.stderr)

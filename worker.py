@@ -57,7 +57,7 @@ class Packed(NamedTuple):
         """With spans of one token, at position 0 of `row`, until there are `size` spans."""
         missing = size - len(self.row)
         return self._replace(row=self.row + [row] * missing, start=self.start + [0] * missing,
-                             end=self.end + [1] * missing, tokens=self.tokens + array("i", [0] * missing))
+                             end=self.end + [1] * missing, tokens=self.tokens + array("i", [0]) * missing)
 
 
 def pack(spans: list[Span]) -> Packed:
@@ -68,8 +68,8 @@ def pack(spans: list[Span]) -> Packed:
         rows.append(conversation.row)
         starts.append(start)
         ends.append(end)
-        tokens += conversation.tokens[start:end]
-        if end == len(conversation.tokens):             # as Span.samples says, at half the price
+        tokens.extend(conversation.tokens[start:end])
+        if end == len(conversation.tokens):             # the same as Span.samples, at half the cost
             sample_at.append(len(tokens) - 1)
             sampling.append(request)
     return Packed(rows, starts, ends, tokens, sample_at, sampling)
@@ -163,10 +163,10 @@ class Worker:
         spans = SpanTensors.build(row, end - start, end, self.device)
         plan = self._plan(spans.host, size)
         span, nth = enumerate_each(end - start)                                 # [T] each
-        tokens, positions, rows = np.array(packed.tokens), start[span] + nth, row[span]  # [T] each
+        tokens, positions, rows = np.array(packed.tokens), start[span] + nth, row[span]
+        sample_at = np.array(packed.sample_at, dtype=np.int64)                  # [N]
 
         graph_reads = [*plan.arrays(), tokens, positions, rows]     # the plan first: Triton wants it aligned
-        sample_at = np.array(packed.sample_at, dtype=np.int64)                  # [N]
         flat, sample_at, changed_rows, changed_positions, new_slots = upload(
             [join(graph_reads), sample_at, *table_changes(updates)], self.device)
         self.slot_table[changed_rows, changed_positions] = new_slots
@@ -199,11 +199,11 @@ class Worker:
     def _forward(self, inputs: Inputs) -> Tensor:
         slots = self.slot_table[inputs.rows, inputs.positions].long()           # [T]
 
-        def attend(layer, q, k, v):                     # [T, H, D], [T, H_kv, D] twice
+        def attend(layer, q, k, v):     # [T, H, D], [T, H_kv, D] twice -> [T, H, D]
             self.pool.store(layer, slots, k, v)
             self.pool.wait(layer)
             k_cache, v_cache = self.pool.gpu[layer]     # [slots, H_kv, D] each
-            return multi_token_attention(q, k_cache, v_cache, self.slot_table, inputs.spans)  # [T, H, D]
+            return multi_token_attention(q, k_cache, v_cache, self.slot_table, inputs.spans)
 
         return self.model(inputs.tokens, inputs.positions, attend)              # [T, width]
 

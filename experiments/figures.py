@@ -347,50 +347,50 @@ def microbenchmark(measure: Callable, about: str, *more: str) -> Figure:
 # share: the time that the device's own rates would allow, divided by the time taken
 RATES = "share", "gbytes_per_second", "tflops"
 
+# Times are of two cores, without a GPU. A simulation takes less time with --rates, --seconds or --model.
 FIGURES = {
     "default": Figure(
-        everyday, "stateless, GPU cache and Pensieve on the embedded model, measured here: 1 minute",
+        everyday, "three systems on the embedded model, measured here (1 minute)",
         "request_rate", "normalized_latency_ms"),
     "fig3": Figure(
-        fig3, "time to prefill a history, against time to generate the reply: 10 s",
+        fig3, "seconds to prefill a history, and to generate the reply (10 s, simulated too)",
         "history", "seconds", ("system", "history", "seconds")),
     "fig4": Figure(
-        fig4, "time to recompute a chunk, by the context before it: 5 s",
+        fig4, "seconds to recompute a chunk, by the context before it (10 s, simulated too)",
         "context", "seconds", ("system", "context", "seconds")),
     "fig10": latency_figure(
         partial(sweep, ("stateless", "stateless, fused", "gpu cache", "pensieve"), ONE_GPU, HERE),
-        "latency over throughput, four systems on one GPU"),
+        "latency over throughput of four systems, one GPU (4 minutes; simulated: hours)"),
     "fig11": latency_figure(
         partial(sweep, ("stateless", "gpu cache", "pensieve"), FOUR_GPUS, HERE),
-        "the same for larger models on four GPUs"),
+        "latency over throughput of larger models, four GPUs (3 minutes; simulated: hours)"),
     "fig12": microbenchmark(microbench.kernel, "the same as kernel", *RATES),
     "fig13": latency_figure(
         partial(sweep, ("separate phases", "pensieve"), [ONE_GPU[0]._replace(paper=None)], HERE),
-        "prefill and decode in one batch, against batches of their own"),
+        "prefill and decode in one batch or in batches of their own (2 minutes; simulated: 10)"),
     "fig14": latency_figure(
-        fig14, "eviction policies under the same load, also some that no server has",
+        fig14, "eviction policies, also some that no server has (8 minutes; simulated: 30)",
         "request_rate", "recomputed_tokens"),
     "fig15": latency_figure(
         partial(sweep, ("stateless", "pensieve"),
                 [ONE_GPU[0]._replace(think=think, paper=None) for think in (60.0, 120.0, 300.0, 600.0)],
                 [HERE[0]._replace(think=think) for think in (0.1, 0.4, 1.6)]),
-        "stateless and Pensieve, by the time that users think"),
+        "stateless and Pensieve, by the users' think time (6 minutes; simulated: 40)"),
     "draft": latency_figure(
         partial(sweep, ("stateless", "pensieve", "draft"), DRAFT, HERE),
-        "the system of the paper's draft, on its models and datasets"),
+        "the system of the paper's draft, on its datasets (3 minutes; simulated: hours)"),
     "serve": Figure(
-        serve, "a running server (--url), under clients that resend their history and under stateful ones",
+        serve, "a running server (--url), for clients that resend their history or need not (1 minute)",
         "request_rate", "mean_ttft_ms"),
     "profile": Figure(
-        profile, "the rates of this machine, for --hardware and --profile",
+        profile, "the rates of this machine, to be saved for --hardware and --profile (10 s)",
         "context", "seconds", ("system", "context", "seconds", "name", "value")),
     "kernel": microbenchmark(
-        microbench.kernel, "attention over scattered slots, against contiguous memory and other kernels",
-        *RATES),
+        microbench.kernel, "attention over scattered slots, against other ways to compute it (15 s)", *RATES),
     "swap": microbenchmark(
-        microbench.swap, "copies between the tiers, alone and behind a step", *RATES),
+        microbench.swap, "copies between the tiers, alone and behind a step (1 minute)", *RATES),
     "step": microbenchmark(
-        microbench.step, "whole steps of the engine, against the memory's speed and transformers", *RATES),
+        microbench.step, "decodes and prompts through the engine, and in transformers (40 s)", *RATES),
     "scheduling": microbenchmark(
-        microbench.scheduling, "the host's work for a step, beside up to 100,000 idle conversations"),
+        microbench.scheduling, "the host's work for a step, beside 100,000 idle conversations (2 minutes)"),
 }

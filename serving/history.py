@@ -282,10 +282,10 @@ class History:
         with self._lock:
             if (record := self._record(conversation)) is None:
                 return []
-            turns = record.head and self._up(ANCESTRY, record.head,
-                                             "id, messages, coalesce(carried, 0), hidden")
+            columns = "id, messages, coalesce(carried, 0), hidden"
+            turns = self._up(ANCESTRY, record.head, columns) if record.head else []
         items = []
-        for turn_id, text, carried, hidden in turns or []:
+        for turn_id, text, carried, hidden in turns:
             messages = [] if hidden else json.loads(text)[carried:]
             ids = [f"msg_{turn_id}_{i}" for i in range(len(messages) - 1)] + [f"msg_{turn_id}"]
             items += [dict(id=id) | message for id, message in zip(ids, messages)]

@@ -1,85 +1,124 @@
-"""The live picture: where every chunk of every conversation is, and what moves, as it moves. Nothing is computed while nobody looks.
+"""The live picture: where every chunk of every conversation is, and which chunks move, as they move.
 
     {"id": "c1", "tokens": 140, "gpu": 76, "cpu": 32, "idle_seconds": 3.2, "chunks": ".CBGG", ...}
 
-A letter per chunk: G for GPU, B for both tiers, C for CPU, . for absent, R for one that is being recomputed (its slots are there, its
-KV is not). What chunk i is worth is recompute_seconds[i] / idle_seconds."""
+`chunks` has one letter for each chunk of the conversation, the leading one first:
+
+    G    on the GPU
+    B    in both tiers: copied ahead of time
+    C    on the CPU
+    .    in neither: dropped, or not computed yet
+    R    being recomputed: it has slots again, but not all of its KV yet
+
+Chunk i is worth recompute_seconds[i] / idle_seconds (see eviction.py). While nobody watches, none of this
+costs the engine any time.
+"""
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 
 from engine import Engine
-from kv_cache import Conversation
+from kv_cache import Chunk, Conversation
 from scheduler import Batch
 
-STATES = {"GPU": "G", "GPU_AND_CPU": "B", "CPU": "C", None: "."}
-EVENT_SECONDS, STILL_SECONDS = 0.1, 1.0         # between two pictures: while steps run, and without
+LETTERS = {"GPU": "G", "GPU_AND_CPU": "B", "CPU": "C", None: "."}      # by the state of a chunk
+EVENT_SECONDS = 0.1     # between two pictures, at least
+STILL_SECONDS = 1.0     # between two pictures while no step runs
+MOST_MOVES = 1000       # remembered between two pictures
+
+
+def letter(conversation: Conversation, index: int, chunk: Chunk) -> str:
+    start = index * conversation.chunk_size
+    computed_before = min(conversation.known, start + conversation.chunk_size)
+    if chunk.slots and start + chunk.filled < computed_before:
+        return "R"
+    return LETTERS[chunk.state]
 
 
 def portrait(conversation: Conversation, idle: float) -> dict:
-    """idle: in seconds; gpu, cpu: tokens on the GPU, and on the CPU alone."""
-    def letter(index, chunk):
-        begin = index * conversation.chunk_size
-        if chunk.slots and begin + chunk.filled < min(conversation.known, begin + conversation.chunk_size):
-            return "R"
-        return STATES[chunk.state]
+    """One conversation. idle: seconds. gpu, cpu: tokens on the GPU, and on the CPU alone."""
     gpu, cpu = conversation.sources()
-    return dict(id=conversation.name, tokens=len(conversation.tokens), gpu=gpu, cpu=cpu, running=conversation.row is not None,
-                waiting=bool(conversation.waiting), idle_seconds=round(idle, 3), chunks="".join(letter(*numbered) for numbered in enumerate(conversation.chunks)))
+    letters = [letter(conversation, index, chunk) for index, chunk in enumerate(conversation.chunks)]
+    return dict(id=conversation.name, tokens=len(conversation.tokens), gpu=gpu, cpu=cpu,
+                running=conversation.row is not None, waiting=bool(conversation.waiting),
+                idle_seconds=round(idle, 3), chunks="".join(letters))
 
 
-def picture(engine: Engine, owner: str = "") -> dict:
-    """The engine's stats, and every conversation that has KV and is the owner's."""
-    def read():
+def picture(engine: Engine, prefix: str = "") -> dict:
+    """The engine's stats, and every conversation that has KV in a tier, of those whose names begin with the
+    prefix."""
+    def read() -> list[dict]:
         policy, now = engine.cache.policy, engine.clock()
-        return [portrait(c, policy.idle(now, policy.last_needed(c))) for c in engine.cache.conversations.values() if any(c.sources())]
-    return dict(stats=engine.stats(), conversations=outside(owner, engine.call(read), "id"))
+        return [portrait(conversation, policy.idle(now, policy.last_needed(conversation)))
+                for conversation in engine.cache.conversations.values() if any(conversation.sources())]
+    return dict(stats=engine.stats(), conversations=outside(prefix, engine.call(read), "id"))
 
 
 def scale(engine: Engine) -> dict:
-    """What it takes to read the picture. recompute_seconds: of each chunk of the longest context."""
+    """The constants that a reader of the picture needs. recompute_seconds: for each chunk of the longest
+    context."""
     policy, size, limit = engine.cache.policy, engine.config.chunk_size, engine.scheduler.limit
-    return dict(chunk_size=size, limit=limit, policy=engine.config.policy,
-                recompute_seconds=[policy.cost(end) for end in range(size, limit + size, size)])
+    seconds = [policy.cost(end) for end in range(size, limit + size, size)]
+    return dict(chunk_size=size, limit=limit, policy=engine.config.policy, recompute_seconds=seconds)
 
 
-def follow(engine: Engine, owner: str, over):
-    """Yields the picture, with the `transfers` since the last one, whenever a step has changed it, else once a second; until over()."""
-    moved, woken, chunks = deque(maxlen=1000), threading.Event(), {}
-    def watch(batch):
+def follow(engine: Engine, prefix: str, over: Callable[[], bool]) -> Iterator[dict]:
+    """Yields the picture and the `transfers` since the last one, whenever a step has changed it, otherwise
+    once a second. Ends when over() is true."""
+    recent, stepped = deque(maxlen=MOST_MOVES), threading.Event()
+
+    def watch(batch: Batch):
         if batch:
-            moved.extend(moves(batch))
-            woken.set()
+            recent.extend(moves(batch))
+            stepped.set()
+    before = {}                                             # the letters of each conversation
     engine.watchers.append(watch)
     try:
         while not over():
-            woken.clear()
-            transfers = outside(owner, [moved.popleft() for _ in range(len(moved))], "conversation")
-            now, before = picture(engine, owner), chunks
-            chunks = {entry["id"]: entry["chunks"] for entry in now["conversations"]}
-            yield dict(now, transfers=transfers + drops(before, chunks, engine.config.chunk_size))
+            stepped.clear()
+            transfers = outside(prefix, [recent.popleft() for _ in range(len(recent))], "conversation")
+            now = picture(engine, prefix)
+            after = {entry["id"]: entry["chunks"] for entry in now["conversations"]}
+            yield dict(now, transfers=transfers + drops(before, after, engine.config.chunk_size))
+            before = after
             time.sleep(EVENT_SECONDS)
-            woken.wait(STILL_SECONDS)
+            stepped.wait(STILL_SECONDS)
     finally:
         engine.watchers.remove(watch)
 
 
 def moves(batch: Batch) -> list[dict]:
-    """What a batch moves between the tiers and what it recomputes, before it is executed; start and end are positions."""
-    runs = [(kind, ticket.conversation, ticket.start, ticket.end)
-            for kind, tickets in (("swap_in", batch.swap_in), ("swap_out", batch.swap_out)) for ticket in tickets]
-    runs += [("recompute", span.request.conversation, span.start, min(span.end, span.request.conversation.known))
-             for span in batch.spans if span.start < span.request.conversation.known]
-    return [dict(step=batch.step, kind=kind, conversation=conversation.name, start=start, end=end) for kind, conversation, start, end in runs]
+    """The copies between the tiers and the recomputations of a batch that is about to be executed."""
+    def move(kind: str, conversation: Conversation, start: int, end: int) -> dict:
+        return dict(step=batch.step, kind=kind, conversation=conversation.name, start=start, end=end)
+
+    swap_in = [move("swap_in", ticket.conversation, ticket.start, ticket.end) for ticket in batch.swap_in]
+    swap_out = [move("swap_out", ticket.conversation, ticket.start, ticket.end) for ticket in batch.swap_out]
+    recomputed = []
+    for span in batch.spans:
+        conversation = span.request.conversation
+        if span.start < conversation.known:
+            recomputed.append(move("recompute", conversation, span.start, min(span.end, conversation.known)))
+    return swap_in + swap_out + recomputed
 
 
-def drops(before: dict[str, str], after: dict[str, str], size: int) -> list[dict]:
-    """The chunks that are gone between two pictures; before, after: the letters of each conversation."""
-    return [dict(step=None, kind="drop", conversation=name, start=i * size, end=(i + 1) * size)
-            for name, chunks in before.items() for i, letter in enumerate(chunks)
-            if letter != "." and after.get(name, "")[i:i + 1] in ("", ".")]
+def drops(before: dict[str, str], after: dict[str, str], chunk_size: int) -> list[dict]:
+    """The chunks that have gone between two pictures, from the letters of each conversation in both."""
+    dropped = []
+    for name, letters in before.items():
+        now = after.get(name, "").ljust(len(letters), ".")
+        for index, letter in enumerate(letters):
+            if letter != "." and now[index] == ".":
+                dropped.append(dict(step=None, kind="drop", conversation=name,
+                                    start=index * chunk_size, end=(index + 1) * chunk_size))
+    return dropped
 
 
-def outside(owner: str, entries: list[dict], key: str) -> list[dict]:
-    """Those whose conversation, under `key`, is the owner's, named as the owner names it."""
-    return [dict(entry, **{key: entry[key].removeprefix(owner) if owner else entry[key]}) for entry in entries if str(entry[key]).startswith(owner)]
+def outside(prefix: str, entries: list[dict], key: str) -> list[dict]:
+    """The entries whose conversation, which stands under `key`, has the prefix; there without it, as its
+    client knows it."""
+    if not prefix:
+        return entries
+    return [dict(entry, **{key: entry[key].removeprefix(prefix)})
+            for entry in entries if entry[key] and entry[key].startswith(prefix)]

@@ -1,80 +1,136 @@
-"""What Prometheus is told: the engine's counts, and how long tokens took. Under vLLM's names where these mean the same, all under
-our own. Prompt tokens are counted once, at a request's first admission, by where their KV came from: gpu + cpu + recomputed + new."""
-import json
-import threading
-from bisect import bisect_left
-from collections import Counter
-from itertools import accumulate
+"""The numbers that Prometheus reads at /metrics.
 
+    the engine's counts      read from `engine.stats()` at the moment when Prometheus asks
+    answers and seconds      counted here when a turn is done, since the engine keeps no histogram
+
+A number that means the same as one of vLLM's has vLLM's name, so that dashboards made for vLLM work. All
+numbers of the engine have a name of our own as well, `nano_pensieve:...`.
+
+A prompt's tokens are counted once, when its request is first admitted, by the place where their KV was. Of a
+prompt of 206 tokens:
+
+    gpu 96 + cpu 64 + recomputed 32 + new 14        prefix_cache_hits += 96 + 64, prefix_cache_queries += 206
+"""
+from itertools import pairwise
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily as Counter, GaugeMetricFamily as Gauge, Metric
+from prometheus_client.registry import Collector
+
+from engine import Engine
 from serving.sessions import Answer, LiveTurn
 
-GAUGES = ("running", "waiting", "conversations", "slots_total", "slots_free", "cpu_chunks_total", "cpu_chunks_free", "swap_hidden_share")
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)      # the buckets' upper ends
+# Seconds; the upper ends of the histograms' buckets.
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
+GAUGES = {
+    "running": "Requests that have slots and are being computed.",
+    "waiting": "Requests that wait for their turn.",
+    "conversations": "Conversations whose tokens the engine holds.",
+    "slots_total": "Slots of the GPU tier. A slot holds one KV-token.",
+    "slots_free": "Slots that hold nothing.",
+    "cpu_chunks_total": "Places for chunks in the CPU tier.",
+    "cpu_chunks_free": "Places that hold nothing.",
+    "swap_hidden_share": "Share of the time of swapping in during which the model ran.",
+}
+COUNTERS = {
+    "prompt_tokens_gpu": "Prompt tokens whose KV was on the GPU.",
+    "prompt_tokens_cpu": "Prompt tokens whose KV was copied from the CPU.",
+    "prompt_tokens_recomputed": "Prompt tokens whose KV had been dropped and was computed again.",
+    "prompt_tokens_new": "Prompt tokens that were computed for the first time.",
+    "generated_tokens": "Tokens sampled.",
+    "suspensions": "Times that a running request was taken out, because slots ran short.",
+    "finished": "Turns that came to their end.",
+    "cancelled": "Turns that were cancelled or failed.",
+    "chunks_swapped_in": "Chunks copied from the CPU to the GPU.",
+    "chunks_swapped_out": "Chunks copied from the GPU to the CPU.",
+    "chunks_dropped": "Chunks that left both tiers.",
+    "bytes_swapped_in": "Size of the chunks copied from the CPU to the GPU.",
+    "bytes_swapped_out": "Size of the chunks copied from the GPU to the CPU.",
+    "swap_in_bytes": "Bytes whose copy from the CPU to the GPU was timed.",
+    "swap_out_bytes": "Bytes whose copy from the GPU to the CPU was timed.",
+    "swap_in_seconds": "Time that copies from the CPU to the GPU took.",
+    "swap_out_seconds": "Time that copies from the GPU to the CPU took.",
+    "steps": "Iterations of the engine.",
+}
 
 
-class Histogram:
-    """How many values were at most so large, in Prometheus' shape."""
+class EngineCollector(Collector):
+    """Makes metrics of the engine's stats, each time that Prometheus asks."""
 
-    def __init__(self, ends=SECONDS):
-        self.ends, self.counts, self.sum = ends, [0] * (len(ends) + 1), 0.0
+    def __init__(self, engine: Engine, model: str):
+        self.engine, self.model = engine, model
+        cache = engine.worker.pool.gpu                          # [layers, 2, slots, heads, head size]
+        self.chunk_bytes = cache[:, :, 0].nbytes * engine.config.chunk_size
 
-    def observe(self, value: float):
-        self.counts[bisect_left(self.ends, value)] += 1
-        self.sum += value
+    def collect(self):
+        stats = self.engine.stats()
+        for way in ("in", "out"):
+            stats[f"bytes_swapped_{way}"] = stats[f"chunks_swapped_{way}"] * self.chunk_bytes
+        yield from self.vllm_metrics(stats)
+        for name, value in stats.items():
+            if name in GAUGES:
+                yield self.metric(Gauge, "nano_pensieve:" + name.removesuffix("_total"), GAUGES[name], value)
+            else:
+                yield self.metric(Counter, "nano_pensieve:" + name, COUNTERS.get(name, name), value)
 
-    def samples(self):
-        """(suffix, labels, value) of each line."""
-        totals = list(accumulate(self.counts))
-        yield from (("_bucket", dict(le=str(end)), total) for end, total in zip((*self.ends, "+Inf"), totals))
-        yield from (("_sum", {}, self.sum), ("_count", {}, totals[-1]))
+    def vllm_metrics(self, stats: dict):
+        gpu, cpu = stats["prompt_tokens_gpu"], stats["prompt_tokens_cpu"]
+        computed = stats["prompt_tokens_recomputed"] + stats["prompt_tokens_new"]
+        prompt = gpu + cpu + computed
+        used = 1 - stats["slots_free"] / stats["slots_total"]
+        by_source = dict(local_cache_hit=gpu, external_kv_transfer=cpu, local_compute=computed)
+        yield self.metric(Gauge, "vllm:num_requests_running", GAUGES["running"], stats["running"])
+        yield self.metric(Gauge, "vllm:num_requests_waiting", GAUGES["waiting"], stats["waiting"])
+        yield self.metric(Gauge, "vllm:kv_cache_usage_perc", "Share of the slots in use, from 0 to 1.", used)
+        yield self.metric(Counter, "vllm:num_preemptions", COUNTERS["suspensions"], stats["suspensions"])
+        yield self.metric(Counter, "vllm:generation_tokens", COUNTERS["generated_tokens"],
+                          stats["generated_tokens"])
+        yield self.metric(Counter, "vllm:prompt_tokens", "Prompt tokens.", prompt)
+        yield self.metric(Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up.", prompt)
+        yield self.metric(Counter, "vllm:prefix_cache_hits", "Prompt tokens found in either tier.", gpu + cpu)
+        metric = Counter("vllm:prompt_tokens_by_source", "Prompt tokens, by where their KV was.",
+                         labels=["model_name", "source"])
+        for source, value in by_source.items():
+            metric.add_metric([self.model, source], value)
+        yield metric
+
+    def metric(self, kind: type, name: str, help: str, value: float) -> Metric:
+        """kind: Gauge or Counter. Prometheus shows a counter as `name` + "_total"."""
+        metric = kind(name, help, labels=["model_name"])
+        metric.add_metric([self.model], value)
+        return metric
 
 
 class Metrics:
-    """Counts what the engine does not: answers, and the seconds until their tokens were sampled."""
+    """One server's metrics, in a registry of its own."""
 
-    def __init__(self):
-        self.lock, self.answers = threading.Lock(), Counter(stop=0, length=0)
-        self.queued, self.first_token, self.inter_token, self.end_to_end = (Histogram() for _ in range(4))
+    def __init__(self, engine: Engine, model: str):
+        """model: the name that all metrics bear."""
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(engine, model))
+        answers = prometheus_client.Counter("vllm:request_success", "Turns answered, by how they ended.",
+                                            ["model_name", "finished_reason"], registry=self.registry)
+        self.answers = {reason: answers.labels(model, reason) for reason in ("stop", "length")}
 
-    def count(self, handle: LiveTurn, reply: Answer):
-        """A turn that is done."""
-        times = handle.request.times
-        with self.lock:
-            self.answers[reply.finish_reason] += 1
-            self.queued.observe(handle.request.admitted - handle.submitted)
-            self.first_token.observe(times[0] - handle.submitted)
-            self.end_to_end.observe(times[-1] - handle.submitted)
-            for earlier, later in zip(times, times[1:]):
-                self.inter_token.observe(later - earlier)
+        def seconds(name: str, help: str) -> Histogram:
+            histogram = Histogram(name, help, ["model_name"], registry=self.registry, buckets=BUCKETS)
+            return histogram.labels(model)
+        self.queued = seconds("vllm:request_queue_time_seconds", "From submission to first admission.")
+        self.first_token = seconds("vllm:time_to_first_token_seconds", "From submission to the first token.")
+        self.inter_token = seconds("vllm:inter_token_latency_seconds", "Between two tokens of one reply.")
+        self.end_to_end = seconds("vllm:e2e_request_latency_seconds", "From submission to the last token.")
 
-    def text(self, stats: dict, chunk_bytes: int, model: str) -> str:
-        """Everything, as /metrics shows it. stats: the engine's."""
-        gpu, cpu, recomputed, new = (stats[f"prompt_tokens_{source}"] for source in ("gpu", "cpu", "recomputed", "new"))
-        prompt, hits = gpu + cpu + recomputed + new, gpu + cpu
-        label = json.dumps(model, ensure_ascii=False)
-        lines = []
+    def count(self, turn: LiveTurn, reply: Answer):
+        """Counts a turn that has ended with "stop" or "length"."""
+        request, times = turn.request, turn.request.times
+        self.answers[reply.finish_reason].inc()
+        self.queued.observe(request.admitted - turn.submitted)
+        self.first_token.observe(times[0] - turn.submitted)
+        self.end_to_end.observe(times[-1] - turn.submitted)
+        for earlier, later in pairwise(times):
+            self.inter_token.observe(later - earlier)
 
-        def add(name, kind, *samples):
-            lines.append(f"# TYPE {name} {kind}\n")
-            for suffix, labels, value in samples:
-                labels = "".join(f',{key}="{content}"' for key, content in labels.items())
-                lines.append(f"{name}{suffix}{{model_name={label}{labels}}} {value}\n")
-
-        for name, value in {"running": stats["running"], "waiting": stats["waiting"]}.items():
-            add(f"vllm:num_requests_{name}", "gauge", ("", {}, value))
-        add("vllm:kv_cache_usage_perc", "gauge", ("", {}, 1 - stats["slots_free"] / stats["slots_total"]))
-        for name, value in dict(prefix_cache_queries=prompt, prefix_cache_hits=hits, prompt_tokens=prompt, num_preemptions=stats["suspensions"],
-                                generation_tokens=stats["generated_tokens"]).items():
-            add(f"vllm:{name}_total", "counter", ("", {}, value))
-        by_source = dict(local_cache_hit=gpu, external_kv_transfer=cpu, local_compute=recomputed + new)
-        add("vllm:prompt_tokens_by_source_total", "counter", *(("", dict(source=source), value) for source, value in by_source.items()))
-        with self.lock:
-            add("vllm:request_success_total", "counter", *(("", dict(finished_reason=reason), value) for reason, value in self.answers.items()))
-            for name, histogram in (("request_queue_time", self.queued), ("time_to_first_token", self.first_token),
-                                    ("inter_token_latency", self.inter_token), ("e2e_request_latency", self.end_to_end)):
-                add(f"vllm:{name}_seconds", "histogram", *histogram.samples())
-        stats = dict(stats, **{f"bytes_swapped_{way}": stats[f"chunks_swapped_{way}"] * chunk_bytes for way in ("in", "out")})
-        for name, value in stats.items():
-            kind = "gauge" if name in GAUGES else "counter"
-            add("nano_pensieve:" + (name.removesuffix("_total") if kind == "gauge" else f"{name}_total"), kind, ("", {}, value))
-        return "".join(lines)
+    def text(self) -> str:
+        """The answer to GET /metrics."""
+        return generate_latest(self.registry).decode()

@@ -1,4 +1,5 @@
-"""What tests of the server share: a checkpoint, a server in this process or in one of its own, clients well-behaved and not."""
+"""What the tests of the server share: a checkpoint, a server in this process or in one of its own, and
+clients, well-behaved or not."""
 import contextlib
 import http.client
 import json
@@ -20,7 +21,9 @@ from server import Drained, Server
 
 ROOT = Path(__file__).resolve().parent.parent
 SPECIAL = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
-TEMPLATE = ("{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+TEMPLATE = ("{% for message in messages %}"
+            "<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
+            "{% endfor %}"
             "{% if add_generation_prompt %}<|assistant|>{% endif %}")
 CONTEXT = 2048
 
@@ -39,7 +42,8 @@ def make_checkpoint(directory: Path):
         torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(directory)
     library.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps(dict(eos_token="<|end|>", chat_template=TEMPLATE)))
+    settings = dict(eos_token="<|end|>", chat_template=TEMPLATE)
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 @contextlib.contextmanager
@@ -64,7 +68,8 @@ def serving(sessions, **options):
 
 
 def connect(url, key="none"):
-    import openai                                        # here, so that machines without it run all other tests
+    # here, so that machines without it run all other tests
+    import openai
     return openai.OpenAI(base_url=url + "/v1", api_key=key, max_retries=0, timeout=30)
 
 
@@ -77,8 +82,10 @@ def ask(client, messages, stream=False, **options):
     options = dict(model="ascii", messages=messages, max_tokens=16) | options
     if not stream:
         answer = client.chat.completions.create(**options)
-        return answer.choices[0].message.content, answer.choices[0].finish_reason, answer.usage, answer.conversation_id
-    chunks = list(client.chat.completions.create(stream=True, stream_options=dict(include_usage=True), **options))
+        choice, = answer.choices
+        return choice.message.content, choice.finish_reason, answer.usage, answer.conversation_id
+    options["stream_options"] = dict(include_usage=True)
+    chunks = list(client.chat.completions.create(stream=True, **options))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
     return text, chunks[-2].choices[0].finish_reason, chunks[-1].usage, chunks[0].conversation_id
 
@@ -90,14 +97,16 @@ def eventually(condition, seconds=10):
         time.sleep(0.02)
 
 
-def fetch(server, method, path, body=None, headers={}):
+def fetch(server, method, path, body=None, headers=None):
     """(status, content) of one plain HTTP request."""
     connection = http.client.HTTPConnection(*server.server_address, timeout=30)
-    connection.request(method, path, body if isinstance(body, bytes | None) else json.dumps(body), headers)
+    body = body if isinstance(body, bytes | None) else json.dumps(body)
+    connection.request(method, path, body, headers or {})
     response = connection.getresponse()
     content = response.read()
     connection.close()
-    return response.status, json.loads(content) if response.getheader("Content-Type") == "application/json" else content.decode()
+    is_json = response.getheader("Content-Type") == "application/json"
+    return response.status, json.loads(content) if is_json else content.decode()
 
 
 def raw(server, *pieces):
@@ -116,9 +125,11 @@ def raw(server, *pieces):
 @contextlib.contextmanager
 def program(checkpoint, history, *flags):
     """python server.py, on a port of its choice: (process, url, banner)."""
-    command = [sys.executable, "-u", ROOT / "server.py", "--model", checkpoint, "--port", "0", "--history", history, *flags]
+    command = [sys.executable, "-u", ROOT / "server.py", "--model", checkpoint, "--port", "0", "--history",
+               history, *flags]
     environment = os.environ | dict(OMP_NUM_THREADS="1")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          env=environment) as process:
         try:
             banner = ""
             while not (url := re.search(r"http://[\d.:]+", banner)):
@@ -158,11 +169,12 @@ for line in sys.stdin:
 
 
 class Zygote:
-    """Has imported what a server needs, and forks one after another: python server.py in a tenth of a second."""
+    """Has imported all that a server needs, and forks servers: python server.py in a tenth of a second."""
 
     def __init__(self):
-        self.process = subprocess.Popen([sys.executable, "-u", "-c", ZYGOTE], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=subprocess.DEVNULL, text=True, env=os.environ | dict(OMP_NUM_THREADS="1"), start_new_session=True)
+        self.process = subprocess.Popen([sys.executable, "-u", "-c", ZYGOTE], cwd=ROOT, stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                                        env=os.environ | dict(OMP_NUM_THREADS="1"), start_new_session=True)
         self.pid = None                                      # of a server that has not been seen to end
 
     def _read(self, pattern):
@@ -173,7 +185,8 @@ class Zygote:
 
     def start(self, checkpoint, history, *flags, before="") -> tuple[int, str]:
         """(pid, url). before: what the new process executes first."""
-        if self.pid:                                         # a test has failed: the next one is served all the same
+        # a test has failed: the next one is served all the same
+        if self.pid:
             os.kill(self.pid, signal.SIGKILL)
         argv = ["server.py", "--model", str(checkpoint), "--port", "0", "--history", str(history), *flags]
         print(json.dumps([argv, before]), file=self.process.stdin, flush=True)

@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-torch.set_num_threads(1)      # the tests' tensors are small: threads would only wait for one another
+torch.set_num_threads(1)      # the tests' tensors are small, so threads would mostly wait
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """The directory of a small random model, see clients.make_checkpoint."""
-    from clients import make_checkpoint                   # here, since its imports take seconds
+    """The directory of a small random model; see clients.make_checkpoint."""
+    from clients import make_checkpoint                   # imported here, because it takes seconds
     directory = tmp_path_factory.mktemp("models") / "ascii"
     make_checkpoint(directory)
     return directory
@@ -15,7 +15,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def client(server):
-    """An openai client of the module's own `server`."""
+    """An openai client of the server that the test's module starts."""
     from clients import connect
     with connect(server.url) as client:
         yield client
@@ -23,7 +23,7 @@ def client(server):
 
 @pytest.fixture(scope="session")
 def zygote():
-    """Starts servers in processes of their own, quickly."""
+    """Starts servers quickly, each in its own process."""
     from clients import Zygote
     zygote = Zygote()
     yield zygote

@@ -1,4 +1,5 @@
-"""A server that keeps its promises: full queues, slow, silent and vanishing clients, signals, kill -9, full disks, and nonsense."""
+"""A server that keeps its promises: full queues, slow, silent and vanishing clients, signals, kill -9, full
+disks, and nonsense."""
 import contextlib
 import json
 import os
@@ -17,19 +18,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import server as server_module
-from serving.openai_api import OPERATIONS
+from serving.operations import OPERATIONS, ChatBody, ReplyBody, ResponseBody
 from serving.sessions import Sessions
 from server import Handler
 from clients import CONTEXT, ask, connect, eventually, fetch, posting, serving, user
 
 openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
 
-LONG = dict(messages=[user("long")], stream=True, ignore_eos=True)              # a chat that goes on for as long as the context allows
+# a chat that goes on for as long as the context allows
+LONG = dict(messages=[user("long")], stream=True, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    sessions = Sessions(checkpoint, gpu_cache_tokens=2 * CONTEXT, cpu_cache_tokens=CONTEXT, max_running=2, debug=True)
+    sessions = Sessions(checkpoint, gpu_cache_tokens=2 * CONTEXT, cpu_cache_tokens=CONTEXT, max_running=2,
+                        debug=True)
     with serving(sessions, max_waiting=2, max_connections=40) as server:
         yield server
 
@@ -38,7 +41,8 @@ def server(checkpoint):
 def streaming(server, count=1):
     """Connections on each of which a long answer has begun or waits."""
     with contextlib.ExitStack() as stack:
-        connections = [stack.enter_context(socket.create_connection(server.server_address, timeout=30)) for _ in range(count)]
+        connections = [stack.enter_context(socket.create_connection(server.server_address, timeout=30))
+                       for _ in range(count)]
         for connection in connections:
             connection.sendall(posting(LONG))
         yield connections
@@ -64,11 +68,14 @@ def test_a_full_queue(server):
 
 
 def test_too_many_connections(server):
-    """Those beyond the limit are refused at once, before they have said anything; the others wait to be asked."""
+    """Those beyond the limit are refused at once, before they have said anything; the others wait to
+    be asked."""
     with contextlib.ExitStack() as stack:
-        connections = [stack.enter_context(socket.create_connection(server.server_address, timeout=30)) for _ in range(60)]
+        connections = [stack.enter_context(socket.create_connection(server.server_address, timeout=30))
+                       for _ in range(60)]
         eventually(lambda: len(select.select(connections, [], [], 0)[0]) == 20)
-        assert all(connection.recv(1000).startswith(b"HTTP/1.1 503") for connection in select.select(connections, [], [], 0)[0])
+        assert all(connection.recv(1000).startswith(b"HTTP/1.1 503")
+                   for connection in select.select(connections, [], [], 0)[0])
     eventually(lambda: fetch(server, "GET", "/health")[0] == 200)
 
 
@@ -125,7 +132,8 @@ def test_500_slow_and_silent_connections_beside_a_normal_client(checkpoint):
     sessions = Sessions(checkpoint, gpu_cache_tokens=2 * CONTEXT, cpu_cache_tokens=CONTEXT)
     with serving(sessions) as server, connect(server.url) as client, contextlib.ExitStack() as stack:
         quiet = p99(client)
-        connections = [stack.enter_context(socket.create_connection(server.server_address, timeout=30)) for _ in range(500)]
+        connections = [stack.enter_context(socket.create_connection(server.server_address, timeout=30))
+                       for _ in range(500)]
         def drip():
             while connections:
                 for n, connection in enumerate(list(connections)):
@@ -156,17 +164,20 @@ def test_clients_that_vanish_in_mid_stream(server, clients):
         list(pool.map(vanish, range(clients)))
     eventually(lambda: idle(server))
     after = engine.stats()
-    assert (after["slots_free"], after["cpu_chunks_free"]) >= (before["slots_free"], before["cpu_chunks_free"])
+    free_before = before["slots_free"], before["cpu_chunks_free"]
+    assert (after["slots_free"], after["cpu_chunks_free"]) >= free_before
     assert history.conversations() == conversations
 
 
 # ---- the end
 
 def test_draining(zygote, checkpoint, tmp_path):
-    """SIGTERM: the turn at work is finished and kept, who comes now is sent away, and then the process ends with 0."""
+    """SIGTERM: the turn at work is finished and kept, who comes now is sent away, and then the
+    process ends with 0."""
     pid, url = zygote.start(checkpoint, tmp_path / "history")
     with connect(url) as client:
-        stream = client.responses.create(model="ascii", input="Hi", max_output_tokens=400, stream=True, extra_body=dict(ignore_eos=True))
+        stream = client.responses.create(model="ascii", input="Hi", max_output_tokens=400, stream=True,
+                                         extra_body=dict(ignore_eos=True))
         for event, _ in zip(stream, range(10)):
             pass
         os.kill(pid, signal.SIGTERM)
@@ -180,7 +191,8 @@ def test_draining(zygote, checkpoint, tmp_path):
     pid, url = zygote.start(checkpoint, tmp_path / "history")
     with connect(url) as client:
         assert client.responses.retrieve(last.response.id).output_text == last.response.output_text
-        stream = client.responses.create(model="ascii", input="Hi", stream=True, extra_body=dict(ignore_eos=True))
+        stream = client.responses.create(model="ascii", input="Hi", stream=True,
+                                         extra_body=dict(ignore_eos=True))
         next(iter(stream))
         for _ in range(2):                                  # the second does not wait
             os.kill(pid, signal.SIGTERM)
@@ -210,7 +222,8 @@ def test_kill_9_under_load(zygote, checkpoint, tmp_path, kills):
         return sum(map(len, told.values()))
 
     def say(client, name, text):
-        return client.responses.create(model="ascii", input=text, conversation=name, max_output_tokens=8, extra_body=dict(ignore_eos=True)).output_text
+        return client.responses.create(model="ascii", input=text, conversation=name, max_output_tokens=8,
+                                       extra_body=dict(ignore_eos=True)).output_text
 
     def talk(url, name):
         with contextlib.suppress(openai.APIConnectionError), connect(url) as client:
@@ -224,9 +237,11 @@ def test_kill_9_under_load(zygote, checkpoint, tmp_path, kills):
             if len(names) < 12:
                 names += [client.conversations.create().id for _ in range(3)]
             for name in names:
-                said = [item.content[0].text for item in client.conversations.items.list(name, order="asc", limit=100)]
+                listed = client.conversations.items.list(name, order="asc", limit=100)
+                said = [item.content[0].text for item in listed]
                 turns = list(zip(said[::2], said[1::2], strict=True))
-                assert turns[:len(told.get(name, []))] == told.get(name, []) and len(turns) <= len(told.get(name, [])) + 1
+                assert turns[:len(told.get(name, []))] == told.get(name, [])
+                assert len(turns) <= len(told.get(name, [])) + 1
                 told[name] = turns
         threads = [threading.Thread(target=talk, args=(url, name)) for name in names if len(told[name]) < 40]
         before = count()
@@ -247,11 +262,14 @@ def test_kill_9_under_load(zygote, checkpoint, tmp_path, kills):
 
 
 def test_a_full_disk(checkpoint, tmp_path):
-    """SQLite's own error: the client is told, nothing of the turn remains, and with space again all goes on."""
-    sessions = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=256, debug=True, history=tmp_path / "history")
+    """SQLite's own error: the client is told, nothing of the turn remains, and with space again all
+    goes on."""
+    sessions = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=256, debug=True,
+                        history=tmp_path / "history")
     with serving(sessions) as server, connect(server.url) as client:
         def say(text, **more):
-            return client.responses.create(model="ascii", input=text, conversation=name, max_output_tokens=8, extra_body=dict(ignore_eos=True), **more)
+            return client.responses.create(model="ascii", input=text, conversation=name, max_output_tokens=8,
+                                           extra_body=dict(ignore_eos=True), **more)
         name = client.conversations.create().id
         first = say("one")
         pages = sessions.history._db.execute("PRAGMA page_count").fetchone()[0]
@@ -262,7 +280,8 @@ def test_a_full_disk(checkpoint, tmp_path):
         last = list(say(long, stream=True))[-1]
         assert last.type == "response.failed" and "full" in last.response.error.message
         with pytest.raises(openai.APIError, match="full"):
-            list(client.chat.completions.create(model="ascii", messages=[user(long)], max_tokens=4, stream=True))
+            list(client.chat.completions.create(model="ascii", messages=[user(long)], max_tokens=4,
+                                                stream=True))
         sessions.history._db.execute("PRAGMA max_page_count = 1000000")
         second = say("two")
         assert second.usage.input_tokens < first.usage.total_tokens + 10
@@ -271,49 +290,68 @@ def test_a_full_disk(checkpoint, tmp_path):
 
 # ---- nonsense
 
-def values(schema):
-    """Whatever the schema allows."""
-    if "enum" in schema:
-        return st.sampled_from(schema["enum"])
+def values(schema, schemas):
+    """Whatever the schema allows; schemas: those that it may refer to."""
+    def of(schema):
+        return values(schema, schemas)
+
+    def least_and_most(kind):
+        return schema.get(f"min{kind}", 0), min(schema.get(f"max{kind}", 20), 20)
+    if "$ref" in schema:
+        return of(schemas[schema["$ref"].rpartition("/")[2]])
+    if "const" in schema or "enum" in schema:
+        return st.sampled_from(schema.get("enum") or [schema["const"]])
     if "anyOf" in schema:
-        return st.one_of(*map(values, schema["anyOf"]))
-    low, high = schema.get("minimum"), schema.get("maximum")
+        return st.one_of(*map(of, schema["anyOf"]))
     match schema.get("type"):
         case "boolean":
             return st.booleans()
         case "integer":
-            return st.integers(low, high)
+            return st.integers(schema.get("minimum"), schema.get("maximum"))
         case "number":
-            return st.floats(low, high)
+            return st.floats(schema.get("minimum"), schema.get("maximum"))
         case "string":
-            return st.text(min_size=schema.get("minLength", 0), max_size=min(schema.get("maxLength", 20), 20))
+            least, most = least_and_most("Length")
+            return st.text(min_size=least, max_size=most)
         case "array":
-            return st.lists(values(schema["items"]), min_size=schema["minItems"], max_size=min(schema["maxItems"], 3))
-        case "object":
-            required = {name: values(schema["properties"][name]) for name in schema.get("required", ())}
-            optional = {name: values(member) for name, member in schema["properties"].items() if name not in required}
-            if others := schema["additionalProperties"]:
-                return st.dictionaries(st.from_regex(schema["propertyNames"]["pattern"]), values(others), max_size=3)
+            least, most = least_and_most("Items")
+            return st.lists(of(schema["items"]), min_size=least, max_size=min(most, 3))
+        case "object" if "properties" in schema:
+            required = {name: of(schema["properties"][name]) for name in schema.get("required", ())}
+            optional = {name: of(member) for name, member in schema["properties"].items()
+                        if name not in required}
             return st.fixed_dictionaries(required, optional=optional)
+        case "object" if "patternProperties" in schema:
+            (pattern, member), = schema["patternProperties"].items()
+            return st.dictionaries(st.from_regex(pattern), of(member), max_size=3)
+        case "object":
+            return st.dictionaries(st.text(max_size=20), of(schema["additionalProperties"]), max_size=3)
     return st.none()
 
 
 def questions(operation, documented):
     """A body, or a query: right by the document, but for what chance spoils."""
-    nonsense = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.none(), max_size=2) | st.just({})
+    nonsense = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5),
+                         st.lists(st.none(), max_size=2), st.just({}))
     fields = documented["paths"][operation.path][operation.method.lower()]
+    schemas = documented["components"]["schemas"]
     if body := fields.get("requestBody"):
-        right = values(body["content"]["application/json"]["schema"])
+        right = values(body["content"]["application/json"]["schema"], schemas)
     else:
-        right = st.fixed_dictionaries({}, optional={p["name"]: values(p["schema"]) for p in fields["parameters"] if p["in"] == "query"})
-    spoilt = st.tuples(right, st.sampled_from([*operation.fields, "tools"]), nonsense).map(lambda it: it[0] | {it[1]: it[2]})
+        right = st.fixed_dictionaries({}, optional={parameter["name"]: values(parameter["schema"], schemas)
+                                                    for parameter in fields["parameters"]
+                                                    if parameter["in"] == "query"})
+    names = st.sampled_from([*operation.fields.model_fields, "tools"])
+    spoilt = st.tuples(right, names, nonsense).map(lambda drawn: drawn[0] | {drawn[1]: drawn[2]})
     return st.one_of(right, right, spoilt, nonsense)
 
 
-@pytest.mark.parametrize("operation", [o for o in OPERATIONS if o.path not in ("/cache/events", "/")], ids=lambda operation: operation.name)
+@pytest.mark.parametrize("operation", [o for o in OPERATIONS if o.path not in ("/cache/events", "/")],
+                         ids=lambda operation: operation.name)
 def test_nonsense(server, operation):
     """Whatever comes: an answer in OpenAI's shape, no 5xx, and the server goes on."""
     names = ["conv", "resp_x", "a b/ü%", "\0"]
+    limits = {ChatBody: "max_tokens", ResponseBody: "max_output_tokens"}
     with connect(server.url) as client:
         client.post("/conversations", body={}, cast_to=object)
         response = client.responses.create(model="ascii", input="Hi", max_output_tokens=2)
@@ -324,17 +362,20 @@ def test_nonsense(server, operation):
     def ask_anything(data, question):
         path = operation.path
         while "{" in path:
-            path = path[:path.index("{")] + quote(data.draw(st.sampled_from(names)), safe="") + path[path.index("}") + 1:]
+            name = quote(data.draw(st.sampled_from(names)), safe="")
+            path = path[:path.index("{")] + name + path[path.index("}") + 1:]
         if operation.method == "POST":
-            if isinstance(question, dict) and {"messages", "input"} & operation.fields.keys():
-                question = dict(question, max_tokens=2) if "messages" in operation.fields else dict(question, max_output_tokens=2)
-            status, content = fetch(server, "POST", path, question if isinstance(question, dict) else json.dumps(question).encode())
+            if isinstance(question, dict) and issubclass(operation.fields, ReplyBody):
+                question[limits[operation.fields]] = 2      # else as long as the context allows
+            status, content = fetch(server, "POST", path, json.dumps(question).encode())
         else:
-            query = "&".join(f"{quote(name)}={quote(str(value))}" for name, value in question.items()) if isinstance(question, dict) else "%zz"
+            pairs = question.items() if isinstance(question, dict) else []
+            query = "&".join(f"{quote(name)}={quote(str(value))}" for name, value in pairs) or "%zz"
             status, content = fetch(server, operation.method, f"{path}?{query}")
         assert status < 500
         if status >= 400:
-            assert set(content["error"]) == {"message", "type", "param", "code"} and content["error"]["message"]
+            assert set(content["error"]) == {"message", "type", "param", "code"}
+            assert content["error"]["message"]
     ask_anything()
     assert fetch(server, "GET", "/health")[0] == 200
     eventually(lambda: idle(server))
@@ -350,7 +391,8 @@ def test_thousands_of_requests_made_from_the_document(server):
         @settings(max_examples=250, deadline=None, database=None, suppress_health_check=list(HealthCheck))
         @given(operation.as_strategy())
         def call(case):
-            if isinstance(case.body, dict) and {"messages", "input"} & case.body.keys():     # else as long as the context allows
+            # else as long as the context allows
+            if isinstance(case.body, dict) and {"messages", "input"} & case.body.keys():
                 case.body["max_tokens" if "messages" in case.body else "max_output_tokens"] = 2
             status = case.call(timeout=30).status_code
             statuses[operation.label, status] += 1
@@ -359,7 +401,8 @@ def test_thousands_of_requests_made_from_the_document(server):
             call()
             resident.append(resident_bytes())
     print(statuses, "MiB", [size >> 20 for size in resident])
-    assert resident[-1] - resident[1] < 128 * 2**20            # of the server and, in the same process, of schemathesis
+    # of the server and, in the same process, of schemathesis
+    assert resident[-1] - resident[1] < 128 * 2**20
     eventually(lambda: idle(server))
 
 
@@ -371,10 +414,12 @@ def resident_bytes() -> int:
 
 @pytest.mark.soak
 def test_mixed_traffic(checkpoint, tmp_path):
-    """Ten minutes (SOAK_SECONDS) of everything at once in tiers that are far too small, with a worker that fails now and then: integrity
-    is checked at every step; throughput is steady; memory, threads, file descriptors and the history do not grow."""
+    """Ten minutes (SOAK_SECONDS) of everything at once in tiers that are far too small, with a worker
+    that fails now and then: integrity is checked at every step; throughput is steady; memory,
+    threads, file descriptors and the history do not grow."""
     seconds, slots, samples = float(os.environ.get("SOAK_SECONDS", 600)), 3 * CONTEXT // 8, []
-    sessions = Sessions(checkpoint, gpu_cache_tokens=slots, cpu_cache_tokens=slots, max_running=6, debug=True, history=tmp_path / "history")
+    sessions = Sessions(checkpoint, gpu_cache_tokens=slots, cpu_cache_tokens=slots, max_running=6,
+                        debug=True, history=tmp_path / "history")
     engine = sessions.engine
     execute, chance = engine.worker.execute, random.Random(0)
     def flaky(batch):
@@ -386,10 +431,12 @@ def test_mixed_traffic(checkpoint, tmp_path):
     def chat(client, chance, said):
         said += [user("x" * chance.randrange(1, 60))]
         said += [dict(role="assistant", content=ask(client, said, stream=chance.random() < 0.5)[0])]
-        return said if chance.random() < 0.9 else said[-4:]       # a beginning that is dropped makes it a new conversation
+        # a beginning that is dropped makes it a new conversation
+        return said if chance.random() < 0.9 else said[-4:]
 
     def respond(client, chance, previous):
-        stream = client.responses.create(model="ascii", input="x" * chance.randrange(1, 60), previous_response_id=previous, truncation="auto",
+        stream = client.responses.create(model="ascii", input="x" * chance.randrange(1, 60),
+                                         previous_response_id=previous, truncation="auto",
                                          max_output_tokens=20, extra_body=dict(ignore_eos=True), stream=True)
         for event in stream:
             if chance.random() < 0.01:
@@ -411,7 +458,8 @@ def test_mixed_traffic(checkpoint, tmp_path):
 
     def measure():
         history = sum(file.stat().st_size for file in tmp_path.iterdir())
-        samples.append((engine.stats()["generated_tokens"], resident_bytes(), threading.active_count(), len(os.listdir("/proc/self/fd")), history))
+        samples.append((engine.stats()["generated_tokens"], resident_bytes(), threading.active_count(),
+                        len(os.listdir("/proc/self/fd")), history))
 
     with serving(sessions) as server, ThreadPoolExecutor(10) as pool:
         end = time.monotonic() + seconds
@@ -426,7 +474,8 @@ def test_mixed_traffic(checkpoint, tmp_path):
         assert not engine.failure
     speed = [later[0] - earlier[0] for earlier, later in zip(samples, samples[1:])]
     resident, running, files, history = zip(*(sample[1:] for sample in samples[5:]))
-    print("tokens", speed, "MiB", [size >> 20 for size in resident], "threads", running, "files", files, "history KiB", [size >> 10 for size in history])
+    print("tokens", speed, "MiB", [size >> 20 for size in resident], "threads", running, "files", files,
+          "history KiB", [size >> 10 for size in history])
     assert sum(speed[-5:]) > 0.7 * sum(speed[4:9])
     assert resident[-1] - resident[0] < 64 * 2**20 and history[-1] < 8 * 2**20
     assert max(running[-5:]) <= max(running[:5]) + 10 and max(files[-5:]) <= max(files[:5]) + 10

@@ -1,4 +1,5 @@
-"""The stateful API through the unmodified openai client: responses, branches, conversations, cancellation, deletion, owners."""
+"""The stateful API through the unmodified openai client: responses, branches, conversations,
+cancellation, deletion, owners."""
 import json
 import threading
 import time
@@ -6,8 +7,8 @@ import urllib.request
 
 import pytest
 
-from clients import CONTEXT, ask, connect, eventually, fetch, serving, user
 from serving.sessions import Sessions
+from clients import CONTEXT, ask, connect, eventually, fetch, serving, user
 
 openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
 
@@ -16,7 +17,8 @@ SOURCES = ("gpu", "cpu", "recomputed", "new")
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    sessions = Sessions(checkpoint, gpu_cache_tokens=3 * CONTEXT, cpu_cache_tokens=3 * CONTEXT, max_running=4, debug=True)
+    sessions = Sessions(checkpoint, gpu_cache_tokens=3 * CONTEXT, cpu_cache_tokens=3 * CONTEXT,
+                        max_running=4, debug=True)
     with serving(sessions) as server:
         yield server
 
@@ -24,30 +26,34 @@ def server(checkpoint):
 @pytest.fixture
 def empty(checkpoint):
     """Another server, with nothing in it, and a check that there is nothing in it again."""
-    with serving(Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=CONTEXT, debug=True)) as server:
+    with serving(Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=CONTEXT,
+                          debug=True)) as server:
         def nothing_left():
             stats = server.engine.stats()
-            return (stats["slots_free"], stats["cpu_chunks_free"]) == (stats["slots_total"], stats["cpu_chunks_total"]) and stored(server) == 0
+            free = stats["slots_free"], stats["cpu_chunks_free"]
+            return free == (stats["slots_total"], stats["cpu_chunks_total"]) and stored(server) == 0
         with connect(server.url) as client:
             yield client, server, nothing_left
 
 
 def respond(client, text, **options):
-    options = dict(model="ascii", input=text, max_output_tokens=12, extra_body=dict(ignore_eos=True)) | options
-    return client.responses.create(**options)
+    usual = dict(model="ascii", max_output_tokens=12, extra_body=dict(ignore_eos=True))
+    return client.responses.create(**dict(usual, input=text) | options)
 
 
 def cached(response):
     """After a look at the accounting."""
     details, usage = response.usage.input_tokens_details, response.usage
     assert sum(getattr(details, source) for source in SOURCES) == usage.input_tokens
-    assert details.cached_tokens == details.gpu + details.cpu and details.cache_write_tokens == details.recomputed + details.new
+    assert details.cached_tokens == details.gpu + details.cpu
+    assert details.cache_write_tokens == details.recomputed + details.new
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
     return details.cached_tokens
 
 
 def items(client, conversation):
-    return [(item.role, item.content[0].text) for item in client.conversations.items.list(conversation, order="asc")]
+    listed = client.conversations.items.list(conversation, order="asc")
+    return [(item.role, item.content[0].text) for item in listed]
 
 
 def stored(server):
@@ -61,14 +67,18 @@ def test_a_response_in_one_piece(client, server, checkpoint):
     assert (made.object, made.status, made.model, made.error) == ("response", "incomplete", "ascii", None)
     assert made.incomplete_details.reason == "max_output_tokens" and made.usage.output_tokens == 12
     item, = made.output
-    assert (item.type, item.role, item.status, item.content[0].type) == ("message", "assistant", "incomplete", "output_text")
+    assert ((item.type, item.role, item.status, item.content[0].type)
+            == ("message", "assistant", "incomplete", "output_text"))
     assert len(made.output_text) <= 12 and item.content[0].annotations == []
-    assert (made.metadata, made.temperature, made.top_p, made.truncation) == (dict(a="b"), 0.5, 0.9, "disabled")
-    assert (made.tools, made.tool_choice, made.parallel_tool_calls, made.previous_response_id) == ([], "none", False, None)
+    assert ((made.metadata, made.temperature, made.top_p, made.truncation)
+            == (dict(a="b"), 0.5, 0.9, "disabled"))
+    assert ((made.tools, made.tool_choice, made.parallel_tool_calls, made.previous_response_id)
+            == ([], "none", False, None))
     assert cached(made) == 0
     assert client.responses.retrieve(made.id) == made
     ended = respond(client, "Hello", max_output_tokens=300, temperature=2, extra_body=dict(seed=1))
-    assert ended.status == "completed" and ended.incomplete_details is None and ended.output[0].status == "completed"
+    assert ended.status == "completed" and ended.incomplete_details is None
+    assert ended.output[0].status == "completed"
 
 
 def test_events_are_complete_and_in_order(client):
@@ -77,23 +87,30 @@ def test_events_are_complete_and_in_order(client):
     assert [event.sequence_number for event in events + [last]] == list(range(len(events) + 1))
     kinds = [event.type.removeprefix("response.") for event in events]
     deltas = [event for event in events if event.type == "response.output_text.delta"]
-    assert kinds == ["created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * len(deltas),
-                     "output_text.done", "content_part.done", "output_item.done"] and last.type == "response.incomplete"
-    assert "".join(event.delta for event in deltas) == made.output_text == events[-3].text == last.response.output_text
+    assert kinds == ["created", "in_progress", "output_item.added", "content_part.added",
+                     *["output_text.delta"] * len(deltas), "output_text.done", "content_part.done",
+                     "output_item.done"]
+    assert last.type == "response.incomplete"
+    text = "".join(event.delta for event in deltas)
+    assert text == made.output_text == events[-3].text == last.response.output_text
     assert events[0].response.status == "in_progress" and events[0].response.id == last.response.id
-    assert events[-1].item == last.response.output[0] and {event.item_id for event in deltas} == {events[-1].item.id}
+    assert events[-1].item == last.response.output[0]
+    assert {event.item_id for event in deltas} == {events[-1].item.id}
     assert client.responses.retrieve(last.response.id) == last.response
 
 
 def test_the_clients_own_accumulation(client):
-    with client.responses.stream(model="ascii", input="Say it", temperature=2, max_output_tokens=300, extra_body=dict(seed=1)) as stream:
+    with client.responses.stream(model="ascii", input="Say it", temperature=2, max_output_tokens=300,
+                                 extra_body=dict(seed=1)) as stream:
         text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
         final = stream.get_final_response()
-    assert final.output_text == text and final.status == "completed" and client.responses.retrieve(final.id).output_text == text
+    assert final.output_text == text and final.status == "completed"
+    assert client.responses.retrieve(final.id).output_text == text
 
 
 def test_only_what_is_new_is_sent(client):
-    """Ten turns by previous_response_id: all that was fed before is cached, and the answers are those of a client that resends all."""
+    """Ten turns by previous_response_id: all that was fed before is cached, and the answers are those
+    of a client that resends all."""
     previous, messages, length = None, [], 0
     for turn in range(10):
         made = respond(client, f"message {turn}", previous_response_id=previous, stream=False)
@@ -107,23 +124,29 @@ def test_only_what_is_new_is_sent(client):
 
 def test_items_in_all_their_forms(client):
     text = respond(client, "one text")
-    parts = [dict(role="user", content=[dict(type="input_text", text="one "), dict(type="input_text", text="text")])]
+    content = [dict(type="input_text", text="one "), dict(type="input_text", text="text")]
+    parts = [dict(role="user", content=content)]
     typed = [dict(type="message", role="user", content="one text", id="msg_x", status="completed")]
     for form in (parts, typed):
         assert respond(client, form).output_text == text.output_text
     text = respond(client, "one text", top_logprobs=1)
-    resent = [user("one text"), *(item.to_dict() for item in text.output), user("and?")]      # as the client gives items back
-    assert respond(client, resent).output_text == respond(client, "and?", previous_response_id=text.id).output_text
+    # as the client gives items back
+    resent = [user("one text"), *(item.to_dict() for item in text.output), user("and?")]
+    assert (respond(client, resent).output_text
+            == respond(client, "and?", previous_response_id=text.id).output_text)
 
 
 def test_two_answers_to_one_response_are_two_branches(client):
     first = respond(client, "once")
-    hill, sea = respond(client, "upon a hill", previous_response_id=first.id), respond(client, "upon a sea", previous_response_id=first.id)
+    hill = respond(client, "upon a hill", previous_response_id=first.id)
+    sea = respond(client, "upon a sea", previous_response_id=first.id)
     assert cached(hill) > 0 and hill.conversation.id == first.conversation.id != sea.conversation.id
     for branch in (hill, sea):
         after = respond(client, "and", previous_response_id=branch.id)
-        assert after.conversation.id == branch.conversation.id and cached(after) == branch.usage.total_tokens - 1
-    assert [text for role, text in items(client, sea.conversation.id) if role == "user"] == ["once", "upon a sea", "and"]
+        assert after.conversation.id == branch.conversation.id
+        assert cached(after) == branch.usage.total_tokens - 1
+    assert ([text for role, text in items(client, sea.conversation.id) if role == "user"]
+            == ["once", "upon a sea", "and"])
 
 
 def test_what_is_not_stored_leaves_nothing(client, server):
@@ -151,33 +174,36 @@ def test_instructions_count_for_one_response(client):
     same = respond(client, "Why?", instructions="Be brief.", previous_response_id=first.id)
     assert cached(same) == first.usage.total_tokens - 1
     assert same.output_text == resent(system, user("Who?"), said(first), user("Why?"))
-    none = respond(client, "How?", previous_response_id=same.id)            # nothing is carried over, so all is computed anew
+    # nothing is carried over, so all is computed anew
+    none = respond(client, "How?", previous_response_id=same.id)
     assert cached(none) == 0 and none.instructions is None
     assert none.output_text == resent(user("Who?"), said(first), user("Why?"), said(same), user("How?"))
     again = respond(client, "So?", previous_response_id=none.id)
     assert cached(again) == none.usage.total_tokens - 1
-    assert [text for role, text in items(client, again.conversation.id) if role != "assistant"] == ["Who?", "Why?", "How?", "So?"]
+    assert ([text for role, text in items(client, again.conversation.id) if role != "assistant"]
+            == ["Who?", "Why?", "How?", "So?"])
     ids = [item.id for item in client.conversations.items.list(again.conversation.id, limit=100)]
     assert len(set(ids)) == len(ids) == 8 and {r.output[0].id for r in (first, same, none, again)} <= set(ids)
 
 
 def test_other_instructions_in_a_conversation(client, server):
-    """The context of a conversation may start anew under its name; a turn that is cancelled then leaves the old one in place."""
+    """The context of a conversation may start anew under its name; a turn that is cancelled then
+    leaves the old one in place."""
     conversation = client.conversations.create().id
     respond(client, "one", conversation=conversation)
-    stream = respond(client, "two", conversation=conversation, instructions="Be long.", stream=True, max_output_tokens=None)
-    for event in stream:
-        if event.type == "response.output_text.delta":
-            client.responses.cancel(response_id)
-            break
-        response_id = event.response.id if event.type == "response.created" else response_id
+    stream = respond(client, "two", conversation=conversation, instructions="Be long.", stream=True,
+                     max_output_tokens=None)
+    response_id = next(stream).response.id
+    next(event for event in stream if event.type == "response.output_text.delta")
+    client.responses.cancel(response_id)
     assert len(items(client, conversation)) == 2
     third = respond(client, "three", conversation=conversation)
     fourth = respond(client, "four", conversation=conversation, instructions="Be long.")
     fifth = respond(client, "five", conversation=conversation, instructions="Be long.")
     assert third.usage.input_tokens_details.new < third.usage.input_tokens and cached(fourth) == 0
     assert cached(fifth) == fourth.usage.total_tokens - 1
-    assert [text for role, text in items(client, conversation) if role == "user"] == ["one", "three", "four", "five"]
+    assert ([text for role, text in items(client, conversation) if role == "user"]
+            == ["one", "three", "four", "five"])
 
 
 def test_truncation(client):
@@ -186,48 +212,59 @@ def test_truncation(client):
     second = respond(client, long + "y", previous_response_id=first.id)
     with pytest.raises(openai.BadRequestError, match=f"limit of {CONTEXT}"):
         respond(client, long + "z", previous_response_id=second.id)
-    third = respond(client, long + "z", previous_response_id=second.id, truncation="auto", max_output_tokens=40)
+    third = respond(client, long + "z", previous_response_id=second.id, truncation="auto",
+                    max_output_tokens=40)
     kept = [user(long + "y"), dict(role="assistant", content=second.output_text), user(long + "z")]
     assert third.output_text == ask(client, kept, max_tokens=40, extra_body=dict(ignore_eos=True))[0]
     assert third.truncation == "auto" and third.usage.output_tokens == 40
-    assert len(items(client, third.conversation.id)) == 6                     # dropped from the context, not from the conversation
+    # dropped from the context, not from the conversation
+    assert len(items(client, third.conversation.id)) == 6
     assert cached(respond(client, "and?", previous_response_id=third.id)) == third.usage.total_tokens - 1
     with pytest.raises(openai.BadRequestError, match=f"limit of {CONTEXT}"):
         respond(client, "x" * CONTEXT, truncation="auto")
     short = respond(client, "short", truncation="auto")
-    assert cached(respond(client, "too", previous_response_id=short.id, truncation="auto")) == short.usage.total_tokens - 1
+    assert (cached(respond(client, "too", previous_response_id=short.id, truncation="auto"))
+            == short.usage.total_tokens - 1)
 
 
 # ---- conversations
 
 def test_a_conversation_from_beginning_to_end(client, server):
-    made = client.conversations.create(items=[dict(type="message", role="system", content="Be."), user("Hi")], metadata=dict(topic="demo"))
+    made = client.conversations.create(items=[dict(type="message", role="system", content="Be."), user("Hi")],
+                                       metadata=dict(topic="demo"))
     assert (made.object, made.metadata) == ("conversation", dict(topic="demo"))
     waiting = list(client.conversations.items.list(made.id, order="asc"))
-    assert [(item.role, item.status, item.content[0].type) for item in waiting] == [("system", "completed", "input_text"), ("user", "completed", "input_text")]
+    assert ([(item.role, item.status, item.content[0].type) for item in waiting]
+            == [("system", "completed", "input_text"), ("user", "completed", "input_text")])
     first = respond(client, "there", conversation=made.id)
     assert first.conversation.id == made.id
-    assert first.output_text == ask(client, [dict(role="system", content="Be."), user("Hi"), user("there")], max_tokens=12,
-                                    extra_body=dict(ignore_eos=True))[0]
+    resent = [dict(role="system", content="Be."), user("Hi"), user("there")]
+    assert first.output_text == ask(client, resent, max_tokens=12, extra_body=dict(ignore_eos=True))[0]
     second = respond(client, "more", conversation=made.id)
     assert cached(second) == first.usage.total_tokens - 1
     added = client.conversations.items.create(made.id, items=[user("By the way")])
     assert added.data[0].role == "user" and added.first_id == added.last_id == added.data[0].id
     third = respond(client, "so", conversation=made.id)
     listed = list(client.conversations.items.list(made.id, order="asc", limit=3))
-    assert [item.id for item in listed[:2]] == [item.id for item in waiting] and added.data[0].id in [item.id for item in listed]
-    assert [item.content[0].text for item in listed] == ["Be.", "Hi", "there", first.output_text, "more", second.output_text,
-                                                         "By the way", "so", third.output_text]
-    assert [item.id for item in client.conversations.items.list(made.id)] == [item.id for item in reversed(listed)]
-    assert client.conversations.items.retrieve(listed[3].id, conversation_id=made.id).content[0].text == first.output_text
+    assert [item.id for item in listed[:2]] == [item.id for item in waiting]
+    assert added.data[0].id in [item.id for item in listed]
+    assert [item.content[0].text for item in listed] == [
+        "Be.", "Hi", "there", first.output_text, "more", second.output_text, "By the way", "so",
+        third.output_text]
+    assert ([item.id for item in client.conversations.items.list(made.id)]
+            == [item.id for item in reversed(listed)])
+    assert (client.conversations.items.retrieve(listed[3].id, conversation_id=made.id).content[0].text
+            == first.output_text)
     assert listed[3].id == first.output[0].id
     assert client.conversations.update(made.id, metadata=dict(topic="other")).metadata == dict(topic="other")
     state = client.conversations.retrieve(made.id).cache
-    assert state["tokens"] == third.usage.total_tokens and state["gpu"] + state["cpu"] == state["tokens"] - 1 and state["idle_seconds"] < 60
+    assert state["tokens"] == third.usage.total_tokens
+    assert state["gpu"] + state["cpu"] == state["tokens"] - 1 and state["idle_seconds"] < 60
     gone = client.conversations.delete(made.id)
     assert gone.deleted and gone.id == made.id
     for lost in (lambda: client.conversations.retrieve(made.id), lambda: client.responses.retrieve(first.id),
-                 lambda: respond(client, "x", conversation=made.id), lambda: respond(client, "x", previous_response_id=third.id)):
+                 lambda: respond(client, "x", conversation=made.id),
+                 lambda: respond(client, "x", previous_response_id=third.id)):
         with pytest.raises(openai.NotFoundError) as error:
             lost()
         assert error.value.type == "invalid_request_error"
@@ -238,20 +275,24 @@ def test_what_was_asked_for_by_name_goes_on_by_name(client):
     conversation = client.conversations.create()
     first = respond(client, "mine", conversation=conversation.id)
     assert respond(client, "yours", previous_response_id=first.id).conversation.id != conversation.id
-    assert ask(client, [user("mine"), dict(role="assistant", content=first.output_text), user("theirs")])[3] != conversation.id
+    resent = [user("mine"), dict(role="assistant", content=first.output_text), user("theirs")]
+    assert ask(client, resent)[3] != conversation.id
     assert len(items(client, conversation.id)) == 2
 
 
 def test_turns_of_one_conversation_wait_for_each_other(client, server):
     conversation, made = client.conversations.create().id, []
-    threads = [threading.Thread(target=lambda n=n: made.append(respond(client, f"number {n}", conversation=conversation, max_output_tokens=40)))
-               for n in range(5)]
+
+    def say(text):
+        made.append(respond(client, text, conversation=conversation, max_output_tokens=40))
+    threads = [threading.Thread(target=say, args=(f"number {n}",)) for n in range(5)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     texts = [text for _, text in items(client, conversation)]
-    assert sorted(texts[::2]) == [f"number {n}" for n in range(5)] and sorted(texts[1::2]) == sorted(r.output_text for r in made)
+    assert sorted(texts[::2]) == [f"number {n}" for n in range(5)]
+    assert sorted(texts[1::2]) == sorted(r.output_text for r in made)
 
 
 # ---- cancel and delete
@@ -293,7 +334,8 @@ def test_deleting_what_runs_and_who_hangs_up(empty):
     stream, _ = begun(client, conversation=conversation)
     client.conversations.delete(conversation)
     assert list(stream)[-1].response.status == "cancelled"
-    chat = client.chat.completions.create(model="ascii", messages=[user("long")], stream=True, extra_body=dict(conversation_id="doomed", ignore_eos=True))
+    chat = client.chat.completions.create(model="ascii", messages=[user("long")], stream=True,
+                                          extra_body=dict(conversation_id="doomed", ignore_eos=True))
     next(iter(chat))
     client.conversations.delete("doomed")
     with pytest.raises(openai.APIError, match="cancelled"):
@@ -340,14 +382,20 @@ def test_deleting_the_last_response_of_a_conversation(client):
 # ---- what is refused
 
 @pytest.mark.parametrize("field, value", [
-    ("tools", [dict(type="web_search")]), ("background", True), ("reasoning", dict(effort="low")), ("max_tool_calls", 1), ("tool_choice", "auto"),
-    ("input", [dict(role="user", content=[dict(type="input_image", image_url="x")])]), ("input", [dict(type="item_reference", id="msg_1")]),
-    ("input", [dict(type="function_call_output", call_id="1", output="x")]), ("text", dict(format=dict(type="json_object"))), ("input", []),
-    ("truncation", "middle"), ("include", ["reasoning.encrypted_content"]), ("max_output_tokens", 0), ("prompt", dict(id="p")), ("conversation", dict(id=5)),
-    ("metadata", {str(n): "x" for n in range(17)}), ("service_tier", "flex"), ("frequency_penalty", 3), ("input", None)])
+    ("tools", [dict(type="web_search")]), ("background", True), ("reasoning", dict(effort="low")),
+    ("max_tool_calls", 1), ("tool_choice", "auto"),
+    ("input", [dict(role="user", content=[dict(type="input_image", image_url="x")])]),
+    ("input", [dict(type="item_reference", id="msg_1")]),
+    ("input", [dict(type="function_call_output", call_id="1", output="x")]),
+    ("text", dict(format=dict(type="json_object"))), ("input", []),
+    ("truncation", "middle"), ("include", ["reasoning.encrypted_content"]), ("max_output_tokens", 0),
+    ("prompt", dict(id="p")), ("conversation", dict(id=5)),
+    ("metadata", {str(n): "x" for n in range(17)}), ("service_tier", "flex"), ("frequency_penalty", 3),
+    ("input", None)])
 def test_what_is_not_supported_is_refused_by_name(client, field, value):
     with pytest.raises(openai.BadRequestError) as error:
-        client.responses.create(**dict(model="ascii", extra_body={field: value}) | (dict(input="Hi") if field != "input" else {}))
+        harmless = {} if field == "input" else dict(input="Hi")
+        client.responses.create(model="ascii", extra_body={field: value}, **harmless)
     assert error.value.param.startswith(field) and field in str(error.value)
 
 
@@ -356,10 +404,14 @@ def test_combinations_and_what_is_missing(client):
     for options in (dict(previous_response_id=response.id), dict(store=False)):
         with pytest.raises(openai.BadRequestError, match="conversation"):
             respond(client, "x", conversation=conversation, **options)
-    for call in (lambda: respond(client, "x", previous_response_id="resp_never"), lambda: respond(client, "x", previous_response_id=response.id[5:]),
-                 lambda: respond(client, "x", conversation="conv_never"), lambda: client.responses.cancel("resp_never"),
-                 lambda: client.conversations.items.list("conv_never"), lambda: client.conversations.items.retrieve("msg_no", conversation_id=conversation),
-                 lambda: client.conversations.update("conv_never", metadata={}), lambda: client.conversations.delete("conv_never"),
+    for call in (lambda: respond(client, "x", previous_response_id="resp_never"),
+                 lambda: respond(client, "x", previous_response_id=response.id[5:]),
+                 lambda: respond(client, "x", conversation="conv_never"),
+                 lambda: client.responses.cancel("resp_never"),
+                 lambda: client.conversations.items.list("conv_never"),
+                 lambda: client.conversations.items.retrieve("msg_no", conversation_id=conversation),
+                 lambda: client.conversations.update("conv_never", metadata={}),
+                 lambda: client.conversations.delete("conv_never"),
                  lambda: respond(client, "x", model="gpt-4")):
         with pytest.raises(openai.NotFoundError):
             call()
@@ -373,19 +425,28 @@ def test_combinations_and_what_is_missing(client):
 
 def test_logprobs(client, server):
     tokenizer = server.sessions.tokenizer
-    chat = client.chat.completions.create(model="ascii", messages=[user("Hi")], max_tokens=6, logprobs=True, top_logprobs=2, extra_body=dict(ignore_eos=True))
+    chat = client.chat.completions.create(model="ascii", messages=[user("Hi")], max_tokens=6, logprobs=True,
+                                          top_logprobs=2, extra_body=dict(ignore_eos=True))
     content = chat.choices[0].logprobs.content
     assert "".join(entry.token for entry in content) == chat.choices[0].message.content
-    assert all(entry.logprob <= 0 and entry.bytes == list(entry.token.encode()) and entry.top_logprobs[0].logprob >= entry.logprob for entry in content)
-    stream = client.chat.completions.create(model="ascii", messages=[user("Hi")], max_tokens=6, logprobs=True, stream=True, extra_body=dict(ignore_eos=True))
+    assert all(entry.logprob <= 0 and entry.bytes == list(entry.token.encode())
+               and entry.top_logprobs[0].logprob >= entry.logprob for entry in content)
+    stream = client.chat.completions.create(model="ascii", messages=[user("Hi")], max_tokens=6, logprobs=True,
+                                            stream=True, extra_body=dict(ignore_eos=True))
     streamed = [entry for chunk in stream for entry in chunk.choices[0].logprobs.content]
-    assert [(entry.token, entry.logprob) for entry in streamed] == [(entry.token, entry.logprob) for entry in content]
-    response = respond(client, "Hi", max_output_tokens=6, include=["message.output_text.logprobs"], top_logprobs=1)
-    assert [entry.logprob for entry in response.output[0].content[0].logprobs] == [entry.logprob for entry in content]
-    deltas = [event for event in respond(client, "Hi", max_output_tokens=6, top_logprobs=1, stream=True) if event.type == "response.output_text.delta"]
-    assert [entry.logprob for event in deltas for entry in event.logprobs] == [entry.logprob for entry in content]
+    assert ([(entry.token, entry.logprob) for entry in streamed]
+            == [(entry.token, entry.logprob) for entry in content])
+    response = respond(client, "Hi", max_output_tokens=6, include=["message.output_text.logprobs"],
+                       top_logprobs=1)
+    assert ([entry.logprob for entry in response.output[0].content[0].logprobs]
+            == [entry.logprob for entry in content])
+    deltas = [event for event in respond(client, "Hi", max_output_tokens=6, top_logprobs=1, stream=True)
+              if event.type == "response.output_text.delta"]
+    assert ([entry.logprob for event in deltas for entry in event.logprobs]
+            == [entry.logprob for entry in content])
     banned = {str(token): -100 for token in tokenizer.encode(chat.choices[0].message.content)}
-    biased = client.chat.completions.create(model="ascii", messages=[user("Hi")], max_tokens=6, logit_bias=banned, extra_body=dict(ignore_eos=True))
+    biased = client.chat.completions.create(model="ascii", messages=[user("Hi")], max_tokens=6,
+                                            logit_bias=banned, extra_body=dict(ignore_eos=True))
     assert not set(biased.choices[0].message.content) & set(chat.choices[0].message.content)
 
 
@@ -393,21 +454,28 @@ def test_logprobs(client, server):
 
 def test_each_key_has_its_own_world(checkpoint):
     sessions = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0)
-    with serving(sessions, api_keys=["ada", "bob"]) as server, connect(server.url, "ada") as ada, connect(server.url, "bob") as bob:
+    with (serving(sessions, api_keys=["ada", "bob"]) as server,
+          connect(server.url, "ada") as ada,
+          connect(server.url, "bob") as bob):
         conversation = ada.conversations.create(items=[user("secret")]).id
         response = respond(ada, "tell", conversation=conversation)
         hinted = dict(extra_body=dict(conversation_id="diary"))
         text, _, _, diary = ask(ada, [user("Dear diary")], **hinted)
-        for guess in (lambda: bob.conversations.retrieve(conversation), lambda: bob.conversations.items.list(conversation),
-                      lambda: bob.conversations.delete(conversation), lambda: bob.responses.retrieve(response.id),
+        for guess in (lambda: bob.conversations.retrieve(conversation),
+                      lambda: bob.conversations.items.list(conversation),
+                      lambda: bob.conversations.delete(conversation),
+                      lambda: bob.responses.retrieve(response.id),
                       lambda: bob.responses.delete(response.id), lambda: bob.responses.cancel(response.id),
-                      lambda: respond(bob, "x", conversation=conversation), lambda: respond(bob, "x", previous_response_id=response.id),
-                      lambda: bob.conversations.items.retrieve(response.output[0].id, conversation_id=conversation)):
+                      lambda: respond(bob, "x", conversation=conversation),
+                      lambda: respond(bob, "x", previous_response_id=response.id),
+                      lambda: bob.conversations.items.retrieve(response.output[0].id,
+                                                               conversation_id=conversation)):
             with pytest.raises(openai.NotFoundError):
                 guess()
         resent = [user("Dear diary"), dict(role="assistant", content=text), user("more")]
         _, _, usage, theirs = ask(bob, resent, **hinted)
-        assert usage.prompt_tokens_details.cached_tokens == 0 and theirs == diary == "diary"      # one name, two worlds
+        # one name, two worlds
+        assert usage.prompt_tokens_details.cached_tokens == 0 and theirs == diary == "diary"
         _, _, usage, ours = ask(ada, resent, **hinted)
         assert usage.prompt_tokens_details.cached_tokens > 0 and ours == "diary"
         stream, running = begun(ada)
@@ -415,18 +483,20 @@ def test_each_key_has_its_own_world(checkpoint):
             with pytest.raises(openai.NotFoundError):
                 guess(running)
         ada.responses.cancel(running)
-        seen = {key: fetch(server, "GET", "/cache", headers={"Authorization": f"Bearer {key}"})[1] for key in ("ada", "bob")}
-        assert {entry["id"] for entry in seen["bob"]["conversations"]} == {"diary"} == {turn["conversation"] for turn in seen["bob"]["turns"]}
+        seen = {key: fetch(server, "GET", "/cache", headers={"Authorization": f"Bearer {key}"})[1]
+                for key in ("ada", "bob")}
+        assert {entry["id"] for entry in seen["bob"]["conversations"]} == {"diary"}
+        assert {turn["conversation"] for turn in seen["bob"]["turns"]} == {"diary"}
         assert {entry["id"] for entry in seen["ada"]["conversations"]} == {"diary", conversation}
 
 
 # ---- the live picture
 
 def test_the_cache_as_it_changes(checkpoint):
-    """Someone watches while three conversations share tiers that are too small: every kind of move is told, and the last picture is
-    that of GET /cache."""
-    sessions, events = Sessions(checkpoint, gpu_cache_tokens=256, cpu_cache_tokens=128, chunk_size=16, debug=True), []
-    engine = sessions.engine
+    """Someone watches while three conversations share tiers that are too small: every kind of move is
+    told, and the last picture is that of GET /cache."""
+    sessions = Sessions(checkpoint, gpu_cache_tokens=256, cpu_cache_tokens=128, chunk_size=16, debug=True)
+    engine, events = sessions.engine, []
     with serving(sessions) as server, connect(server.url) as client:
         def watch():
             with urllib.request.urlopen(server.url + "/cache/events", timeout=30) as feed:
@@ -450,7 +520,10 @@ def test_the_cache_as_it_changes(checkpoint):
     assert all(0 <= move["start"] < move["end"] and move["conversation"] in names for move in moves)
     letters = {letter for event in events for entry in event["conversations"] for letter in entry["chunks"]}
     assert {"G", "C", "."} <= letters <= set("GBCR.")
-    still = [{entry["id"]: (entry["chunks"], entry["tokens"]) for entry in picture["conversations"]} for picture in (events[-1], final)]
+    still = [{entry["id"]: (entry["chunks"], entry["tokens"]) for entry in picture["conversations"]}
+             for picture in (events[-1], final)]
     assert still[0] == still[1] and events[-1]["stats"]["finished"] == final["stats"]["finished"] == 15
-    assert final["chunk_size"] == 16 and len(final["recompute_seconds"]) == 16 and final["recompute_seconds"] == sorted(final["recompute_seconds"])
-    assert all(entry["idle_seconds"] > 0 and entry["gpu"] + entry["cpu"] <= entry["tokens"] for entry in final["conversations"])
+    assert final["chunk_size"] == 16 and len(final["recompute_seconds"]) == 16
+    assert final["recompute_seconds"] == sorted(final["recompute_seconds"])
+    assert all(entry["idle_seconds"] > 0 and entry["gpu"] + entry["cpu"] <= entry["tokens"]
+               for entry in final["conversations"])
