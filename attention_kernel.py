@@ -77,8 +77,10 @@ def multi_token_attention_reference(
 
 
 def attend_one_query(query: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """A decode sees everything, so there is no mask. The query heads that share a KV head are
-    passed as if they were tokens: then K and V are read once for all of them."""
+    """Attention of one query, [1, H, D], over k and v [kv_len, H_kv, D]. Returns [1, H, D].
+
+    A decode sees everything, so there is no mask. The query heads that share a KV head are passed
+    as if they were tokens: then K and V are read once for all of them, and never repeated."""
     _, heads, D = query.shape                                                   # [1, H, D]
     kv_heads = k.shape[1]
     grouped = query.reshape(1, kv_heads, heads // kv_heads, D)
@@ -88,7 +90,9 @@ def attend_one_query(query: Tensor, k: Tensor, v: Tensor, scale: float | None) -
 
 
 def attend_many_queries(queries: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """The causal mask of a span is aligned to the lower right: its last query sees everything.
+    """Attention of queries [q_len, H, D] over k and v [kv_len, H_kv, D]. Returns [q_len, H, D].
+
+    The causal mask of a span is aligned to the lower right: its last query sees everything.
     torch's is_causal is aligned to the upper left, so it serves only where both are the same, in a
     span from position 0 on."""
     q_len, kv_len = len(queries), len(k)
@@ -464,6 +468,9 @@ def attend_range(query, position, k_head, v_head, table, kv_start, kv_end, scale
     Each round of the loop takes K and V at the slots of TILE_N positions, computes scores, and
     raises the running maximum `highest`. The sums so far shrink by exp2(old maximum - new maximum),
     and the round's weights and weighted values are added to them.
+
+    kv_start is a multiple of TILE_N. Table entries from kv_end on are garbage: there the slot of
+    position kv_end - 1 is taken again. Offsets into the cache are int64.
 
     kv_end is a multiple of TILE_N, or follows the last position of all rows. So the causal mask is
     the only one, and only tiles that reach beyond the first row's position need it."""

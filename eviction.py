@@ -121,6 +121,8 @@ class RetentionValue(Policy):
         return index
 
     def value(self, key, idle):
+        """V = Cost(l) / T. The key is the chunk's index, and l is where that chunk ends: chunk 0 at
+        chunk_size, chunk 1 at 2 * chunk_size. idle is T."""
         end_of_chunk = (key + 1) * self.chunk_size
         return self.cost(end_of_chunk) / idle
 

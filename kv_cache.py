@@ -278,7 +278,11 @@ class KVCache:
         chunks that come back from the CPU, in absent chunks, and for new tokens. The caller has checked
         `shortfall` and `free_rows`.
 
-        Returns the swap-ins, one ticket for each chunk in state CPU."""
+        It is pinned first, so that `_take_slots` reclaims no chunk of its own. Its turn waits no longer, and
+        none of its chunks stays evictable without a copy. `_give_slots` hands out the slots, all of them at
+        once, and `_write_table` writes the whole row.
+
+        Returns the swap-ins, one ticket (`_begin_copy`) for each chunk in state CPU."""
         self._pin(conversation)
         self.set_waiting(conversation, False)
         self.running[conversation.order] = conversation
@@ -313,7 +317,14 @@ class KVCache:
         return True
 
     def computed(self, conversation: Conversation, start: int, end: int):
-        """The model has computed the KV of positions [start, end) of a running conversation."""
+        """The model has computed the KV of positions [start, end) of a running conversation.
+
+        They fill one or more chunks from the left, and `known` is at least `end` now. A chunk that has grown
+        needs more than its copy holds: it gives up its place, and a copy in flight is stale. (A chunk that
+        is shared may be filled further already, by a faster request. Then it stays as it is.)
+
+        As everywhere in this class, `_update(chunk)` keeps the books: call it whenever a chunk's `state` or
+        `next_move` may have changed."""
         size = self.chunk_size
         for index in range(start // size, (end - 1) // size + 1):
             chunk, first = conversation.chunks[index], index * size
@@ -365,7 +376,9 @@ class KVCache:
             the chunk worth 2 takes the place, and the one worth 1.5 is dropped                 64 of 60 slots
             the chunk worth 3 is not needed
 
-        If the policy makes several chunks leave together, more than `wanted` slots may become available."""
+        `_cheapest` names the conversation whose turn it is, and the policy says how many of its chunks leave
+        together, so more than `wanted` slots may become available. `_take_place` finds a place for a chunk of
+        a certain `_rank`, and `_coming_available` knows the copies in flight."""
         tickets = []
         if wanted > 0:
             wanted -= self._coming_available()
@@ -394,8 +407,9 @@ class KVCache:
 
     def complete(self, ticket: Ticket):
         """The copy has ended. A copy out gives the chunk its place, unless the chunk changed meanwhile.
-        Slots and a place that were given up during the copy become free only now. (The statistics count
-        stale copies.)"""
+        Slots and a place that were given up during the copy become free only now: the slots are the
+        ticket's `orphans`, and the place is free if it is not the chunk's. (The statistics count stale
+        copies, too: `chunks_swapped_in` and `chunks_swapped_out`.)"""
         self.in_flight.remove(ticket)
         chunk = ticket.chunk
         chunk.ticket = None
@@ -409,7 +423,9 @@ class KVCache:
 
     def reclaim(self, conversation: Conversation):
         """Take the slots of one unit of an idle conversation's reclaimable chunks. A chunk with a CPU copy
-        lives on there. A chunk without one becomes absent."""
+        lives on there. A chunk without one becomes absent (`_drop`).
+
+        Which chunks: `next_victim`, as often as the policy's `unit` says for all that are reclaimable."""
         for _ in range(self.policy.unit(conversation.by_move["reclaim"])):
             chunk = conversation.next_victim("reclaim")
             if chunk.place is None:

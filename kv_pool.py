@@ -100,7 +100,10 @@ class KVPool:
 
     def wait(self, layer: int):
         """Let the running stream, not the host, wait until this layer of the latest swap-in has
-        arrived; with pipeline=False until all layers have. A step waits for its layers in order."""
+        arrived; with pipeline=False until all layers have. A step waits for its layers in order.
+
+        Nothing happens if no flight is `arriving`. A step that has waited for the last layer ends
+        that. The flight notes each wait as (now(), the event waited for)."""
         if not self.arriving:
             return
         ready, arrived = self.now(), self.arriving.arrived[layer if self.pipeline else -1]
@@ -112,7 +115,12 @@ class KVPool:
     def swap_in(self, tickets: list[Ticket]):
         """Start the copies CPU -> GPU, layer by layer: the first `filled` tokens of each ticket's
         place go into its slots. Layer l may be read after wait(l). The host does not wait; landed()
-        gives the tickets back later."""
+        gives the tickets back later. No tickets: nothing happens.
+
+        stream_in first waits for the running stream, because earlier steps may still read what the
+        slots held before. The copies are one `_flight` and take one `_route`: each run of places
+        goes into `staging`, and store() takes K and V of all tokens from `by_token` to the slots.
+        The flight notes an event when a layer has arrived, and it is `arriving` from then on."""
         if not tickets:
             return
         self.stream_in.wait_stream(self.stream())       # earlier steps may still read these slots
@@ -128,7 +136,8 @@ class KVPool:
     def swap_out(self, tickets: list[Ticket], written=None):
         """Start the copies GPU -> CPU, the other way round, behind what is being swapped in at the
         moment. written: an event after which the slots hold what earlier steps wrote; by default
-        now."""
+        now. stream_out waits for that event and for stream_in, and never for the step that computes
+        meanwhile. No tickets: nothing happens."""
         if not tickets:
             return
         self.stream_out.wait_event(written or self.now())

@@ -225,7 +225,10 @@ class Scheduler:
         A prompt may be longer than the budget. At admission the request gets the slots of its whole
         context, but only a part of it is computed. Later steps take the next parts, after the decodes. With
         a budget of 16, a prompt of 20 tokens becomes a[0:16] in one step and a[16:20] in the next, which
-        samples."""
+        samples.
+
+        With separate_phases, a batch that has any span of a prefilling request keeps those spans alone; the
+        others come in a later step."""
         batch, starved = Batch(self.steps, self.max_batch_tokens), 0
         for request in decodes_first(self.running):
             if self.cache.grow(request.conversation, now):
@@ -334,7 +337,8 @@ class Scheduler:
 
     def suspend(self, request: Request, now: float):
         """Take a running request out, back to its place in the queue. Nothing generated is lost. Its chunks
-        may leave the GPU from now on, but late: its turn waits, so the policy counts it as hardly idle."""
+        may leave the GPU from now on, but late: its turn waits, so the policy counts it as hardly idle. The
+        statistics count it in `suspensions`."""
         self._leave(request, now)
         self._enqueue(request)
         self.stats["suspensions"] += 1

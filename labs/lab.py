@@ -124,7 +124,7 @@ def test_file(number: int) -> str:
 def run_python(arguments: list[str], code: Path, check=False, timeout=None, **environment):
     """Python in a process of its own, which imports the project from `code` and tests' helpers from here."""
     path = os.pathsep.join(map(str, (code, ROOT / "tests")))
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **environment}
+    environment = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environment}
     return subprocess.run([sys.executable, *arguments], cwd=code, env=environment, check=check,
                           timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -181,7 +181,7 @@ def report(number: int, graded: Graded):
 def gradescope(graded: Graded) -> dict:
     """Gradescope's results.json."""
     tests = [dict(name=f"{test['function']}: {test['name']}", score=test["points"] * test["passed"],
-                  max_score=test["points"], output=test["progress"] or test["message"])
+                  max_score=test["points"], output=f"{test['message']}\n{test['progress'] or ''}".strip())
              for test in graded.tests]
     return dict(score=graded.score()[0], execution_time=round(graded.seconds), tests=tests,
                 output="" if tests else graded.output)

@@ -92,7 +92,15 @@ class Access(NamedTuple):
         return other is not self and other.clock.get(self.stream, 0) >= self.number
 
 
-class Recorder(TorchDispatchMode):
+class OperatorWatcher(TorchDispatchMode):
+    """Sees every operator of torch while it is entered."""
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False            # else torch would import its whole compiler, which takes seconds
+
+
+class Recorder(OperatorWatcher):
     """Puts recording streams into a pool, and notes its accesses while it is entered (`with recorder:`)."""
 
     def __init__(self, pool):
@@ -171,8 +179,10 @@ class Recorder(TorchDispatchMode):
         if not isinstance(value, torch.Tensor):
             return None
         storage = value.untyped_storage().data_ptr()
-        tiers = {"gpu": self.pool.gpu, "cpu": self.pool.cpu}
-        return next((name for name, tier in tiers.items() if tier.untyped_storage().data_ptr() == storage), None)
+        for name, tier in (("gpu", self.pool.gpu), ("cpu", self.pool.cpu)):
+            if tier.untyped_storage().data_ptr() == storage:
+                return name
+        return None
 
     def selected(self, name: str, value: torch.Tensor, args) -> frozenset[int]:
         """The vectors of `value` that the operator touches: those at its indices, if it takes any."""

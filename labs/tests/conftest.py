@@ -18,11 +18,11 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "seconds(number): the test's time limit")
 
 
-@pytest.fixture(autouse=True)
-def time_limit(request):
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_call(item):
     """A wrong loop may never end. (CPU time, so that a busy machine changes nothing. Windows has no such
     alarm; there lab.py stops the whole check.)"""
-    marker = request.node.get_closest_marker("seconds")
+    marker = item.get_closest_marker("seconds")
     seconds = marker.args[0] if marker else SECONDS
     if not hasattr(signal, "SIGPROF"):
         yield
@@ -31,9 +31,11 @@ def time_limit(request):
     def stop(number, frame):
         raise TimeoutError(f"not done after {seconds} s: does a loop never end?")
     signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, seconds, 0.5)
-    yield
-    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.setitimer(signal.ITIMER_PROF, seconds, 0.5)      # again and again: the loop may catch exceptions
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 @pytest.fixture

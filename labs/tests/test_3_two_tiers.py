@@ -339,10 +339,9 @@ def test_one_unit_of_the_policy():
 def small_case():
     """The case of the handout, predicted on paper."""
     world = World(slots=16, places=2)
-    for name, prompt in [("a", 11), ("b", 11), ("a", 2)]:
-        seen = len(world.worker.traces)
-        request, _ = world.turn(name, prompt, 2)
-        yield from world.worker.traces[seen:]
+    for name, prompt, reply in [("a", 11, 2), ("b", 11, 2), ("a", 2, 1)]:
+        request, traces = world.turn(name, prompt, reply)
+        yield from traces
         counts = [f"{source} {request.usage[source]}" for source in SOURCES]
         yield f"{name}: " + ", ".join(counts)
 

@@ -196,7 +196,7 @@ def a_later_step_does_not_wait_again():
 
 def what_has_landed_has_been_copied():
     recorder = a_step_with_copies_both_ways()
-    ends = {flight.way: flight.end for flight in recorder.pool.flights}
+    ends = {flight.direction: flight.end for flight in recorder.pool.flights}
     return all(ends[access.stream].clock[access.stream] >= access.number
                for access in recorder.labelled("copy in") + recorder.labelled("copy out"))
 
