@@ -148,7 +148,7 @@ def grade(number: int, code: Path, seed: int = 0, *pytest_flags: str) -> Graded:
     with tempfile.TemporaryDirectory() as scratch:
         results, expected = Path(scratch, "results"), Path(scratch, "expected.json")
         expected.write_text(json.dumps(expected_results(number, seed)))
-        arguments = ["-m", "pytest", "-c", str(ROOT / "labs" / "tests" / "pytest.ini"), test_file(number)]
+        arguments = ["-m", "pytest", "-c", str(ROOT / "labs" / "tests" / "check.ini"), test_file(number)]
         try:
             output = run_python([*arguments, *pytest_flags], code, timeout=TIME_LIMIT, LAB_SEED=str(seed),
                                 LAB_RESULTS=str(results), LAB_EXPECTED=str(expected),

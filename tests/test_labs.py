@@ -106,6 +106,26 @@ def test_list_names_every_function():
     assert all(name in done.stdout for each in lab.LABS.values() for _, name in each.functions())
 
 
+# ---- handouts
+
+def commands():
+    """All commands of the handouts but those of lab.py itself, which other tests run."""
+    for handout in sorted((ROOT / "labs").glob("[1-6]_*.md")):
+        for command in re.findall(r"(?:^|`)((?:\w+=1 )?python [^`\n]+)", handout.read_text(), re.MULTILINE):
+            if not command.startswith("python labs/lab.py"):
+                marks = pytest.mark.soak if "bench.py" in command else ()      # takes minutes
+                yield pytest.param(command, marks=marks, id=f"{handout.stem}: {command}")
+
+
+@pytest.mark.parametrize("command", list(commands()))
+def test_every_command_of_a_handout_runs(command):
+    *settings, rest = re.split(r" ?(?=python )", command, maxsplit=1)
+    environment = {**os.environ, **dict(setting.split("=") for setting in settings if setting)}
+    done = subprocess.run([sys.executable, *rest.split()[1:]], cwd=ROOT, env=environment,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 # ---- grading
 
 @pytest.fixture(scope="module")
@@ -151,7 +171,11 @@ def test_points(number, starters, tmp_path):
 
 
 def check_starter(number, done, results):
-    """It has no points, and the only reason is that lab's own NotImplementedError."""
+    """It has no points, and the only reason is that lab's own NotImplementedError. The handout says how many
+    tests fail, and what to run."""
+    handout = (ROOT / "labs" / f"{lab.LABS[number].name}.md").read_text()
+    assert f"all {len(results['tests'])} tests fail" in handout
+    assert f"python labs/lab.py check {number}\n" in handout
     assert done.returncode == 1 and "  0 of 100 points" in done.stdout, done.stdout + done.stderr
     assert results["score"] == 0 and sum(test["max_score"] for test in results["tests"]) == 100
     for test in results["tests"]:
