@@ -28,51 +28,46 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 
 class Stream:
-    """A queue of operations. `clock`: what has ended, of each stream, before its next operation."""
+    """A queue of operations. `clock`: the latest operation, of each stream, that ends before its next one
+    begins."""
 
     def __init__(self, name: str):
         self.name = name
         self.clock: dict[str, int] = {}
 
+    def learn(self, clock: dict[str, int]):
+        for name, number in clock.items():
+            self.clock[name] = max(self.clock.get(name, 0), number)
+
     def wait_event(self, event: "Event"):
-        for name, count in event.clock.items():
-            self.clock[name] = max(self.clock.get(name, 0), count)
+        self.learn(event.clock)
 
     def wait_stream(self, stream: "Stream"):
-        event = Event()
-        event.record(stream)
-        self.wait_event(event)
-
-    def record_event(self, event: "Event | None" = None) -> "Event":
-        event = event or Event()
-        event.record(self)
-        return event
-
-    def advance(self) -> int:
-        """One more operation: its number in this stream."""
-        self.clock[self.name] = self.clock.get(self.name, 0) + 1
-        return self.clock[self.name]
+        self.learn(stream.clock)
 
 
 class Event:
     """A point of a stream. An event that was never recorded is no reason to wait, as in CUDA."""
 
-    def __init__(self):
+    def __init__(self, host: Stream, ended):
+        """host: it learns what has ended. ended: answers whether the GPU has reached an event by now."""
+        self.host, self.ended = host, ended
         self.clock: dict[str, int] = {}
         self.synchronized = False
 
     def record(self, stream: Stream):
         self.clock = dict(stream.clock)
 
-    def wait(self, stream: Stream):
-        stream.wait_event(self)
-
-    def query(self) -> bool:
-        """Has the host waited for it?"""
-        return self.synchronized
-
     def synchronize(self):
         self.synchronized = True
+        self.host.learn(self.clock)
+
+    def query(self) -> bool:
+        """True also tells the host that everything before has ended."""
+        found = self.synchronized or self.ended(self)
+        if found:
+            self.host.learn(self.clock)
+        return found
 
     def elapsed_time(self, end: "Event") -> float:
         return 0.0
@@ -103,16 +98,17 @@ class OperatorWatcher(TorchDispatchMode):
 class Recorder(OperatorWatcher):
     """Puts recording streams into a pool, and notes its accesses while it is entered (`with recorder:`)."""
 
-    def __init__(self, pool):
+    def __init__(self, pool, ended=lambda event: False):
+        """ended: see Event. By default no event is reached before the host waits for it."""
         super().__init__()
-        self.pool, self.label, self.accesses = pool, "", []
-        self.main = self.running = Stream("main")
+        self.pool, self.ended, self.label, self.accesses = pool, ended, "", []
+        self.running, self.host = Stream("main"), Stream("host")
         pool.stream, pool.on, pool.event = lambda: self.running, self.on, self.event
         pool.stream_in, pool.stream_out = Stream("in"), Stream("out")
         self.events = []
 
     def event(self) -> Event:
-        self.events.append(Event())
+        self.events.append(Event(self.host, self.ended))
         return self.events[-1]
 
     @contextlib.contextmanager
@@ -158,10 +154,12 @@ class Recorder(OperatorWatcher):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         touched = list(self.touched(operator, args))
         if touched:
-            number = self.running.advance()
+            stream = self.running
+            stream.learn(self.host.clock)       # the host starts it only now
+            number = stream.clock[stream.name] = stream.clock.get(stream.name, 0) + 1
             for tier, vectors, writes in touched:
-                self.accesses.append(Access(self.label, self.running.name, number, dict(self.running.clock),
-                                            tier, vectors, writes))
+                self.accesses.append(Access(self.label, stream.name, number, dict(stream.clock), tier,
+                                            vectors, writes))
         return operator(*args, **(kwargs or {}))
 
     def touched(self, operator, args):

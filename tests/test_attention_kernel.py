@@ -1,5 +1,6 @@
 """Multi-token attention against float64: the reference, and the Triton kernels in the interpreter
 (in a process of its own), and on a GPU where there is one."""
+import json
 import os
 import subprocess
 import sys
@@ -116,6 +117,7 @@ def run_python(*args, **environment):
     environment = {**os.environ, "PYTHONPATH": path, **environment}
     done = subprocess.run([sys.executable, *args], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 # ---- the plan
@@ -196,6 +198,9 @@ CASES = [  # q_len, kv_len, group, kv_heads, D
     ([1, 9], [129, 200], 8, 1, 80),
     ([1, 2], [130, 65], 37, 1, 16),
     ([1], [64 * PIECES_AT_ONCE + 65], 2, 1, 16),
+    # The first row stands at 126: the last column of its tile, whatever its width, is the first that it must
+    # not see.
+    ([3, 40, 100], [129, 166, 226], 1, 1, 16),
 ]
 
 
@@ -208,27 +213,42 @@ def tile_tables(dtype, device):
     return [AMPERE, HOPPER] if torch.cuda.get_device_capability()[0] == 9 else [AMPERE]
 
 
-def check_triton(device, dtypes):
-    """Every case in every dtype with every table of shapes against float64, contexts cut as finely
-    as may be; a plan padded with rows of zeros; slots whose offsets overflow int32."""
+def triton_checks(device, dtypes):
+    """(name, function, arguments): every case in every dtype with every table of shapes against float64,
+    contexts cut as finely as may be; a plan padded with rows of zeros; slots whose offsets overflow int32."""
     for dtype in dtypes:
-        for shapes in tile_tables(dtype, device):
-            kinds, whole, split = set(), 0, 0
-            for q_len, kv_len, group, kv_heads, D in CASES:
-                case = make_case(q_len, kv_len, group, kv_heads, D, dtype, device)
-                spans = case[-1]
-                plan = make_plan(spans.host, group, shapes, 999, min_piece=64)
-                arrays = kernel.upload(plan.arrays(), torch.device(device))
-                spans.plans[group, kv_heads, dtype] = plan.with_arrays(arrays)
-                out = torch.full_like(case[0], torch.nan)
-                assert multi_token_attention(*case, out=out) is out
-                assert_close(out, case)
-                kinds |= {shape for shape, _ in plan.launches}
-                whole += sum((columns(items, ITEM)["first_partial"] < 0).sum() for _, items in plan.launches)
-                split += len(plan.merges)
-            assert kinds == set(shapes) and whole and split
-    check_padding(device)
-    check_far_slots(device)
+        for n, shapes in enumerate(tile_tables(dtype, device)):
+            for case in CASES:
+                yield f"{dtype}, table {n}: {case}", check_case, (case, shapes, dtype, device)
+    yield "padding", check_padding, (device,)
+    yield "far slots", check_far_slots, (device,)
+
+
+def check_case(case, shapes, dtype, device):
+    q_len, kv_len, group, kv_heads, D = case
+    arguments = make_case(q_len, kv_len, group, kv_heads, D, dtype, device)
+    spans = arguments[-1]
+    plan = finest_plan(spans, group, shapes)
+    arrays = kernel.upload(plan.arrays(), torch.device(device))
+    spans.plans[group, kv_heads, dtype] = plan.with_arrays(arrays)
+    out = torch.full_like(arguments[0], torch.nan)
+    assert multi_token_attention(*arguments, out=out) is out
+    assert_close(out, arguments)
+
+
+def finest_plan(spans, group, shapes):
+    return make_plan(spans.host, group, shapes, 999, min_piece=64)
+
+
+@pytest.mark.parametrize("shapes", [HOPPER, AMPERE, FLOAT32])
+def test_the_cases_have_tiles_of_every_shape_whole_and_split(shapes):
+    kinds, whole, split = set(), 0, 0
+    for q_len, kv_len, group, _, _ in CASES:
+        plan = finest_plan(SpanTensors.build(range(len(q_len)), q_len, kv_len), group, shapes)
+        kinds |= {shape for shape, _ in plan.launches}
+        whole += sum((columns(items, ITEM)["first_partial"] < 0).sum() for _, items in plan.launches)
+        split += len(plan.merges)
+    assert kinds == set(shapes) and whole and split
 
 
 def check_padding(device):
@@ -250,18 +270,40 @@ def check_far_slots(device):
                        multi_token_attention(q, k, k, shifted - shift, spans))
 
 
-def test_triton_in_the_interpreter():
+INTERPRETED = FLOAT, HALF            # bfloat16 is silently wrong in the interpreter
+
+
+@pytest.fixture(scope="module")
+def in_the_interpreter():
+    """What is wrong with each check, in a process where triton is interpreted from the first import on."""
     pytest.importorskip("triton")
-    run_python("-W", "ignore", __file__, TRITON_INTERPRET="1")  # bfloat16 is silently wrong there
+    return json.loads(run_python("-W", "ignore", __file__, TRITON_INTERPRET="1"))
+
+
+@pytest.mark.parametrize("name", [name for name, *_ in triton_checks("cpu", INTERPRETED)])
+def test_triton_in_the_interpreter(name, in_the_interpreter):
+    assert in_the_interpreter[name] is None
+
+
+def wrongs(checks):
+    """name -> the error, or None."""
+    found = {}
+    for name, check, arguments in checks:
+        try:
+            found[name] = check(*arguments)
+        except Exception as error:
+            found[name] = repr(error)
+    return found
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 def test_triton_on_the_gpu():
-    check_triton("cuda", [FLOAT, HALF, torch.bfloat16])
+    for _, check, arguments in triton_checks("cuda", [FLOAT, HALF, torch.bfloat16]):
+        check(*arguments)
     case = make_case([1, 100, 700, 1], [3000, 5000, 700, 40], 8, 2, 128, dtype=torch.bfloat16, device="cuda")
     assert_close(multi_token_attention(*case), case)
 
 
 if __name__ == "__main__":
-    check_triton("cpu", [FLOAT, HALF])
+    print(json.dumps(wrongs(triton_checks("cpu", INTERPRETED))))

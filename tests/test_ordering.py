@@ -1,0 +1,154 @@
+"""What must happen before what when copies and computation overlap, on streams that record it (streams.py).
+
+Results cannot show it: on a CPU everything runs in order, and a GPU goes wrong once a week."""
+import random
+
+import pytest
+import torch
+
+from eviction import POLICIES, RecomputeCost
+from kv_cache import KVCache
+from sampling import Sampling
+from scheduler import Request, Scheduler
+from streams import Recorder, Stream
+from test_kv_pool import LAYERS, make, ticket
+from test_worker import CHUNK, CONTEXT, ROWS, VOCAB, make_worker
+
+
+# ---- the streams themselves
+
+def test_what_is_before_what():
+    """The picture of streams.py."""
+    recorder = Recorder(make())
+    pool, side = recorder.pool, recorder.pool.stream_in
+    with recorder:
+        pool.gpu[0, 0, 3] = 0.0                                 # a0
+        event = pool.now()
+        pool.gpu[0, 0, 3].sum()                                 # a1, behind the event
+        side.wait_event(event)
+        with pool.on(side):
+            pool.gpu[0, 0, 3:5] = 1.0                           # b0
+            arrived = pool.now()
+        pool.stream().wait_event(arrived)
+        pool.gpu[0, :, [4, 9]].sum()                            # a2
+    a0, a1, b0, a2 = recorder.accesses
+    assert [access.stream for access in recorder.accesses] == ["main", "main", "in", "main"]
+    assert a0.before(a1) and a0.before(b0) and b0.before(a2) and a1.before(a2)
+    assert not a1.before(b0) and not b0.before(a1) and not a0.before(a0)
+    assert [len(access.vectors) for access in recorder.accesses] == [1, 1, 2, 4]
+    assert recorder.races() == [(a1, b0)]
+
+
+def test_what_the_host_has_waited_for_is_before_all_that_it_starts_later():
+    recorder = Recorder(make())
+    with recorder:
+        with recorder.pool.on(recorder.pool.stream_out):
+            recorder.pool.gpu[0, 0, 3].sum()
+            event = recorder.pool.now()
+        assert not event.query()
+        event.synchronize()
+        assert event.query() and recorder.host_waited
+        recorder.pool.gpu[0, 0, 3] = 0.0
+    first, second = recorder.accesses
+    assert first.before(second) and recorder.races() == []
+
+
+def test_views_touch_nothing_and_operators_what_they_select():
+    recorder = Recorder(make())
+    gpu, cpu = recorder.pool.gpu, recorder.pool.cpu
+    with recorder:
+        view = gpu[1, 0].transpose(0, 1)[:, :2]
+        gpu.new_empty(3)
+        assert recorder.accesses == []
+        torch.index_select(gpu[1, 0], 0, torch.tensor([5, 6]))
+        gpu[1, 0].index_copy_(0, torch.tensor([5]), torch.zeros(1, *gpu.shape[3:]))
+        cpu[0, 2:4].copy_(torch.zeros(2, *cpu.shape[2:]))
+        view.sum()
+    assert [(access.tier, access.writes, len(access.vectors)) for access in recorder.accesses] == [
+        ("gpu", False, 2), ("gpu", True, 1), ("cpu", True, 2 * 2 * cpu.shape[3]), ("gpu", False, 2)]
+
+
+# ---- the pool
+
+def layers_of(recorder, label):
+    return [recorder.labelled(f"{label} {layer}") for layer in range(LAYERS)]
+
+
+def one_step(pipeline=True, coming=True):
+    """An earlier step writes; copies in; the layers; copies out that are started while the layers compute."""
+    recorder = Recorder(make(pipeline=pipeline))
+    pool = recorder.pool
+    with recorder:
+        with recorder.doing("earlier"):
+            pool.gpu[:, :, 20:24] = 0.0
+        with recorder.doing("in"):
+            pool.swap_in([ticket("in", [1, 2, 20], 0)] if coming else [])
+        written = pool.now()
+        for layer in range(LAYERS):
+            pool.wait(layer)
+            with recorder.doing(f"layer {layer}"):
+                pool.gpu[layer, :, [1, 2]].sum()
+        with recorder.doing("out"):
+            pool.swap_out([ticket("out", [21, 22], 3)], written)
+    return recorder
+
+
+def test_a_layer_waits_for_its_own_copies_and_for_no_others():
+    recorder = one_step()
+    vectors = 2 * recorder.pool.gpu.shape[2]                    # of a layer
+    for layer, (read,) in enumerate(layers_of(recorder, "layer")):
+        for access in recorder.labelled("in", "gpu", writes=True):
+            assert access.before(read) == (min(access.vectors) // vectors <= layer)
+
+
+def test_without_a_pipeline_the_first_layer_waits_for_all_copies():
+    recorder = one_step(pipeline=False)
+    (first,), *_ = layers_of(recorder, "layer")
+    assert all(access.before(first) for access in recorder.labelled("in"))
+
+
+def test_copies_out_wait_for_earlier_steps_and_copies_in_and_not_for_this_step():
+    recorder = one_step()
+    copies = recorder.labelled("out")
+    assert all(access.before(copy) for label in ("earlier", "in") for access in recorder.labelled(label)
+               for copy in copies)
+    assert not any(read.before(copy) for reads in layers_of(recorder, "layer") for read in reads
+                   for copy in copies)
+    assert not recorder.host_waited
+
+
+@pytest.mark.parametrize("stream, method, coming", [
+    ("in", "wait_stream", True), ("main", "wait_event", True), ("out", "wait_event", False)])
+def test_without_any_one_of_the_waits_there_is_a_race(stream, method, coming, monkeypatch):
+    """(With copies in, those out are behind earlier steps anyway: they wait for what waits for these.)"""
+    assert one_step(coming=coming).races() == []
+    wait = getattr(Stream, method)
+    monkeypatch.setattr(Stream, method, lambda self, other: self.name == stream or wait(self, other))
+    assert one_step(coming=coming).races()
+
+
+# ---- a worker
+
+@pytest.mark.parametrize("seed", range(2))
+def test_conversations_in_small_tiers_never_race(seed):
+    """Scheduler, cache, worker, model: whoever frees a slot or a place has heard that its copy has ended."""
+    chance = random.Random(seed)
+    worker = make_worker()
+    policy = POLICIES["retention"](RecomputeCost({CHUNK: 1.0, CONTEXT: 5.0}, rest=1.0), CHUNK)
+    cache = KVCache(40, 8, CHUNK, ROWS, 40, policy)             # of the worker's 128 slots
+    scheduler = Scheduler(cache, 40, max_batch_tokens=24)
+    recorder = Recorder(worker.pool, ended=lambda event: chance.random() < 0.5)
+    turns = [(chance.choice("abcdef"), chance.randint(2, 9)) for _ in range(30)]
+    with recorder:
+        now = 0.0
+        while turns or scheduler.busy:
+            if turns and chance.random() < 0.5:
+                name, length = turns.pop()
+                prompt = [chance.randrange(VOCAB) for _ in range(length)]
+                scheduler.submit(Request(cache.open(name), prompt, max_tokens=4, sampling=Sampling()))
+            now += 1.0
+            batch = scheduler.schedule(now)
+            if batch or cache.in_flight:
+                scheduler.account(batch, worker.execute(batch), now)
+    assert cache.stats["chunks_swapped_in"] and cache.stats["chunks_swapped_out"]
+    assert recorder.races() == []
