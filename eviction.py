@@ -49,7 +49,8 @@ class RecomputeCost:
         """Cost(length) in seconds.
 
         Before the first profiled length attention costs what it costs there. Beyond the last one the line
-        through the last two goes on. With {100: 1.0, 200: 3.0} and rest 0.5:
+        through the last two goes on. If only one length is profiled, attention costs the same everywhere.
+        With {100: 1.0, 200: 3.0} and rest 0.5:
 
             Cost(50) = 1.5      Cost(150) = 2.5      Cost(300) = 5.5
         """
@@ -181,7 +182,7 @@ def worth(policy: Policy, member: Member, now: float) -> float:
 def cheapest_by_scanning(policy: Policy, members: list[Member], now: float) -> Member | None:
     """The member whose next chunk is worth least: the specification of `VictimIndex.cheapest`. O(members).
 
-    Of equally cheap ones we take the one that was needed least recently, then the oldest."""
+    Of equally cheap ones we take the one that was needed least recently, then that of the lowest order."""
     def rank(member: Member) -> tuple[float, float, int]:
         return worth(policy, member, now), member.last_needed, member.order
     return min(members, key=rank, default=None)

@@ -220,7 +220,7 @@ class Scheduler:
         2. The queue, first come first served, while the budget, rows and slots last. Nobody overtakes the
            head, even if a later request would fit.
         3. Copies to the CPU ahead of need, so that starved requests and the head of the queue find slots
-           later.
+           later. They need to know the head, so it is prepared even if no budget is left.
 
         A prompt may be longer than the budget. At admission the request gets the slots of its whole
         context, but only a part of it is computed. Later steps take the next parts, after the decodes. With
