@@ -69,9 +69,10 @@ class Request:
         The request is running, so its conversation has a chunk for every position. The first `filled` tokens
         of each chunk are cached or arriving. A request that prefills, with chunks of 4, filled = 0, 4, 2, 0,
         and 14 tokens in all, misses [(0, 4), (10, 14)]. A decode misses nothing but its last position."""
-        total, size, runs = len(self.conversation.tokens), self.conversation.chunk_size, []
+        total = len(self.conversation.tokens)
         if not self.prefilling:
             return [(total - 1, total)]
+        runs, size = [], self.conversation.chunk_size
         for chunk in self.conversation.chunks:
             start, end = chunk.index * size + chunk.filled, min((chunk.index + 1) * size, total)
             if start == end:
@@ -115,7 +116,8 @@ class Batch:
         The last one may stop early: with a budget of 6, the runs (0, 4) and (10, 14) become [0:4) and
         [10:12)."""
         for start, end in request.missing():
-            end = min(end, start + self.budget)
+            if end - start > self.budget:
+                end = start + self.budget
             if end == start:
                 return
             self.spans.append(Span(request, start, end))
@@ -251,15 +253,15 @@ class Scheduler:
         sampling = []
         for request, start, end in batch.spans:
             self.cache.computed(request.conversation, start, end)
-            if end == request.total:
+            if end == len(request.conversation.tokens):
                 sampling.append(request)
         self.stats["generated_tokens"] += len(sampling)
-        for n, (request, token) in enumerate(zip(sampling, result.tokens, strict=True)):
+        for request, logprob in zip(sampling, result.logprobs or ()):
+            request.logprobs.append(logprob)
+        for request, token in zip(sampling, result.tokens, strict=True):
             request.conversation.tokens.append(token)
             request.generated.append(token)
             request.times.append(now)
-            if result.logprobs:
-                request.logprobs.append(result.logprobs[n])
             request.prefilling = False
             request.outbox.put(token)
             if reason := self.ended_by(request, token):
