@@ -37,6 +37,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 SCHEMA_VERSION = 2
+BUSY_SECONDS = 5        # a write waits so long while another process writes to the file
 SCHEMA = f"""
 CREATE TABLE meta (fingerprint TEXT NOT NULL);
 CREATE TABLE turn (
@@ -132,7 +133,7 @@ class History:
         if self._db.execute("SELECT fingerprint FROM meta").fetchone() != (fingerprint,):
             raise ValueError(f"{path} was written with another tokenizer or chat template, its token ids "
                              "mean something else here: name another file for this model, or delete this")
-        for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+        for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "busy_timeout = 20"):
             self._db.execute(f"PRAGMA {setting}")
 
     # ---- turns
@@ -315,9 +316,30 @@ class History:
     @contextmanager
     def _writing(self):
         """A transaction: all or nothing, and no other thread or process writes meanwhile."""
-        with self._lock, self._db:
-            self._db.execute("BEGIN IMMEDIATE")
-            yield
+        self._begin()
+        try:
+            with self._db:
+                yield
+        finally:
+            self._lock.release()
+
+    def _begin(self):
+        """Take the lock and begin a transaction.
+
+        While another process writes to the file, we try again for BUSY_SECONDS. Between two attempts we
+        release the lock, so that our readers need not wait."""
+        deadline = time.monotonic() + BUSY_SECONDS
+        while True:
+            self._lock.acquire()
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                return                          # with the lock
+            except BaseException as error:
+                self._lock.release()
+                is_busy = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
+                if not is_busy or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.02)
 
     # ---- whoever calls these holds the lock
 
