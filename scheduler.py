@@ -133,12 +133,13 @@ class Batch:
 def _runs(tickets: list[Ticket]) -> str:
     """Tickets as name[start:end], neighbouring chunks as one run."""
     runs = []
-    for ticket in sorted(tickets, key=lambda ticket: (ticket.conversation.order, ticket.start)):
-        if runs and runs[-1][0] is ticket.conversation and runs[-1][2] == ticket.start:
+    for ticket in sorted(tickets, key=lambda ticket: (str(ticket.conversation.name), ticket.start)):
+        name = ticket.conversation.name
+        if runs and runs[-1][0] == name and runs[-1][2] == ticket.start:
             runs[-1][2] = ticket.end
         else:
-            runs.append([ticket.conversation, ticket.start, ticket.end])
-    return " ".join(f"{conversation.name}[{start}:{end}]" for conversation, start, end in runs)
+            runs.append([name, ticket.start, ticket.end])
+    return " ".join(f"{name}[{start}:{end}]" for name, start, end in runs)
 
 
 class Result(NamedTuple):
@@ -210,7 +211,7 @@ class Scheduler:
                 return batch
             # Nothing can run, and nothing is on its way. Either composing has made slots available, by
             # giving up chunks without a copy: then the next try finds them. Or there are none: then a
-            # request must give way.
+            # request must give way, which happens at most once for each running request.
             if self.running and not self.cache.available:
                 self.give_way(now)
 
