@@ -180,8 +180,8 @@ class Worker:
         return Inputs(tokens, positions, table_rows, spans, sample_at, flat)
 
     def _plan(self, host: np.ndarray, size: int) -> Plan:
-        """The work of the kernels for spans, host [3, S], on the host; in as much room as any
-        `size` decodes can need, unless size is 0."""
+        """The work of the kernels for spans, host [3, S], planned on the host. Unless size is 0, the
+        plan has as much room as any `size` decodes can need."""
         if not runs_triton(self.device, self.dtype):
             return Plan([], np.zeros((0, 4), np.int32), 0)
         shapes, wanted = tiling(self.kv_heads, self.dtype, self.device)
