@@ -13,13 +13,14 @@ import torch
 import attention_kernel
 import worker as module
 from attention_kernel import MERGE_COLUMNS, make_plan, tiling
+from config import Config
 from engine import Engine
 from eviction import RecomputeCost
 from kv_cache import Conversation, Ticket
 from model import ModelConfig, empty_model
 from sampling import Sampling
 from scheduler import Batch, Request, Span
-from worker import Worker, fuse, pack, make_cuda_graph, table_changes, try_capture
+from worker import Worker, fuse, make_cuda_graph, pack, table_changes, tier_sizes, try_capture
 
 SLOTS, ROWS, CONTEXT, CHUNK, VOCAB = 128, 4, 80, 4, 61
 COST = RecomputeCost({4: 1e-3, 32: 2e-3}, rest=1e-3)
@@ -69,6 +70,15 @@ def replays(worker):
     for size, (inputs, run) in worker.graphs.items():
         worker.graphs[size] = inputs, lambda size=size, run=run: counts.append(size) or run()
     return counts
+
+
+# ---- the sizes of the tiers
+
+def test_the_cpu_tier_is_four_times_the_gpu_tier_unless_it_is_given():
+    model = make_worker().model
+    assert tier_sizes(Config(gpu_cache_tokens=64), model) == (64, 256)
+    assert tier_sizes(Config(gpu_cache_tokens=64, cpu_cache_tokens=0), model) == (64, 0)
+    assert tier_sizes(Config(), model) == (16 * CONTEXT, 64 * CONTEXT)
 
 
 # ---- the upload
