@@ -451,9 +451,10 @@ def query_rows(item, kv_head, stride_token, stride_head,
     first_row is volatile, so that the compiler really computes everything again: kept over the
     loop, it would take a third of the registers."""
     first_row = tl.load(item, volatile=True)
-    end_row = tl.load(item + 1)
     query_row, dims = first_row + tl.arange(0, TILE_M), tl.arange(0, TILE_D)
-    token, head, exists = query_row // GROUP, kv_head * GROUP + query_row % GROUP, query_row < end_row
+    token, head = query_row // GROUP, kv_head * GROUP + query_row % GROUP
+    end_row = tl.load(item + 1)
+    exists = query_row < end_row
     offsets = (token.to(tl.int64) * stride_token + head * stride_head)[:, None] + dims[None, :]
     return offsets, exists[:, None] & (dims < D)[None, :], token, exists
 

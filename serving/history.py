@@ -37,7 +37,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 SCHEMA_VERSION = 2
-BUSY_SECONDS = 5            # so long a write waits for another process that holds the file
+BUSY_SECONDS = 5        # a write waits so long while another process writes to the file
 SCHEMA = f"""
 CREATE TABLE meta (fingerprint TEXT NOT NULL);
 CREATE TABLE turn (
@@ -133,8 +133,7 @@ class History:
         if self._db.execute("SELECT fingerprint FROM meta").fetchone() != (fingerprint,):
             raise ValueError(f"{path} was written with another tokenizer or chat template, its token ids "
                              "mean something else here: name another file for this model, or delete this")
-        for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON",
-                        "busy_timeout = 20"):
+        for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "busy_timeout = 20"):
             self._db.execute(f"PRAGMA {setting}")
 
     # ---- turns
@@ -325,14 +324,16 @@ class History:
             self._lock.release()
 
     def _begin(self):
-        """Take the lock and begin a transaction. While another process holds the file, we try again for
-        BUSY_SECONDS. In between we give up the lock, so that our readers need not wait."""
+        """Take the lock and begin a transaction.
+
+        While another process writes to the file, we try again for BUSY_SECONDS. Between two attempts we
+        release the lock, so that our readers need not wait."""
         deadline = time.monotonic() + BUSY_SECONDS
         while True:
             self._lock.acquire()
             try:
                 self._db.execute("BEGIN IMMEDIATE")
-                return
+                return                          # with the lock
             except BaseException as error:
                 self._lock.release()
                 is_busy = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
