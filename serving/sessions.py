@@ -95,19 +95,19 @@ class LiveTurn:
         for new in self.texts.news():
             tokens += len(new)
             if text := "".join(new):
-                yield text, tokens
+                yield text, min(tokens, len(self.token_ids))        # the last text has no token of its own
         self.result()                               # raises the error, if there is one
 
     def result(self) -> Answer:
         """Wait until the turn is committed. Raises the error of a turn that has failed."""
-        self.texts.wait()
+        self.texts.wait_closed()
         if self.error:
             raise self.error
         return self.reply
 
     def wait(self):
         """Wait until the turn has settled, however it ends."""
-        self.texts.wait()
+        self.texts.wait_closed()
 
     def cancel(self):
         """End the turn early, so that it leaves no trace. It has settled when this returns; its finish_reason
@@ -434,12 +434,11 @@ class Sessions:
         length = after.length if after and plan.carried is None else 0
         if handle.request.before[0] != length:
             raise StaleTurn(f"conversation {name!r} had other tokens in the cache than in the history")
-        if live.branches:
-            self.history.branch(after.id, name)
         exact = live.stream is not None and not live.stream.stopped         # the text is that of all tokens
         note = dict(plan.note, usage=answer.usage, finish_reason=answer.finish_reason)
         self.history.commit(name, after.id if after else None, plan.prompt, answer.token_ids, plan.messages,
-                            answer.text if plan.messages else None, exact, plan.carried, note, live.id)
+                            answer.text if plan.messages else None, exact, plan.carried, note, live.id,
+                            live.branches)
 
     # ---- conversations
 
@@ -462,7 +461,8 @@ class Sessions:
 
     def delete(self, turn: Turn):
         """Cancel every turn that goes on from this one; free both tiers and the history of it. If later turns
-        build on it, it is only hidden, and goes with the last of them."""
+        build on it, it is only hidden, and goes with the last of them. A turn that begins at this very moment
+        in a conversation that becomes shorter may be cancelled, too."""
         for live in list(self.turns.values()):
             if live.plan and live.plan.after and live.plan.after.id == turn.id:
                 live.cancel()
