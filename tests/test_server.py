@@ -374,6 +374,7 @@ def test_nothing_is_done_before_it_is_committed(server, client, monkeypatch):
 def test_an_engine_that_has_failed(checkpoint, monkeypatch):
     with serving(Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0)) as server, connect(server.url) as client:
         def burn(batch):
+            eventually(lambda: server.at_work)              # a server that nobody asks would stop at once
             raise RuntimeError("the GPU is on fire")
         asking = server.engine.submit([1], ignore_eos=True)
         next(iter(asking))
