@@ -65,9 +65,9 @@ def multi_token_attention_reference(
     check_arguments(q, k_cache, v_cache, slot_table, spans, scale, out)
     out = torch.empty_like(q) if out is None else out
     start = 0
-    for row, q_len, kv_len in spans.host.T.tolist():
+    for table_row, q_len, kv_len in spans.host.T.tolist():
         queries = q[start:start + q_len]                                        # [q_len, H, D]
-        slots = slot_table[row, :kv_len]
+        slots = slot_table[table_row, :kv_len]
         k = k_cache.index_select(0, slots)                                      # [kv_len, H_kv, D]
         v = v_cache.index_select(0, slots)                                      # [kv_len, H_kv, D]
         attend = attend_one_query if q_len == 1 else attend_many_queries
@@ -112,10 +112,10 @@ def attend_many_queries(queries: Tensor, k: Tensor, v: Tensor, scale: float | No
 class SpanTensors:
     """The spans of a batch as the attention of every layer needs them: as integers on the host,
     and as plans on the device. Make one with `build`."""
-    host: np.ndarray                # [3, S] int64: row, q_len and kv_len of each span
+    host: np.ndarray                # [3, S] int64: table row, q_len and kv_len of each span
     device: torch.device            # of the plans
     num_tokens: int                 # T, the sum of all q_len
-    max_row: int
+    max_row: int                    # of the slot table
     max_kv_len: int
     plans: dict = field(default_factory=dict)       # made by `plan`
 
@@ -146,25 +146,26 @@ class SpanTensors:
 
 # ---- the plan: spans are cut into tiles, and tiles into work items, once per step ----------------
 #
-# A query row is one query head of one token. The `group` query heads that share a KV head lie side
-# by side: query row r is head r % group of token r // group of the packed queries. With group 4,
-# the rows of token 5 are 20, 21, 22, 23.
+# `group` query heads share a KV head. A query row is a token of the packed queries and a number in
+# 0..group-1: row r is token r // group, number r % group. With group 4, row 22 is token 5, number 2:
+# for KV head 0 it means head 2, for KV head 1 head 6.
 #
 # A tile is some query rows of one span. One program of the kernel computes one tile for one KV
-# head. A tile that sees a long context is split: several programs share its positions, each in a
-# work item of its own. Each of them leaves a partial result, one row for each of the tile's query
-# rows, and a second kernel merges these.
+# head, and takes the positions in strips of `keys`. A tile that sees a long context is split:
+# several programs share its positions, each in a work item of its own. A piece is the context range
+# of one work item. Each piece leaves a partial result, one partial row for each query row of the
+# tile, and a second kernel merges these.
 
 class TileShape(NamedTuple):
-    """What one program holds at a time: `rows` query rows against `keys` positions."""
+    """What one program holds at a time: `rows` query rows against a strip of `keys` positions."""
     rows: int
     keys: int
     warps: int
-    stages: int         # K and V are copied stages - 1 tiles ahead
+    stages: int         # K and V are copied stages - 1 strips ahead
 
 
 # A span takes the first shape that holds all its rows, or else the last. We found these shapes by
-# compiling: no register is spilled, and the copies of further tiles go on while one is used (with
+# compiling: no register is spilled, and the copies of further strips go on while one is used (with
 # two stages they would wait for its end). Hopper's tensor cores want 64 rows and more, and its
 # shared memory holds 227 KB. Elsewhere all shapes stay within the 99 KB of consumer GPUs. Exact
 # float32 has no tensor cores: it is for checking.
@@ -175,22 +176,23 @@ PIECES_AT_ONCE = 32         # partial results that are merged at a time
 ITEMS_PER_PROCESSOR = 3
 MIN_PIECE = 256             # positions: finer pieces cost more to merge than they gain
 
-# The columns of a work item. The kernel reads them into variables of the same names, by their
-# numbers: Triton would compare global constants with their first values at every launch.
-#     first_row, end_row      the tile's query rows are [first_row, end_row)
-#     first_partial           the partial row of first_row; -1: the tile is not split, so write to `out`
-#     table_row               the span's row of the slot table
-#     shift                   a token's position minus its index in the packed queries
-#     kv_start, kv_end        this item attends to the positions [kv_start, kv_end)
-#     unused                  makes eight columns, so that every item begins at a multiple of 16 bytes
-# The columns of a merge: it is for one query row of a tile that is split.
-#     row                     the query row
-#     first_partial           its partial row in the first piece
-#     stride                  partial rows from one piece to the next
-#     pieces                  how many there are
-# In both, a row of zeros does nothing.
+# The columns of a work item. The kernel reads them into variables of the same names.
+#     0 first_row, 1 end_row      the tile's query rows are [first_row, end_row)
+#     2 first_partial             the partial row of first_row; -1: not split, so write to `out`
+#     3 table_row                 the span's row of the slot table
+#     4 shift                     a token's position minus its index in the packed queries:
+#                                 packed at 7, position 1000: shift 993
+#     5 kv_start, 6 kv_end        this item attends to the positions [kv_start, kv_end)
+#     7 unused                    so that every item begins at a multiple of 16 bytes
+# The columns of a merge. A merge is for one query row of a tile that is split.
+#     0 query_row
+#     1 first_partial             its partial row in the first piece
+#     2 stride                    partial rows from one piece to the next
+#     3 pieces                    how many there are
+# An item or a merge of zeros does nothing. The kernels contain the numbers themselves, not global
+# constants: Triton would compare these with their first values at every launch.
 ITEM_COLUMNS = "first_row", "end_row", "first_partial", "table_row", "shift", "kv_start", "kv_end", "unused"
-MERGE_COLUMNS = "row", "first_partial", "stride", "pieces"
+MERGE_COLUMNS = "query_row", "first_partial", "stride", "pieces"
 ITEM = np.dtype([(name, np.int32) for name in ITEM_COLUMNS])
 MERGE = np.dtype([(name, np.int32) for name in MERGE_COLUMNS])
 
@@ -212,16 +214,16 @@ class Plan(NamedTuple):
         return self._replace(launches=launches, merges=merges)
 
     def padded(self, num_items: int, num_merges: int) -> Plan:
-        """The same plan in as much room as any plan of up to these sizes needs. A captured graph
-        launches the same number of programs, with the same memory, each time."""
-        sizes = [num_items] * len(self.launches) + [num_merges]
-        arrays = [with_zeros(array, size) for array, size in zip(self.arrays(), sizes)]
-        partial_rows = max(num_items * shape.rows for shape, _ in self.launches)
-        return self.with_arrays(arrays)._replace(partial_rows=partial_rows)
+        """The same plan, of one launch, in as much room as any plan of up to these sizes needs. A
+        captured graph launches the same number of programs, with the same memory, each time."""
+        (shape, items), = self.launches
+        return Plan([(shape, with_zeros(items, num_items))], with_zeros(self.merges, num_merges),
+                    partial_rows=num_items * shape.rows)
 
 
-def with_zeros(array: np.ndarray, rows: int) -> np.ndarray:
-    longer = np.zeros((rows, array.shape[1]), array.dtype)
+def with_zeros(array: np.ndarray, length: int) -> np.ndarray:
+    """The array [n, columns] with zeros behind it, [length, columns]. np.pad takes 40 us for this."""
+    longer = np.zeros((length, array.shape[1]), array.dtype)
     longer[:len(array)] = array
     return longer
 
@@ -239,12 +241,18 @@ def tiling(kv_heads: int, dtype: torch.dtype, device: torch.device) -> tuple[tup
 
 def make_plan(host: np.ndarray, group: int, shapes: tuple[TileShape, ...], wanted: int,
               min_piece: int = MIN_PIECE) -> Plan:
-    """Plan the attention of spans, host [3, S] (row, q_len, kv_len), on the host. Each shape of
-    tile is a launch of its own and must fill the GPU by itself, so the tiles of each shape are cut
-    into about `wanted` work items."""
-    row, q_len, kv_len = host
+    """Plan the attention of spans, host [3, S] (table_row, q_len, kv_len), on the host. Each shape
+    of tile is a launch of its own and must fill the GPU by itself, so the tiles of each shape are
+    cut into about `wanted` work items.
+
+    group 4, one span with q_len 50 and kv_len 1050, HOPPER, wanted 8: 200 query rows in tiles of
+    128 and 72. They see 1032 and 1050 positions, each split into 3 pieces. So there are 6 items,
+    200 merges and 3 x 200 partial rows.
+    """
+    table_row, q_len, kv_len = host
     q_start = np.cumsum(q_len) - q_len
-    spans = np.stack([row, q_len, kv_len, q_start])                             # [4, S]
+    spans = np.stack([table_row, q_len, kv_len, q_start])                       # [4, S]
+    # The first shape that holds all rows, or else the last. Of 16, 64 and 128: 50 rows take shape 1 (64).
     shape_of = np.searchsorted([shape.rows for shape in shapes[:-1]], q_len * group)
     launches, merges, partial_rows = [], [np.zeros((0, len(MERGE)), np.int32)], 0
     for index in sorted(set(shape_of.tolist())):
@@ -274,16 +282,16 @@ class Tiles(NamedTuple):
 
 
 def cut_into_tiles(spans: np.ndarray, group: int, tile_rows: int) -> Tiles:
-    """Cut the query rows of each span, spans [4, S] (row, q_len, kv_len, q_start), into tiles of
+    """Cut the query rows of each span, spans [4, S] (table_row, q_len, kv_len, q_start), into tiles of
     `tile_rows`; the last tile of a span may have fewer. A span of 50 tokens in group 4 has 200
     rows: two tiles of 128 and 72."""
-    row, q_len, kv_len, q_start = spans
+    table_row, q_len, kv_len, q_start = spans
     span, nth = enumerate_each(ceil_div(q_len * group, tile_rows))
     first_row = q_start[span] * group + nth * tile_rows
     end_row = np.minimum(first_row + tile_rows, (q_start + q_len)[span] * group)
     shift = (kv_len - q_len - q_start)[span]
     last_token = (end_row - 1) // group
-    return Tiles(first_row, end_row, row[span], shift, kv_end=last_token + shift + 1)
+    return Tiles(first_row, end_row, table_row[span], shift, kv_end=last_token + shift + 1)
 
 
 def split_context(kv_end: np.ndarray, wanted: int, min_piece: int, keys: int):
@@ -293,10 +301,11 @@ def split_context(kv_end: np.ndarray, wanted: int, min_piece: int, keys: int):
     A short prompt over a long history, the main case of a stateful server, has few tiles and would
     leave most of a GPU idle. So a tile gets as many pieces as its share of the `wanted` items. The
     share is rounded down: a GPU that is full and then runs a few items more takes nearly twice as
-    long. No piece is shorter than `min_piece`, and lengths are multiples of `keys`, so that no tile
-    of keys straddles two pieces.
+    long. All pieces but the last have at least `min_piece` positions, and lengths are multiples of
+    `keys`, so that no strip straddles two pieces. With min_piece 256 and keys 64:
 
-        one decode at kv_end 16384, wanted 50, keys 128:  16384 / 50 = 328 -> length 384, 43 pieces
+        one decode at kv_end 16384, wanted 50:          16384 / 50 = 328 -> length 384, 43 pieces
+        two tiles at kv_end 12288 and 4096, wanted 8:   shares 6 and 2 -> length 2048 for both
     """
     share = np.maximum(kv_end * wanted // kv_end.sum(), 1)
     length = np.maximum(ceil_div(kv_end, share), min_piece)
@@ -324,7 +333,7 @@ def list_merges(tiles: Tiles, first_partial, pieces) -> np.ndarray:
     """The merges [m, 4] of n tiles: one for each query row of a tile that is split."""
     tile, nth = enumerate_each(np.where(pieces > 1, tiles.rows(), 0))
     merges = np.zeros(len(tile), MERGE)
-    merges["row"] = tiles.first_row[tile] + nth
+    merges["query_row"] = tiles.first_row[tile] + nth
     merges["first_partial"] = first_partial[tile] + nth
     merges["stride"] = tiles.rows()[tile]
     merges["pieces"] = pieces[tile]
@@ -410,7 +419,7 @@ def attention_kernel(q, k_cache, v_cache, slot_table, out, partial_out, partial_
 
     items [n, 8]: the columns of ITEM. Grid (H_kv, n): the heads of one item run side by side, so
     that they read neighbouring parts of the same slots together. The result goes to `out`, or, if
-    the tile is split, to the tile's rows of partial_out [partial_rows, H_kv, D] and partial_lse
+    the tile is split, to the piece's rows of partial_out [partial_rows, H_kv, D] and partial_lse
     [partial_rows, H_kv]. Registers are scarce, so each column is loaded where it is needed."""
     kv_head, item = tl.program_id(0), items + tl.program_id(1) * 8
     table_row = tl.load(item + 3)
@@ -446,9 +455,10 @@ def query_rows(item, kv_head, stride_token, stride_head,
     first_row is volatile, so that the compiler really computes everything again: kept over the
     loop, it would take a third of the registers."""
     first_row = tl.load(item, volatile=True)
+    query_row, dims = first_row + tl.arange(0, TILE_M), tl.arange(0, TILE_D)
+    token, head = query_row // GROUP, kv_head * GROUP + query_row % GROUP
     end_row = tl.load(item + 1)
-    rows, dims = first_row + tl.arange(0, TILE_M), tl.arange(0, TILE_D)
-    token, head, exists = rows // GROUP, kv_head * GROUP + rows % GROUP, rows < end_row
+    exists = query_row < end_row
     offsets = (token.to(tl.int64) * stride_token + head * stride_head)[:, None] + dims[None, :]
     return offsets, exists[:, None] & (dims < D)[None, :], token, exists
 
@@ -466,14 +476,17 @@ def attend_range(query, position, k_head, v_head, table, kv_start, kv_end, scale
     log2(sum(exp(score))) [TILE_M]: 0 and -inf for a row that sees nothing here.
 
     Each round of the loop takes K and V at the slots of TILE_N positions, computes scores, and
-    raises the running maximum `highest`. The sums so far shrink by exp2(old maximum - new maximum),
-    and the round's weights and weighted values are added to them.
+    raises the maximum so far, `highest`. The sums so far shrink by exp2(old maximum - new maximum),
+    and the round's weights and weighted values are added to them. If a row has the score 1 in the
+    first round and 3 in the next (times scale_log2): highest 1, total 1; then shrink = 2^-2, total =
+    0.25 + 1, and the result is 3 + log2(1.25).
 
     kv_start is a multiple of TILE_N. Table entries from kv_end on are garbage: there the slot of
     position kv_end - 1 is taken again. Offsets into the cache are int64.
 
-    kv_end is a multiple of TILE_N, or follows the last position of all rows. So the causal mask is
-    the only one, and only tiles that reach beyond the first row's position need it."""
+    kv_end is a multiple of TILE_N, or follows the last position of all rows that exist; the others
+    compute garbage, which is never stored. So the causal mask is the only one, and only strips that
+    reach beyond the first row's position need it."""
     columns, dims = tl.arange(0, TILE_N), tl.arange(0, TILE_D)
     seen_by_all = tl.min(position, 0) + 1
     last = tl.maximum(kv_end - 1, 0)        # beyond it table entries are garbage: read its slot again
@@ -482,7 +495,7 @@ def attend_range(query, position, k_head, v_head, table, kv_start, kv_end, scale
     acc = tl.zeros([TILE_M, TILE_D], tl.float32)
     slots = tl.load(table + tl.minimum(kv_start + columns, last))
     for start in range(kv_start, kv_end, TILE_N):
-        # Slots are loaded a tile ahead, or the copies of K and V would have to wait for them.
+        # Slots are loaded a strip ahead, or the copies of K and V would have to wait for them.
         # Offsets are int64: int32 overflows at a million slots. K is loaded as rows, so that it
         # shares V's offsets.
         next_slots = tl.load(table + tl.minimum(start + TILE_N + columns, last))
@@ -507,10 +520,10 @@ def merge_kernel(partial_out, partial_lse, out, merges, stride_ot, stride_oh,
     """One query row of a split tile for one KV head: the mean of its pieces' outputs, weighted by
     exp2(lse), TILE_P pieces at a time. merges [m, 4]: the columns of MERGE. Grid (H_kv, m).
 
-    Every row sees something in the first piece, which holds position 0, so `highest` is finite from
-    there on."""
+    Every query row sees something in the first piece, which holds position 0, so `highest` is
+    finite from there on."""
     kv_head, merge = tl.program_id(0), merges + tl.program_id(1) * 4
-    row = tl.load(merge)
+    query_row = tl.load(merge)
     first_partial = tl.load(merge + 1)
     stride = tl.load(merge + 2)
     pieces = tl.load(merge + 3)
@@ -527,14 +540,15 @@ def merge_kernel(partial_out, partial_lse, out, merges, stride_ot, stride_oh,
         acc = acc * shrink + tl.sum(values * weights[:, None], 0)
         total = total * shrink + tl.sum(weights, 0)
         highest = new_highest
-    offsets = (row // GROUP).to(tl.int64) * stride_ot + (kv_head * GROUP + row % GROUP) * stride_oh + dims
+    offsets = ((query_row // GROUP).to(tl.int64) * stride_ot
+               + (kv_head * GROUP + query_row % GROUP) * stride_oh + dims)
     tl.store(out + offsets, (acc / total).to(out.dtype.element_ty), mask=dims < tl.where(pieces > 0, D, 0))
 
 
 def check_arguments(q, k_cache, v_cache, slot_table, spans: SpanTensors, scale: float | None, out):
     """ValueError unless shapes, strides and types fit together. That the slots in the table exist
-    is the caller's promise. Every layer of every step comes here, so nothing is computed that only
-    a message needs."""
+    is the caller's promise. Every layer of every step comes here, except in a replayed graph, so
+    nothing is computed that only a message needs."""
     if q.dim() != 3 or k_cache.dim() != 3 or q.shape[2] != k_cache.shape[2]:
         raise ValueError(f"q {tuple(q.shape)} and k_cache {tuple(k_cache.shape)}: "
                          "need [T, H, D] and [num_slots, H_kv, D]")

@@ -4,8 +4,9 @@
                          the owner's thread                    any threads
 
 One thread at a time is the *owner*: it alone steps, and it alone changes the books of the scheduler and the
-cache. After `start()` the owner is a thread of the engine's own. Without `start()` it is whoever waits for a
-handle: the steps then run in the caller's thread, so that breakpoints and exceptions work as one expects.
+cache. After `start()` the owner is a thread of the engine's own. Without `start()` the owner is whoever waits
+for a handle, or calls stats(), forget(), cancel() or close(): the steps then run in the caller's thread, so
+that breakpoints and exceptions work as one expects.
 Every other thread posts a function to the inbox, and the owner runs it between two steps.
 
 To the engine a conversation is a name and its token ids. serving/sessions.py adds text, and a history that
@@ -16,18 +17,17 @@ tokens of a full recompute.
 
 `python engine.py` plays two conversations under starved tiers, and prints the batch of each step.
 """
-import math
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
 from checkpoint import find_checkpoint
 from config import Config, require
@@ -80,12 +80,17 @@ class Engine:
         self.forgets_cold = False           # forget idle conversations of which no KV is cached?
         self.watchers: list[Callable[[Batch], None]] = []       # see each batch before it is executed
 
-        self.inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self.posting = threading.Lock()     # so that a post comes before the engine's failure, or sees it
         self.stepping = threading.RLock()   # held by the owner
         self.thread: threading.Thread | None = None
+        self.inbox: deque[Callable[[], None]] = deque()
+        self.posted = threading.Event()     # there may be something in the inbox
+        # Held to post a turn and to set `failure`: a turn is posted before the engine stops, and is told, or
+        # after, and submit raises.
+        self.posting = threading.Lock()
         self.unfinished: set[Handle] = set()        # their readers have not been told the end
-        self.ended: deque[Handle] = deque()         # of these, the ones whose request has ended
+        # Of these, the ones whose request has ended. We tell their readers only after account(), because
+        # on_end may call the scheduler and the cache again.
+        self.ended: deque[Handle] = deque()
         self.worker_failures = 0            # in a row
         self.failure: Exception | None = None       # why the engine has stopped
 
@@ -128,16 +133,23 @@ class Engine:
         """Go on after a failure of the worker.
 
         We trust nothing in the tiers any more, so all KV goes. The requests of this batch fail. All other
-        requests are recomputed, since we still have their tokens. A device that is lost for good fails again
-        at once, and after MAX_FAILURES the engine stops."""
+        requests are recomputed, since we still have their tokens.
+
+        If the device is lost for good, this call fails too, and the engine stops at once. MAX_FAILURES stops
+        an engine whose device recovers but whose batches keep failing."""
         traceback.print_exception(error)
-        while self.worker.execute(Batch(batch.step, budget=0)).landed:
-            pass                                        # until no copy moves any more
+        self._drain_copies(batch.step)
         for request in {span.request for span in batch.spans}:
             self.scheduler.cancel(request, self.clock(), RuntimeError(f"the worker has failed: {error!r}"))
         for request in list(self.scheduler.running):
             self.scheduler.suspend(request, self.clock())
         self.cache.drop_everything()
+
+    def _drain_copies(self, step: int):
+        """Execute empty batches until no copy moves any more."""
+        landed = True
+        while landed:
+            landed = self.worker.execute(Batch(step, budget=0)).landed
 
     def _tell_ended(self):
         while self.ended:
@@ -148,6 +160,8 @@ class Engine:
     def start(self) -> "Engine":
         """From now on a thread of the engine's own steps."""
         with self.stepping:
+            if self.failure:
+                raise self.failure
             if not self.thread:
                 self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
                 self.thread.start()
@@ -156,10 +170,10 @@ class Engine:
     def _run(self):
         batch = None
         while self.thread:
-            # An empty batch means that nothing is left to do. We make one such step before we wait: it copies
-            # chunks out ahead of time, while nobody needs the device.
-            idle = not batch and not self.scheduler.busy
-            self.take_inbox(wait=idle)
+            # After the last reply we go on stepping until a step has an empty batch: these steps copy chunks
+            # to the CPU while nobody needs the device. Then we wait for a post.
+            if not batch and not self.scheduler.busy:
+                self.posted.wait()
             batch = self.step()
 
     def step_until(self, ready: Callable[[], bool]):
@@ -186,25 +200,32 @@ class Engine:
         for handle in list(self.unfinished):
             handle.end(self.failure)
 
-    def take_inbox(self, wait: bool = False):
-        """The owner runs all functions that others have posted. wait: until there is one."""
-        with suppress(Empty):
-            while True:
-                function = self.inbox.get(wait)
-                wait = False
-                with self._owning():
-                    function()
-                    self._tell_ended()
+    def _post(self, function: Callable[[], None]):
+        self.inbox.append(function)
+        self.posted.set()
+
+    def take_inbox(self):
+        """The owner runs all functions that others have posted, in the order of their posts."""
+        with self._owning():
+            self.posted.clear()             # before we look: a later post sets it again
+            while self.inbox:
+                function = self.inbox.popleft()
+                function()
+                self._tell_ended()
 
     def call(self, function: Callable):
-        """Let the owner run a function between two steps, and return its result."""
+        """Let the owner run a function between two steps, and return its result.
+
+        The thread of a started engine runs it. Without such a thread the caller becomes the owner and runs
+        it. If the owner itself calls, from on_end, then it runs the function inside the current step. The
+        caller gets the error of a function that fails; the engine goes on."""
         def run():
             try:
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
         future = Future()
-        self.inbox.put(run)
+        self._post(run)
         if self.thread in (None, threading.current_thread()):
             self.take_inbox()                           # nobody else would
         return future.result()
@@ -225,7 +246,8 @@ class Engine:
         had before, in case that the engine does not hold it (any more). parent: a conversation that begins
         as the context does; what it has cached is shared. like: a turn with the same prompt after the same
         context; the prompt is computed once for both. reached_stop: the owner calls it with each token but a
-        stop token; True ends the reply. on_end: the owner calls it when the turn has ended; it must not fail.
+        stop token; True ends the reply. on_end: the owner calls it when the turn has ended. Neither may fail:
+        that would stop the engine.
 
         ValueError for what cannot be served."""
         sampling = Sampling(**{name: value for name, value in sampling.items() if value is not None})
@@ -233,26 +255,29 @@ class Engine:
         self._check_length(prompt, conversation, context, max_tokens)
         handle = Handle(self, conversation, sampling, on_end)
 
-        def enter():
-            """The owner runs this between two steps."""
-            try:
-                if self.failure:
-                    raise self.failure
-                stop_ids = frozenset() if ignore_eos else self.worker.stop_ids
-                handle.request = Request(self._open(conversation, context, parent), list(prompt), max_tokens,
-                                         stop_ids, reached_stop, sampling, handle)
-                if like and like.request:
-                    self.cache.follow(handle.request.conversation, like.request.conversation)
-                self.unfinished.add(handle)
-                self.scheduler.submit(handle.request)
-            except Exception as error:
-                handle.end(error)
-
+        stop_ids = frozenset() if ignore_eos else self.worker.stop_ids
+        # None: the owner will open the conversation.
+        request = Request(None, list(prompt), max_tokens, stop_ids, reached_stop, sampling, outbox=handle)
         with self.posting:
             if self.failure:
                 raise self.failure
-            self.inbox.put(enter)
+            self._post(partial(self._enter, handle, request, context, parent, like))
         return handle
+
+    def _enter(self, handle: "Handle", request: Request, context: Sequence[int], parent: str | None,
+               like: "Handle | None"):
+        """The owner hands a turn to the scheduler."""
+        try:
+            if self.failure:
+                raise self.failure
+            request.conversation = self._open(handle.conversation, context, parent)
+            handle.request = request
+            if like and like.request:
+                self.cache.follow(request.conversation, like.request.conversation)
+            self.unfinished.add(handle)
+            self.scheduler.submit(request)
+        except Exception as error:
+            handle.end(error)
 
     def generate(self, prompt: list[int], conversation: str | None = None, **options) -> Reply:
         """Submit, and wait for the reply."""
@@ -297,7 +322,9 @@ class Engine:
         self.call(forget)
 
     def designate(self, tokens: list[int]):
-        """From now on contexts that begin with these tokens share their KV, which is never evicted."""
+        """From now on contexts that begin with these tokens share their KV, which is never evicted.
+
+        Call this before the first turn."""
         self.cache.designate(tokens)
         self.scheduler.limit = min(self.worker.max_context, self.worker.num_slots - len(self.cache.prefix))
 
@@ -349,7 +376,7 @@ class Handle:
 
     def result(self) -> Reply:
         """Wait for the reply. Raises the error of a turn that has failed."""
-        self.tokens.wait()
+        self.tokens.wait_closed()
         if self.error:
             raise self.error
         return self.reply
@@ -361,7 +388,7 @@ class Handle:
             if self.request and not self.tokens.closed:
                 self.engine.scheduler.cancel(self.request, self.engine.clock())
         self.engine.call(cancel)
-        self.tokens.wait()
+        self.tokens.wait_closed()
 
     @property
     def token_ids(self) -> list[int]:
@@ -379,7 +406,7 @@ class Handle:
     # ---- the owner's side
 
     def put(self, token: int | None):
-        """A token of the reply; None when the request has ended."""
+        """To the scheduler, a handle is the request's outbox. It puts each token of the reply, then None."""
         if token is None:
             self.engine.ended.append(self)
         else:
@@ -406,13 +433,13 @@ class Outbox:
         self.engine = engine
         self.items: list = []
         self.closed = False
-        self.asleep = 0                             # readers that want to be woken by the next item
+        self.asleep = 0                             # readers that wait for the next item
         self.changed = threading.Condition()
 
     def put(self, item):
         self.items.append(item)
-        # To wake nobody would still cost a microsecond. A reader counts itself before it looks at `items` for
-        # the last time. So either we see the reader here, or it sees the new item.
+        # Writer: append, then read `asleep`. Reader: raise `asleep`, then read `items`. Whatever the order,
+        # one sees the other. (To wake nobody would still cost a microsecond.)
         if self.asleep:
             self._wake()
 
@@ -424,22 +451,29 @@ class Outbox:
         with self.changed:
             self.changed.notify_all()
 
-    def wait(self, seen: float = math.inf):
-        """Return when there are more than `seen` items, or the outbox is closed (by default: only then)."""
+    def wait_closed(self):
+        """Return when the outbox is closed."""
+        def ready():
+            return self.closed
+        self.engine.step_until(ready)
+        with self.changed:
+            self.changed.wait_for(ready)
+
+    def wait_beyond(self, seen: int):
+        """Return when there are more than `seen` items, or the outbox is closed."""
         def ready():
             return self.closed or len(self.items) > seen
         self.engine.step_until(ready)
-        wants_items = seen < math.inf               # otherwise close() is soon enough
         with self.changed:
-            self.asleep += wants_items
+            self.asleep += 1
             self.changed.wait_for(ready)
-            self.asleep -= wants_items
+            self.asleep -= 1
 
     def news(self) -> Iterator[list]:
         """Yield all items in order, each time as many as are new, until the outbox is closed."""
         seen = 0
         while True:
-            self.wait(seen)
+            self.wait_beyond(seen)
             new = self.items[seen:]
             if not new:
                 return
@@ -449,7 +483,8 @@ class Outbox:
 
 def demo():
     """Two conversations, 32 GPU slots, 3 CPU places of 4 tokens, at most 16 tokens in a step. The clock is
-    one second later at each look."""
+    one second later at each look. The costs are invented seconds: the attention of a chunk costs 1 s at
+    context 4 and 2 s at 32; all else costs 1 s."""
     engine = Engine("tiny_chat", gpu_cache_tokens=32, cpu_cache_tokens=12, chunk_size=4, max_batch_tokens=16,
                     debug=True, clock=count().__next__, cost=RecomputeCost({4: 1.0, 32: 2.0}, rest=1.0))
     for names in ("a", "b", "a", "b", "ab"):

@@ -36,9 +36,9 @@ class RecomputeCost:
     def __init__(self, attention: dict[int, float], rest: float):
         """attention: context length in tokens -> seconds of attention for one chunk. rest: c, in seconds.
 
-        ValueError if there is no length, or if rest is negative."""
-        if not attention or rest < 0:
-            raise ValueError("a cost profile needs at least one length and rest >= 0, "
+        ValueError if there is no length, or if a time is negative."""
+        if not attention or min(rest, *attention.values()) < 0:
+            raise ValueError("a cost profile needs at least one length, and no time below 0, "
                              f"got {attention} and {rest}")
         self.lengths = sorted(attention)
         # Measurements are noisy. A running maximum keeps later chunks from looking cheaper than earlier ones.
@@ -194,7 +194,7 @@ class VictimIndex:
     What chunks are worth changes all the time, because idle time grows. But in one group the ranking never
     changes: the member that has been idle longest is the cheapest, now and later. So we keep one heap per
     group and compare only their tops. There are a few hundred groups (the longest context divided by the
-    chunk size), however many conversations there are.
+    chunk size; more if chunks are shared), however many conversations there are.
 
         group 0   [ A 12:00, D 12:07, ... ]
         group 1   [ B 12:03, ... ]

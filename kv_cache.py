@@ -1,7 +1,7 @@
 """The two-tier KV cache: which chunk is where (paper §4.3). Integers only; kv_pool.py has the bytes.
 
-A *slot* holds the KV of one token on the GPU. A *chunk* is 32 consecutive tokens of a conversation, and a
-*place* holds one chunk on the CPU. A chunk owns its slots and its place:
+A *slot* holds the KV of one token on the GPU. A *chunk* is chunk_size (32) consecutive tokens of a
+conversation, and a *place* holds one chunk on the CPU. A chunk owns its slots and its place:
 
     position   0        32       64             96       128   140
     chunk      | absent |  CPU   | GPU_AND_CPU  |  GPU   | GPU |     the tail has filled = 12 of 32 tokens
@@ -10,6 +10,7 @@ The life of a chunk, and who moves it on:
 
     absent --admit, grow--> slots without KV --computed--> GPU
     GPU --plan_swap_out, complete--> GPU_AND_CPU --reclaim--> CPU --drop--> absent         while it is idle
+    GPU (evictable_without_copy) --reclaim--> absent                                       while it is idle
     CPU --admit, complete--> GPU_AND_CPU                                                   when it returns
 
 The policy decides which end of a conversation leaves first. A copy in flight is a `Ticket`. A running
@@ -19,8 +20,8 @@ Invariants: we never believe KV to be cached that is not. Every slot and every p
 one chunk, or given up to a copy in flight. The slot table agrees with the chunks. `check_integrity` checks
 all this.
 
-Admission and release cost O(context). A decode step costs nothing that grows with the length of a context or
-with the number of conversations.
+Admission and release cost O(context). A decode costs O(1), however long its context is and however many
+conversations there are. A request that waits for slots adds a search for victims to the step.
 """
 import heapq
 import itertools
@@ -97,9 +98,9 @@ class Conversation:
         self.name = order if self.one_off else name
         self.order, self.chunk_size, self.toward = order, chunk_size, toward
         self.tokens = array("i", tokens)
-        # The first `known` tokens have been computed before. If one of them has no KV now, it is
-        # recomputed; all later tokens are new. The last token of a reply was sampled, but never fed to the
-        # model.
+        # The first `known` tokens count as computed before, by us or before a restart. If one of them has
+        # no KV now, it is recomputed; all later tokens are new. The last token of a reply was sampled, but
+        # never fed to the model.
         self.known = max(len(self.tokens) - 1, 0)
         self.chunks: list[Chunk] = []
         self.holders = [self]
@@ -215,7 +216,7 @@ class KVCache:
         conversation must not be running."""
         self.truncate(conversation, 0, 0)
         conversation.forgotten = True
-        self._remove_from_indexes(conversation)
+        self.changed[conversation.order] = conversation
         self.cold.pop(conversation.order, None)
         if self.conversations.get(conversation.name) is conversation:
             del self.conversations[conversation.name]
@@ -435,7 +436,8 @@ class KVCache:
                 self._update(chunk)
 
     def _coming_available(self) -> int:
-        """Slots that will be available when the copies in flight have ended."""
+        """Slots that will be available when the copies in flight have ended: those that have been given up,
+        and those of chunks that a copy out makes reclaimable."""
         given_up = sum(len(ticket.orphans) for ticket in self.in_flight)
         copied = sum(len(ticket.chunk.slots) for ticket in self.in_flight
                      if ticket.direction == "out" and not ticket.stale and not ticket.chunk.holder.pins)
@@ -460,11 +462,12 @@ class KVCache:
     def _free_spare_place(self) -> bool:
         """Give up a place of a running conversation that has the same KV on the GPU."""
         for conversation in self.running.values():
-            if conversation.by_move["reclaim"]:
-                chunk = conversation.next_victim("reclaim")
-                self._give_up_place(chunk)
-                self._update(chunk)
-                return True
+            for holder in conversation.holders:
+                if holder.by_move["reclaim"]:
+                    chunk = holder.next_victim("reclaim")
+                    self._give_up_place(chunk)
+                    self._update(chunk)
+                    return True
         return False
 
     def _drop_cheaper(self, rank: tuple, now: float) -> bool:
@@ -476,8 +479,9 @@ class KVCache:
         return True
 
     def _rank(self, conversation: Conversation, move: str, now: float) -> tuple[float, int, int]:
-        """Orders the conversation's next chunk among all chunks: the value comes first. Of equal values the
-        older conversation's is lower, and in one conversation that of the chunk that leaves first."""
+        """Compares a chunk that should leave the GPU with one in the CPU tier: what they are worth comes
+        first. If that is equal, the older conversation's is lower, and in one conversation the one that
+        leaves first."""
         value = worth(self.policy, self._member(conversation, move), now)
         return value, conversation.order, self.policy.toward * conversation.next_victim(move).index
 
@@ -546,7 +550,8 @@ class KVCache:
         return sum(holder.held for holder in conversation.holders)
 
     def _update(self, chunk: Chunk):
-        """The totals of the chunk's holder follow. To be called after every change of what is counted."""
+        """Call this after every change of what is counted of a chunk. The totals of a holder are sums over
+        `booked`: we subtract what we last added for this chunk, and add what is true now."""
         before = chunk.booked
         after = Booked(chunk.holder, chunk.next_move, len(chunk.slots), chunk.state is not None)
         chunk.booked = after
@@ -573,8 +578,8 @@ class KVCache:
         for holder in conversation.holders:
             if not holder.pins:
                 self.reclaimable -= holder.reclaimable
-                self._remove_from_indexes(holder)
             holder.pins += 1
+            self.changed[holder.order] = holder
 
     def _unpin(self, conversation: Conversation):
         for holder in conversation.holders:
@@ -609,10 +614,6 @@ class KVCache:
             self.cold[conversation.order] = conversation
         else:
             self.cold.pop(conversation.order, None)
-
-    def _remove_from_indexes(self, conversation: Conversation):
-        for index in self.indexes.values():
-            index.discard(conversation.order)
 
     def _member(self, conversation: Conversation, move: str) -> Member:
         key = self.policy.key(conversation, conversation.next_victim(move).index, conversation.by_move[move])

@@ -10,7 +10,8 @@ computes one layer while the next one arrives.
     copy out                  [====]    begins when the copies in of its step have ended
 
 A copy out waits for the copies in of its step because both ways at once are slower: the paper
-measured a loss of 18-20%.
+measured a loss of 18-20%. The next step's copies in may overlap it: they go first, because a step
+waits for them.
 
 Invariants: a slot is overwritten only when earlier steps have read it; a copy out reads only what
 earlier steps have written; a ticket has landed only when its copy has ended. Without CUDA the same
@@ -34,24 +35,24 @@ from kv_cache import Ticket
 
 @dataclass(eq=False)
 class Flight:
-    """Copies in one direction that were started together. begin, end, ready and arrived are
+    """Copies in one direction that were started together. begin, end, reached and arrived are
     events."""
     direction: str                  # "in" or "out"
     tickets: list[Ticket]           # by place
-    nbytes: int
+    nbytes: int                     # of the tokens' KV; the copies move whole places
     begin: object
     end: object = None
     arrived: list = field(default_factory=list)     # one for each layer, on the way in
-    waits: list = field(default_factory=list)       # (ready, arrived) of each layer: the running stream
-    #                                                 came to the layer; the layer had arrived
+    waits: list = field(default_factory=list)       # (reached, arrived) of each layer: the current stream
+    #                                                 reached the layer; the layer had arrived
 
     def seconds(self) -> float:
         return self.begin.elapsed_time(self.end) / 1e3
 
-    def stalled(self) -> float:
-        """Seconds for which the running stream stood still for this flight, which has ended. A
-        stream that is not ready for a layer even now will not wait for it."""
-        waited = [ready.elapsed_time(arrived) for ready, arrived in self.waits if ready.query()]    # ms
+    def waited_seconds(self) -> float:
+        """Seconds for which the current stream stood still for this flight, which has ended. A
+        stream that has not reached a layer even now will not wait for it."""
+        waited = [reached.elapsed_time(arrived) for reached, arrived in self.waits if reached.query()]  # ms
         return sum(max(0.0, ms) for ms in waited) / 1e3
 
 
@@ -77,14 +78,15 @@ class KVPool:
         """heads: KV heads. pipeline=False: the model starts when everything has arrived."""
         cuda = torch.device(device).type == "cuda"
         slots = layers, 2, num_slots, heads, head_dim                       # 2: K and V
-        places = layers, num_places, 2, chunk_size, heads, head_dim         # a place is contiguous
+        # In each layer a place is contiguous, [2, chunk, heads, dim]: one copy moves it.
+        places = layers, num_places, 2, chunk_size, heads, head_dim
         self.gpu = torch.empty(slots, device=device, dtype=dtype)
         self.cpu = pinned(places, dtype, owner=self) if cuda else torch.empty(places, dtype=dtype)
         self.chunk_size, self.pipeline = chunk_size, pipeline
         self.flights: list[Flight] = []         # by time of issue
         self.arriving: Flight | None = None     # the latest one in, until a step has waited for all layers
         self.totals = Counter(swap_in_bytes=0, swap_out_bytes=0, swap_in_seconds=0.0, swap_out_seconds=0.0)
-        self.stalled = 0.0      # seconds in which the host was busy swapping, or the running stream waited
+        self.overhead_seconds = 0.0     # the host was busy swapping, or the current stream waited
         if cuda:
             self.stream, self.on = torch.cuda.current_stream, torch.cuda.stream
             self.event = partial(torch.cuda.Event, enable_timing=True)
@@ -99,16 +101,17 @@ class KVPool:
         self.gpu[layer, 1].index_copy_(0, slots, v)
 
     def wait(self, layer: int):
-        """Let the running stream, not the host, wait until this layer of the latest swap-in has
+        """Let the current stream, not the host, wait until this layer of the latest swap-in has
         arrived; with pipeline=False until all layers have. A step waits for its layers in order.
 
         Nothing happens if no flight is `arriving`. A step that has waited for the last layer ends
         that. The flight notes each wait as (now(), the event waited for)."""
         if not self.arriving:
             return
-        ready, arrived = self.now(), self.arriving.arrived[layer if self.pipeline else -1]
+        reached = self.now()
+        arrived = self.arriving.arrived[layer if self.pipeline else -1]     # -1: the last layer, so all
         self.stream().wait_event(arrived)
-        self.arriving.waits.append((ready, arrived))
+        self.arriving.waits.append((reached, arrived))
         if layer == len(self.gpu) - 1:
             self.arriving = None
 
@@ -117,13 +120,13 @@ class KVPool:
         place go into its slots. Layer l may be read after wait(l). The host does not wait; landed()
         gives the tickets back later. No tickets: nothing happens.
 
-        stream_in first waits for the running stream, because earlier steps may still read what the
+        stream_in first waits for the current stream, because earlier steps may still use what the
         slots held before. The copies are one `_flight` and take one `_route`: each run of places
         goes into `staging`, and store() takes K and V of all tokens from `by_token` to the slots.
         The flight notes an event when a layer has arrived, and it is `arriving` from then on."""
         if not tickets:
             return
-        self.stream_in.wait_stream(self.stream())       # earlier steps may still read these slots
+        self.stream_in.wait_stream(self.stream())       # earlier steps may still use these slots
         with self._flight("in", tickets, self.stream_in) as flight:
             route = self._route(flight.tickets)
             for layer in range(len(self.gpu)):
@@ -140,8 +143,8 @@ class KVPool:
         meanwhile. No tickets: nothing happens."""
         if not tickets:
             return
-        self.stream_out.wait_event(written or self.now())
-        self.stream_out.wait_stream(self.stream_in)
+        self.stream_out.wait_event(written or self.now())       # earlier steps may still write these slots
+        self.stream_out.wait_stream(self.stream_in)             # both ways at once are slower
         with self._flight("out", tickets, self.stream_out) as flight:
             route = self._route(flight.tickets)
             for layer in range(len(self.gpu)):
@@ -151,7 +154,7 @@ class KVPool:
                     self.cpu[layer, places].copy_(route.staging[staged], non_blocking=True)
 
     def now(self):
-        """An event at this point of the running stream."""
+        """An event at this point of the current stream."""
         event = self.event()
         event.record(self.stream())
         return event
@@ -160,32 +163,33 @@ class KVPool:
         """The tickets whose copies have ended since the last call. wait: if a copy is in flight,
         the host first waits for the oldest flight."""
         if wait and self.flights:
-            with self._stalling():
+            with self._count_host_time():
                 self.flights[0].end.synchronize()
         ended = [flight for flight in self.flights if flight.end.query()]
         self.flights = [flight for flight in self.flights if flight not in ended]
         for flight in ended:
             self.totals[f"swap_{flight.direction}_bytes"] += flight.nbytes
             self.totals[f"swap_{flight.direction}_seconds"] += flight.seconds()
-            self.stalled += flight.stalled()
+            self.overhead_seconds += flight.waited_seconds()
         return [ticket for flight in ended for ticket in flight.tickets]
 
     def stats(self) -> dict:
         """Bytes and seconds of the copies that have ended, and the share of these seconds that
-        computation hid: neither did the running stream wait, nor was the host busy starting copies.
-        Without CUDA nothing is hidden."""
+        computation hid: neither did the current stream wait, nor was the host busy with copies.
+        A lower bound: the GPU may have computed while the host was busy, and the host's time for
+        copies still in flight counts already. Without CUDA nothing is hidden."""
         seconds = self.totals["swap_in_seconds"] + self.totals["swap_out_seconds"]
-        hidden = max(0.0, 1 - self.stalled / seconds) if seconds else 0.0
+        hidden = max(0.0, 1 - self.overhead_seconds / seconds) if seconds else 0.0
         return dict(self.totals, swap_hidden_share=hidden)
 
     @contextmanager
     def _flight(self, direction: str, tickets: list[Ticket], stream):
         """The flight of these tickets, for copies that the caller starts on `stream`, which is the
-        running stream meanwhile. If the caller fails halfway, the copies that it has started are
+        current stream meanwhile. If the caller fails halfway, the copies that it has started are
         still waited for: the flight is recorded all the same."""
         tickets = sorted(tickets, key=lambda ticket: ticket.place)
         nbytes = sum(ticket.filled for ticket in tickets) * self.gpu[:, :, 0].nbytes
-        with self._stalling(), self.on(stream):
+        with self._count_host_time(), self.on(stream):
             flight = Flight(direction, tickets, nbytes, begin=self.now())
             try:
                 yield flight
@@ -194,8 +198,12 @@ class KVPool:
                 self.flights.append(flight)
 
     def _route(self, tickets: list[Ticket]) -> Route:
-        """For tickets in the order of their places. Made on the stream that copies, which keeps one
-        layer in the staging tensor apart from the next."""
+        """For tickets in the order of their places. All layers share one staging tensor. This is
+        safe because one stream runs their copies in order.
+
+        chunk 4, tickets at places 4 (filled 4) and 5 (filled 2):
+            runs [(0:2, 4:6)], k = [0, 1, 2, 3, 8, 9], v = k + 4
+        """
         staging = self.gpu.new_empty(len(tickets), *self.cpu.shape[2:])
         slots, k = [], []
         for n, ticket in enumerate(tickets):
@@ -209,11 +217,11 @@ class KVPool:
         return Route(runs, staging, staging.flatten(0, 2), slots, k, k + self.chunk_size)
 
     @contextmanager
-    def _stalling(self):
+    def _count_host_time(self):
         """Count the seconds in which the host is busy with swapping."""
         start = time.perf_counter()
         yield
-        self.stalled += time.perf_counter() - start
+        self.overhead_seconds += time.perf_counter() - start
 
 
 def neighbours(places: list[int]) -> list[tuple[slice, slice]]:
@@ -246,7 +254,8 @@ def pinned(shape: tuple[int, ...], dtype: torch.dtype, owner) -> Tensor:
 
 
 class InOrder:
-    """A stream, and an event, where everything runs in order: nothing is ever waited for."""
+    """A stream, and an event, where everything runs in order: nothing is ever waited for. Each
+    call of KVPool.stream() or event() makes a new one; only `time` has meaning."""
 
     def __init__(self):
         self.time = 0.0

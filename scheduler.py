@@ -69,9 +69,10 @@ class Request:
         The request is running, so its conversation has a chunk for every position. The first `filled` tokens
         of each chunk are cached or arriving. A request that prefills, with chunks of 4, filled = 0, 4, 2, 0,
         and 14 tokens in all, misses [(0, 4), (10, 14)]. A decode misses nothing but its last position."""
-        total, size, runs = len(self.conversation.tokens), self.conversation.chunk_size, []
+        total = len(self.conversation.tokens)
         if not self.prefilling:
             return [(total - 1, total)]
+        runs, size = [], self.conversation.chunk_size
         for chunk in self.conversation.chunks:
             start, end = chunk.index * size + chunk.filled, min((chunk.index + 1) * size, total)
             if start == end:
@@ -115,7 +116,8 @@ class Batch:
         The last one may stop early: with a budget of 6, the runs (0, 4) and (10, 14) become [0:4) and
         [10:12)."""
         for start, end in request.missing():
-            end = min(end, start + self.budget)
+            if end - start > self.budget:
+                end = start + self.budget
             if end == start:
                 return
             self.spans.append(Span(request, start, end))
@@ -131,12 +133,13 @@ class Batch:
 def _runs(tickets: list[Ticket]) -> str:
     """Tickets as name[start:end], neighbouring chunks as one run."""
     runs = []
-    for ticket in sorted(tickets, key=lambda ticket: (ticket.conversation.order, ticket.start)):
-        if runs and runs[-1][0] is ticket.conversation and runs[-1][2] == ticket.start:
+    for ticket in sorted(tickets, key=lambda ticket: (str(ticket.conversation.name), ticket.start)):
+        name = ticket.conversation.name
+        if runs and runs[-1][0] == name and runs[-1][2] == ticket.start:
             runs[-1][2] = ticket.end
         else:
-            runs.append([ticket.conversation, ticket.start, ticket.end])
-    return " ".join(f"{conversation.name}[{start}:{end}]" for conversation, start, end in runs)
+            runs.append([name, ticket.start, ticket.end])
+    return " ".join(f"{name}[{start}:{end}]" for name, start, end in runs)
 
 
 class Result(NamedTuple):
@@ -208,7 +211,7 @@ class Scheduler:
                 return batch
             # Nothing can run, and nothing is on its way. Either composing has made slots available, by
             # giving up chunks without a copy: then the next try finds them. Or there are none: then a
-            # request must give way.
+            # request must give way, which happens at most once for each running request.
             if self.running and not self.cache.available:
                 self.give_way(now)
 
@@ -254,15 +257,15 @@ class Scheduler:
         sampling = []
         for request, start, end in batch.spans:
             self.cache.computed(request.conversation, start, end)
-            if end == request.total:
+            if end == len(request.conversation.tokens):
                 sampling.append(request)
         self.stats["generated_tokens"] += len(sampling)
-        for n, (request, token) in enumerate(zip(sampling, result.tokens, strict=True)):
+        for request, logprob in zip(sampling, result.logprobs or ()):
+            request.logprobs.append(logprob)
+        for request, token in zip(sampling, result.tokens, strict=True):
             request.conversation.tokens.append(token)
             request.generated.append(token)
             request.times.append(now)
-            if result.logprobs:
-                request.logprobs.append(result.logprobs[n])
             request.prefilling = False
             request.outbox.put(token)
             if reason := self.ended_by(request, token):

@@ -7,13 +7,17 @@ the tokens up to there and on nothing else, so both conversations can use the sa
     a              [ s0 ]   [ s1 ]   [ s2 ]   [ a3 ]   [ a4 ]
     b, a fork        ^        ^        ^      [ b3 ]              a.chunks[2] is b.chunks[2]
 
+    a.holders = [a, S0, S1, S2]      b.holders = [b, S0, S1, S2]      S0.used_by = {a, b}
+
 To the core every chunk has one *holder*, and eviction looks at holders only. The holder of a chunk that is
 not shared is its conversation. When we share a chunk, we hand it over to a *stem*: a holder that nobody
-talks to, with that one chunk and several users. `admit` pins every holder of the conversation that runs,
-stems too. A pinned stem is in no index and offers no slots, so its chunk is safe until its last running
-user is released. A stem waits while a turn of any user waits. It is idle since a run of any user last
-ended. A chunk with three users is worth three times as much. Whoever recomputes a shared chunk does it for
-all. The stem goes with its last user.
+talks to, with that one chunk and several users. The stem goes with its last user.
+
+`admit` pins every holder of the conversation that runs, stems too. A pinned stem is in no index and offers
+no slots, so its chunk is safe until its last running user is released. A stem waits while a turn of any
+user waits. It is idle since a run of any user last ended. A chunk with three users is worth three times as
+much. Whoever recomputes a shared chunk does it for all later steps; two users that are admitted together
+both compute it.
 
 The *designated prefix* (the operator's system prompt) is a conversation that is pinned for good. Whoever
 begins like it shares its chunks.
@@ -33,10 +37,11 @@ class Stem(Conversation):
     """Holds one chunk for several conversations. It has no tokens and never runs."""
 
     def __init__(self, chunk: Chunk, number: int):
-        """number: no other stem has it. In a trace the stem bears the name of its oldest user."""
+        """number: no other stem has it. In a trace the stem bears the name of its first user."""
         holder, toward = chunk.holder, chunk.holder.toward
         # Among equally cheap chunks the lowest order leaves first: those of conversations, then those of
         # stems, and among stems the one at the end that the policy takes from.
+        # (A rank of at least 1 puts the order above that of every conversation; the number makes it unique.)
         rank = 1 + (chunk.index if toward > 0 else 2**20 - chunk.index)
         super().__init__(holder.name, (rank << 40) + number, (), holder.chunk_size, toward)
         self.chunks = [chunk]

@@ -2,20 +2,21 @@
 
 The scheduler speaks of integers; from here on there are tensors. The spans of a batch are packed
 into one ragged sequence of T tokens and go through the model together, whatever phase their
-requests are in. In each layer the worker stores the new K and V into their slots, waits until what
-that layer swaps in has arrived, and attends.
+requests are in. In each layer the worker stores the new K and V into their slots, waits until the
+swapped-in KV of this layer has arrived, and attends.
 
     tokens      a0 a1 a2 a3 | a16 ... a22 | b31         [T]
-    positions    0  1  2  3 |  16 ...  22 |  31         [T]    and slot = slot_table[row, position]
+    positions    0  1  2  3 |  16 ...  22 |  31         [T]    slot = slot_table[table_row, position]
     sampled at                         ^     ^          [N]    where a span ends its request's context
 
-The device is told about a step in one upload, before the copies of KV are issued: behind them the
-upload would have to wait. If every span is one token, a GPU would wait for the host to launch many
-small kernels. So the worker captures these launches at the start, for a few sizes of batch (CUDA
-graphs), and pads each such batch to one of the sizes. Padding has a row and a slot of its own.
+The worker uploads tokens, positions, plan and table changes in one copy, before it starts the
+copies of KV: behind them the upload would have to wait. If every span is one token, a GPU would
+wait for the host to launch many small kernels. So the worker captures these launches at the start,
+for a few sizes of batch (CUDA graphs), and pads each such batch to one of the sizes. Padding has a
+row and a slot of its own.
 
-A batch without spans only moves chunks. Invariant: the token that a request gets depends on its
-context, its seed and its position, and never on what else is in the batch.
+A batch without spans only moves chunks. Invariant: a token depends on its context, its seed and its
+position. The other spans of the batch change logits by rounding only.
 """
 import os
 import sys
@@ -46,33 +47,34 @@ SMALL_MODEL = 10_000_000    # parameters; below, threads on a CPU wait for one a
 
 class Packed(NamedTuple):
     """The spans of a batch, one behind another, on the host."""
-    row: list[int]              # [S] of the slot table
+    table_row: list[int]        # [S] the row of the slot table
     start: list[int]            # [S] the span's positions are [start, end)
     end: list[int]              # [S]
     tokens: array               # [T]
     sample_at: list[int]        # [N] the last token of each span that ends its request's context
     sampling: list[Request]     # [N] the requests of these spans
 
-    def padded(self, size: int, row: int) -> "Packed":
-        """With spans of one token, at position 0 of `row`, until there are `size` spans."""
-        missing = size - len(self.row)
-        return self._replace(row=self.row + [row] * missing, start=self.start + [0] * missing,
-                             end=self.end + [1] * missing, tokens=self.tokens + array("i", [0]) * missing)
+    def padded(self, size: int, table_row: int) -> "Packed":
+        """With spans of one token, at position 0 of `table_row`, until there are `size` spans."""
+        missing = size - len(self.table_row)
+        return self._replace(table_row=self.table_row + [table_row] * missing,
+                             start=self.start + [0] * missing, end=self.end + [1] * missing,
+                             tokens=self.tokens + array("i", [0]) * missing)
 
 
 def pack(spans: list[Span]) -> Packed:
     """The one loop over the spans of a step. Everything after it works on arrays."""
-    rows, starts, ends, tokens, sample_at, sampling = [], [], [], array("i"), [], []
+    table_rows, starts, ends, tokens, sample_at, sampling = [], [], [], array("i"), [], []
     for request, start, end in spans:
         conversation = request.conversation
-        rows.append(conversation.row)
+        table_rows.append(conversation.row)
         starts.append(start)
         ends.append(end)
         tokens.extend(conversation.tokens[start:end])
         if end == len(conversation.tokens):             # the same as Span.samples, at half the cost
             sample_at.append(len(tokens) - 1)
             sampling.append(request)
-    return Packed(rows, starts, ends, tokens, sample_at, sampling)
+    return Packed(table_rows, starts, ends, tokens, sample_at, sampling)
 
 
 def table_changes(updates: list[tuple[int, int, np.ndarray]]) -> list[np.ndarray]:
@@ -88,14 +90,15 @@ class Inputs(NamedTuple):
     """What the device is told about a step: int32 tensors on the device."""
     tokens: Tensor              # [T]
     positions: Tensor           # [T]
-    rows: Tensor                # [T] of the slot table
+    table_rows: Tensor          # [T] of the slot table
     spans: SpanTensors          # with the plan of the kernels
-    sample_at: Tensor           # [N] the tokens behind which one is sampled
-    flat: Tensor                # tokens, positions, rows and the plan are parts of this one tensor
+    sample_at: Tensor           # [N] indices into T: the next token is sampled from the hidden state of each
+    flat: Tensor                # tokens, positions, table_rows and the plan are parts of this one tensor
 
     def refill(self, other: "Inputs"):
         """Take over what another one says of a batch of the same size. A captured graph goes on
-        reading the same memory."""
+        reading the same memory. The kernels read `flat` alone. The reference, in CPU tests of
+        capture, reads spans.host."""
         self.flat.copy_(other.flat)
         self.spans.host[:] = other.spans.host
 
@@ -103,15 +106,15 @@ class Inputs(NamedTuple):
 class Worker:
     """Owns the model, the KV pool and the device's slot table."""
 
-    def __init__(self, model: Model, num_slots: int, num_places: int, chunk_size: int, rows: int,
+    def __init__(self, model: Model, num_slots: int, num_places: int, chunk_size: int, max_running: int,
                  max_context: int, pipeline: bool = True):
-        """num_slots, num_places: the sizes of the two tiers, in tokens and in chunks. rows: of the
-        slot table, one for each request that can run at a time. max_context: positions in a row.
-        pipeline=False: the model starts when everything that is swapped in has arrived."""
+        """num_slots, num_places: the sizes of the two tiers, in tokens and in chunks. max_running:
+        requests that can run at a time; each has a row of the slot table, with max_context
+        positions. pipeline=False: the model starts when everything that is swapped in has arrived."""
         config, parameter = model.config, next(model.parameters())
         self.model, self.device, self.dtype = model, parameter.device, parameter.dtype
         self.num_slots, self.num_places, self.chunk_size = num_slots, num_places, chunk_size
-        self.max_running, self.max_context = rows, max_context
+        self.max_running, self.max_context = max_running, max_context
         self.vocab_size, self.stop_ids = config.vocab_size, config.eos_ids
         self.kv_heads, self.group = config.num_kv_heads, config.num_heads // config.num_kv_heads
         self.pool = KVPool(config.num_layers, config.num_kv_heads, config.head_dim, num_slots + 1, num_places,
@@ -119,15 +122,15 @@ class Worker:
         # Any slots will do until the scheduler writes a row: the profile reads them. Padding has
         # the last row, whose only slot is one more than the scheduler knows of.
         any_slots = torch.arange(max_context, dtype=torch.int32, device=self.device) % num_slots
-        self.slot_table = any_slots.repeat(rows + 1, 1)                         # [rows + 1, max_context]
-        self.padding_row = rows
+        self.slot_table = any_slots.repeat(max_running + 1, 1)          # [max_running + 1, max_context]
+        self.padding_row = max_running
         self.slot_table[self.padding_row] = num_slots
         self.graphs: dict[int, tuple[Inputs, Callable]] = {}    # by size; the function returns logits
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> Result:
-        """Run the batch's spans and start its transfers. With nothing to compute it waits for a
-        copy in flight, if there is one."""
+        """Run the batch's spans and start its transfers. A batch without spans still writes the
+        slot table; with nothing to compute it waits for a copy in flight, if there is one."""
         packed = pack(batch.spans)
         size = self._graph_size(batch, packed)
         inputs = self._inputs(packed, batch.table_updates, size)
@@ -159,31 +162,33 @@ class Worker:
         date."""
         if size:
             packed = packed.padded(size, self.padding_row)
-        row, start, end = np.array([packed.row, packed.start, packed.end], dtype=np.int64)  # [S] each
-        spans = SpanTensors.build(row, end - start, end, self.device)
+        columns = [packed.table_row, packed.start, packed.end]
+        table_row, start, end = np.array(columns, dtype=np.int64)               # [S] each
+        spans = SpanTensors.build(table_row, end - start, end, self.device)
         plan = self._plan(spans.host, size)
         span, nth = enumerate_each(end - start)                                 # [T] each
-        tokens, positions, rows = np.array(packed.tokens), start[span] + nth, row[span]
+        tokens, positions, table_rows = np.array(packed.tokens), start[span] + nth, table_row[span]
         sample_at = np.array(packed.sample_at, dtype=np.int64)                  # [N]
 
-        graph_reads = [*plan.arrays(), tokens, positions, rows]     # the plan first: Triton wants it aligned
+        graph_reads = [*plan.arrays(), tokens, positions, table_rows]   # the plan first: it is aligned
         flat, sample_at, changed_rows, changed_positions, new_slots = upload(
             [join(graph_reads), sample_at, *table_changes(updates)], self.device)
+        # An entry named twice has the same slot both times.
         self.slot_table[changed_rows, changed_positions] = new_slots
-        *planned, tokens, positions, rows = split_like(flat, graph_reads)
+        *planned, tokens, positions, table_rows = split_like(flat, graph_reads)
         spans.plans[self.group, self.kv_heads, self.dtype] = plan.with_arrays(planned)
-        return Inputs(tokens, positions, rows, spans, sample_at, flat)
+        return Inputs(tokens, positions, table_rows, spans, sample_at, flat)
 
     def _plan(self, host: np.ndarray, size: int) -> Plan:
-        """The work of the kernels for spans, host [3, S], on the host; in as much room as any
-        `size` decodes can need, unless size is 0."""
+        """The work of the kernels for spans, host [3, S], planned on the host. Unless size is 0, the
+        plan has as much room as any `size` decodes can need."""
         if not runs_triton(self.device, self.dtype):
             return Plan([], np.zeros((0, 4), np.int32), 0)
         shapes, wanted = tiling(self.kv_heads, self.dtype, self.device)
         plan = make_plan(host, self.group, shapes, wanted)
         if not size:
             return plan
-        (shape, _), = plan.launches                     # decodes have as many rows each: one shape of tile
+        (shape, _), = plan.launches                     # decodes have equally many query rows: one shape
         tiles = size * ceil_div(self.group, shape.rows)
         return plan.padded(num_items=wanted + tiles, num_merges=size * self.group)
 
@@ -194,10 +199,11 @@ class Worker:
             return self.model.logits(self._forward(inputs)[inputs.sample_at])
         captured, replay = self.graphs[size]
         captured.refill(inputs)
+        # Indexing copies: sampling overwrites logits, and the graph owns its own.
         return replay()[inputs.sample_at]
 
     def _forward(self, inputs: Inputs) -> Tensor:
-        slots = self.slot_table[inputs.rows, inputs.positions].long()           # [T]
+        slots = self.slot_table[inputs.table_rows, inputs.positions].long()     # [T]
 
         def attend(layer, q, k, v):     # [T, H, D], [T, H_kv, D] twice -> [T, H, D]
             self.pool.store(layer, slots, k, v)
@@ -210,17 +216,17 @@ class Worker:
     # ---- graphs
 
     @torch.inference_mode()
-    def capture(self, record: Callable):
-        """Prepare decodes of 1, 2, 4, 8, 16, 32, ... tokens, the largest first: the others share
-        its memory.
+    def capture(self, make_graph: Callable):
+        """Prepare decodes of 1, 2, 4, 8, then 16, 32, 48, ... tokens (multiples of 16), up to the
+        first size that holds max_running. The largest comes first: the others share its memory.
 
-        record(run) returns a function that does, and returns, the same as run() on whatever run's
-        tensors hold when the function is called."""
+        make_graph(run) returns a function that does, and returns, the same as run() on whatever
+        run's tensors hold when the function is called."""
         sizes = [1, 2, 4, 8, *range(16, self.max_running + 16, 16)]
         needed = [size for smaller, size in zip([0, *sizes], sizes) if smaller < self.max_running]
         for size in tqdm(reversed(needed), "CUDA graphs", len(needed), leave=False, disable=None):
             inputs = self._inputs(pack([]), [], size)   # nothing but padding
-            self.graphs[size] = inputs, record(partial(self._decode, inputs))
+            self.graphs[size] = inputs, make_graph(partial(self._decode, inputs))
 
     def _decode(self, inputs: Inputs) -> Tensor:
         """Logits [T, vocab] behind every token: the work that a graph captures."""
@@ -230,8 +236,8 @@ class Worker:
 
     @torch.inference_mode()
     def profile(self, repeats: int = 3) -> RecomputeCost:
-        """Measure the cost of recomputing one chunk: attention at context lengths of powers of two,
-        and the rest."""
+        """Measure the cost of recomputing one chunk: attention at context lengths of chunk_size,
+        twice it, four times it, ..., and the rest."""
         config, chunk = self.model.config, min(self.chunk_size, self.max_context)
         q = torch.zeros(chunk, config.num_heads, config.head_dim, device=self.device, dtype=self.dtype)
         positions = torch.arange(chunk, device=self.device)
@@ -293,9 +299,9 @@ def tier_sizes(config, model: Model) -> tuple[int, int]:
     memory is left.
 
     On CUDA the GPU tier takes nine tenths of the free memory of the GPU, but room for at most a
-    thousand whole contexts. The CPU tier is four times as large, but takes at most a quarter of the
-    host's memory. On a CPU both tiers lie in the host's memory; there the first has room for at
-    most sixteen contexts."""
+    thousand whole contexts. The CPU tier is four times as large as the GPU tier, given or not, but
+    takes at most a quarter of the host's memory. On a CPU both tiers lie in the host's memory;
+    there the first has room for at most sixteen contexts."""
     parameter, shape = next(model.parameters()), model.config
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * parameter.element_size()
     host = host_memory() // 4 // token_bytes
@@ -304,9 +310,8 @@ def tier_sizes(config, model: Model) -> tuple[int, int]:
         gpu = min(1000 * shape.max_context, int(0.9 * free) // token_bytes)
     else:
         gpu = min(16 * shape.max_context, host // 5)
-    cpu = min(4 * gpu, host)
     gpu = gpu if config.gpu_cache_tokens is None else config.gpu_cache_tokens
-    cpu = cpu if config.cpu_cache_tokens is None else config.cpu_cache_tokens
+    cpu = min(4 * gpu, host) if config.cpu_cache_tokens is None else config.cpu_cache_tokens
     if gpu < 2:
         raise ValueError(f"no memory is left for the cache: {gpu} tokens of {token_bytes} bytes; "
                          "choose a smaller model or gpu_cache_tokens >= 2")
@@ -316,7 +321,8 @@ def tier_sizes(config, model: Model) -> tuple[int, int]:
 @torch.inference_mode()
 def free_memory(model: Model, max_batch_tokens: int, max_running: int) -> int:
     """Bytes of the GPU that neither the weights nor the largest step need. It runs such a step to
-    find out."""
+    find out. It does not measure the partial results of attention, the staging of swaps, or
+    graphs: the tenth that tier_sizes leaves free is for these."""
     device = next(model.parameters()).device
     tokens = torch.zeros(max_batch_tokens, dtype=torch.int32, device=device)
     before = torch.cuda.memory_allocated(device)
@@ -348,7 +354,7 @@ def speed_up(worker: Worker):
     if worker.device.type == "cuda" and runs_triton(worker.device, worker.dtype):
         if worker.model.config.rope_theta is not None:
             fuse(worker.model)
-        try_capture(worker, partial(record_graph, pool=torch.cuda.graph_pool_handle()))
+        try_capture(worker, partial(make_cuda_graph, pool=torch.cuda.graph_pool_handle()))
 
 
 def fuse(model: Model, backend="inductor"):
@@ -360,17 +366,17 @@ def fuse(model: Model, backend="inductor"):
     model.rotate_both = torch.compile(model.rotate_both, backend=backend)
 
 
-def try_capture(worker: Worker, record: Callable):
+def try_capture(worker: Worker, make_graph: Callable):
     """Capture graphs, or go on without them: a slower server is better than none."""
     try:
-        worker.capture(record)
+        worker.capture(make_graph)
     except Exception as error:
         worker.graphs.clear()
         print(f"warning: decodes will be slower, they could not be captured as CUDA graphs: {error!r}",
               file=sys.stderr)
 
 
-def record_graph(run: Callable, pool) -> Callable:
+def make_cuda_graph(run: Callable, pool) -> Callable:
     """For Worker.capture: a CUDA graph of the kernels that run() launches, in the memory `pool`."""
     run()                                               # what compiles and allocates must not be captured
     graph = torch.cuda.CUDAGraph()

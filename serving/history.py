@@ -21,8 +21,8 @@ no hash, and neither has any turn after it.
 A conversation's name begins with its owner's prefix, so owners need no column.
 
 Invariants: every stored turn is needed by a conversation or by a later turn. A turn that `commit`
-returned survives a crash (WAL, synchronous=FULL). A commit whose parent is not the conversation's head
-changes nothing.
+returned survives a crash (WAL, synchronous=FULL). A commit that fails changes nothing; it fails if the
+conversation does not end where its caller thinks.
 """
 import hashlib
 import json
@@ -37,7 +37,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 SCHEMA_VERSION = 2
-BUSY_SECONDS = 5            # so long a write waits for another process that holds the file
+BUSY_SECONDS = 5        # a write waits so long while another process writes to the file
 SCHEMA = f"""
 CREATE TABLE meta (fingerprint TEXT NOT NULL);
 CREATE TABLE turn (
@@ -133,8 +133,7 @@ class History:
         if self._db.execute("SELECT fingerprint FROM meta").fetchone() != (fingerprint,):
             raise ValueError(f"{path} was written with another tokenizer or chat template, its token ids "
                              "mean something else here: name another file for this model, or delete this")
-        for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON",
-                        "busy_timeout = 20"):
+        for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "busy_timeout = 20"):
             self._db.execute(f"PRAGMA {setting}")
 
     # ---- turns
@@ -163,10 +162,12 @@ class History:
 
     def commit(self, conversation: str, parent: str | None, prompt: Iterable[int], reply: Iterable[int],
                messages: Iterable[dict] = (), text: str | None = None, exact: bool = True,
-               carried: int | None = None, note: dict | None = None, id: str | None = None) -> Turn:
+               carried: int | None = None, note: dict | None = None, id: str | None = None,
+               branches: bool = False) -> Turn:
         """Append a turn to a conversation. It is on disk when this returns.
 
         parent: the id of the conversation's head. None: the conversation has no turn yet.
+        branches: the conversation has no turn yet, and branches off after `parent`, which is any turn.
         prompt, reply: the turn's token ids.
         messages: the visible messages before the reply, each {"role", "content"}.
         text: the visible text of the reply. None: a turn of raw tokens, which has no text.
@@ -184,7 +185,11 @@ class History:
         if not prompt and not reply:
             raise ValueError("a turn needs at least one token")
         with self._writing():
-            length, hashed = self._end_of(conversation, parent)
+            self._expect_head(conversation, None if branches else parent)
+            before = self._turn("id = :id", id=parent)
+            if parent and before is None:
+                raise StaleTurn(f"turn {parent} is gone")
+            length, hashed = (before.length, before.hash) if before else (0, self._root_hash)
             if carried is not None:
                 length, hashed = 0, self._root_hash
             determined = hashed and text is not None and exact
@@ -225,15 +230,6 @@ class History:
                 return turn, n
         return None
 
-    def branch(self, turn_id: str, conversation: str) -> Turn:
-        """Start a conversation whose head is an existing turn. Nothing is copied.
-
-        StaleTurn if the turn is gone; ValueError if the conversation exists."""
-        with self._writing():
-            self._up(ANCESTRY, turn_id, "id")       # raises StaleTurn
-            self._insert(conversation, turn_id)
-            return self._head(conversation)
-
     def forget(self, conversation: str) -> list[str]:
         """Delete a conversation, and those of its turns that only it needed.
 
@@ -262,7 +258,11 @@ class History:
 
         ValueError if it exists."""
         with self._writing():
-            self._insert(conversation, None, json.dumps(metadata), json.dumps(list(messages)))
+            if self._record(conversation):
+                raise ValueError(f"conversation {conversation!r} exists already: use a new name")
+            now = time.time()
+            self._db.execute("INSERT INTO conversation VALUES (?, NULL, ?, ?, ?, ?)",
+                             (conversation, json.dumps(metadata), json.dumps(list(messages)), now, now))
 
     def record(self, conversation: str) -> ConversationRecord | None:
         with self._lock:
@@ -325,14 +325,16 @@ class History:
             self._lock.release()
 
     def _begin(self):
-        """Take the lock and begin a transaction. While another process holds the file, we try again for
-        BUSY_SECONDS. In between we give up the lock, so that our readers need not wait."""
+        """Take the lock and begin a transaction.
+
+        While another process writes to the file, we try again for BUSY_SECONDS. Between two attempts we
+        release the lock, so that our readers need not wait."""
         deadline = time.monotonic() + BUSY_SECONDS
         while True:
             self._lock.acquire()
             try:
                 self._db.execute("BEGIN IMMEDIATE")
-                return
+                return                          # with the lock
             except BaseException as error:
                 self._lock.release()
                 is_busy = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
@@ -358,13 +360,6 @@ class History:
         return record._replace(metadata=json.loads(record.metadata or "null"),
                                waiting=json.loads(record.waiting))
 
-    def _insert(self, conversation: str, head: str | None, metadata: str | None = None, waiting: str = "[]"):
-        if self._record(conversation):
-            raise ValueError(f"conversation {conversation!r} exists already: use a new name")
-        now = time.time()
-        self._db.execute("INSERT INTO conversation VALUES (?, ?, ?, ?, ?, ?)",
-                         (conversation, head, metadata, waiting, now, now))
-
     def _release(self, turn_id: str | None) -> list[str]:
         """Delete a turn if nobody needs it, then its parent if nobody needs that, and so on.
 
@@ -385,14 +380,13 @@ class History:
         self._db.execute("DELETE FROM conversation WHERE head IS NULL AND metadata IS NULL")
         return moved
 
-    def _end_of(self, conversation: str, parent: str | None) -> tuple[int, bytes | None]:
-        """The length and the hash of a conversation whose head is `parent`. StaleTurn if it is not."""
+    def _expect_head(self, conversation: str, expected: str | None):
+        """StaleTurn if the conversation does not end with this turn. None: it must have no turn."""
         head = self._head(conversation)
-        if (head and head.id) != parent:
+        if (head and head.id) != expected:
             now = f"its last turn is {head.id}" if head else "it was forgotten"
-            raise StaleTurn(f"conversation {conversation!r} does not end with {parent or 'nothing'} any "
+            raise StaleTurn(f"conversation {conversation!r} does not end with {expected or 'nothing'} any "
                             f"more: {now}; read its head and try again")
-        return (head.length, head.hash) if head else (0, self._root_hash)
 
     def _up(self, way: str, turn_id: str, columns: str) -> list[tuple]:
         """These columns of a turn and of all turns before it, the first turn first.

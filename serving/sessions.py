@@ -10,11 +10,16 @@ must never be tokenised again, since other ids for the same text would be anothe
 new messages. A client that resends its whole history is recognised by the text; a client that sends only new
 messages says after which turn. The turn goes on in the conversation that ends there, or branches off.
 
-A turn *claims* its conversation before it reads the history, and keeps it until it *settles*: it is committed
-(or cancelled, or failed) and its readers are told. So a conversation has at most one live turn. Commits are
-made in a thread of their own. While another process holds the history's file, only that thread waits: all
-streams go on, and new turns begin. Without `start()` there is no such thread, and whoever steps the engine
-commits, too.
+A turn *claims* its conversation before it reads the history, so a conversation has at most one live turn. In
+the end the turn *settles*: it is committed (or cancelled, or failed). It frees the conversation and then
+tells its readers, so a reader who is told can start the next turn at once.
+
+Commits are made in a thread of their own. While another process holds the history's file, only that thread
+waits: all streams go on, and new turns begin. Without `start()` there is no such thread, and whoever steps
+the engine commits, too.
+
+A request ends (scheduler); its handle closes (readers of tokens); its turn settles (committed, readers of
+text). A LiveTurn has a Handle, which has a Request; a commit makes a Turn.
 
 Invariants:
 - A turn is committed before its readers are told that it is done, and before the next turn of its
@@ -56,7 +61,8 @@ class Plan:
     messages: list[dict]        # the visible messages that `prompt` stands for
     after: Turn | None          # the turn before this one, if there is one
     # None: the prompt continues the context of `after`. A number: the prompt starts a context of its own,
-    # which is computed from nothing, and that many of `messages` come from earlier turns.
+    # which is computed from nothing, and that many of `messages` come from earlier turns. For example:
+    # context [sys, u1, a1], new system message: prompt = [sys', u1, a1, u2], carried = 3.
     carried: int | None
     note: dict                  # is kept with the turn
 
@@ -95,19 +101,19 @@ class LiveTurn:
         for new in self.texts.news():
             tokens += len(new)
             if text := "".join(new):
-                yield text, tokens
+                yield text, min(tokens, len(self.token_ids))        # the last text has no token of its own
         self.result()                               # raises the error, if there is one
 
     def result(self) -> Answer:
         """Wait until the turn is committed. Raises the error of a turn that has failed."""
-        self.texts.wait()
+        self.texts.wait_closed()
         if self.error:
             raise self.error
         return self.reply
 
     def wait(self):
         """Wait until the turn has settled, however it ends."""
-        self.texts.wait()
+        self.texts.wait_closed()
 
     def cancel(self):
         """End the turn early, so that it leaves no trace. It has settled when this returns; its finish_reason
@@ -277,32 +283,38 @@ class Sessions:
         Every token sees the system message. If it is the one that the turn before had, and there is room, the
         cached context goes on, and only `new` is tokenised. In all other cases the context starts anew, with
         the visible messages so far."""
-        before = self.history.messages(after.id) if after else []
-        had = json.loads(after.note).get("system") if after else None
-        earlier = before if had is None else before[1:]
-        first = self._prompted(earlier + new)
+        context_messages = self.history.messages(after.id) if after else []
+        old_system = json.loads(after.note).get("system") if after else None
+        without_system = context_messages if old_system is None else context_messages[1:]
+        system_messages = self._prompted(without_system + new)
         if instructions is not None:
-            first = [dict(role="system", content=instructions)]
-        system = first[0]["content"] if first else None
-        note = dict(note, system=system)
-        if after and had == system:
-            prompt = self._tokenize(before, new, after.last_token)
+            system_messages = [dict(role="system", content=instructions)]
+        new_system = system_messages[0]["content"] if system_messages else None
+        note = dict(note, system=new_system)
+        if after and old_system == new_system:
+            prompt = self._tokenize(context_messages, new, after.last_token)
             if self._fits(after.length + len(prompt), room):
                 return Plan(prompt, new, after, None, note)
-        return self._plan_anew(after, first, earlier, new, room, note)
+        return self._plan_anew(after, system_messages, without_system, new, room, note)
 
-    def _plan_anew(self, after: Turn | None, first: list[dict], earlier: list[dict], new: list[dict],
-                   room: int | None, note: dict) -> Plan:
-        """A context of its own: the system message, then as many messages as leave `room`. The first of these
-        is a user's, wherever we cut. If even the shortest is too long, the engine will say so."""
-        messages = earlier + new
-        starts = [0] + [i for i, message in enumerate(messages) if i > 0 and message["role"] == "user"]
-        for start in starts:
-            prompt = self._tokenize([], first + messages[start:], None)
+    def _plan_anew(self, after: Turn | None, system_messages: list[dict], without_system: list[dict],
+                   new: list[dict], room: int | None, note: dict) -> Plan:
+        """A context of its own: the system message, then as many messages as leave `room`."""
+        messages = without_system + new
+        start, prompt = self._first_that_fits(system_messages, messages, room)
+        carried = len(system_messages) + max(len(without_system) - start, 0)
+        return Plan(prompt, system_messages + messages[start:], after, carried, note)
+
+    def _first_that_fits(self, system_messages: list[dict], messages: list[dict],
+                         room: int | None) -> tuple[int, list[int]]:
+        """Where to cut the messages, and the prompt that is left. We cut only before a user's message. If
+        even the shortest prompt is too long, the engine will say so."""
+        cuts = [i for i, message in enumerate(messages) if i > 0 and message["role"] == "user"]
+        for start in [0, *cuts]:
+            prompt = self._tokenize([], system_messages + messages[start:], None)
             if self._fits(len(prompt), room):
                 break
-        carried = len(first) + max(len(earlier) - start, 0)
-        return Plan(prompt, first + messages[start:], after, carried, note)
+        return start, prompt
 
     def _fits(self, length: int, room: int | None) -> bool:
         return room is None or length + room <= self.engine.scheduler.limit
@@ -351,7 +363,8 @@ class Sessions:
             raise
 
     def _claim(self, live: LiveTurn, name: str):
-        """The conversation is the turn's alone, once the turn that has it now has settled."""
+        """The conversation is the turn's alone, once the turn that has it now has settled. If several turns
+        wait for it, any of them may be next."""
         require(isinstance(name, str), "conversation", "a string or None", name)
         while (claimant := self._claim_if_free(live, name)) is not live:
             claimant.wait()
@@ -365,16 +378,23 @@ class Sessions:
         return claimant
 
     def _claim_after(self, live: LiveTurn, turn: Turn | None, hint: str | None, prefix: str):
-        """Claim the conversation that goes on after a turn: its own if it ends there, is idle, and no client
-        has asked for it by name. Otherwise a new one, called `hint` if that name is free."""
+        """Claim the conversation in which a turn goes on: its own if that is possible, else a new one."""
         with self.claiming:                         # so that an idle conversation stays idle
-            name = turn.conversation if turn and turn.conversation not in self.turns else None
-            record = name and self.history.record(name)
-            if not (record and record.head == turn.id and record.metadata is None):
-                taken = hint is None or hint in self.turns or self.history.record(hint)
-                name = f"{prefix}conv_{new_id()}" if taken else hint
-            self.turns[name] = live
-            live.conversation = name
+            live.conversation = self._idle_home(turn) or self._new_name(hint, prefix)
+            self.turns[live.conversation] = live
+
+    def _idle_home(self, turn: Turn | None) -> str | None:
+        """The conversation that ends with the turn, if it is idle and no client has created it by name."""
+        if turn is None or turn.conversation in self.turns:
+            return None
+        record = self.history.record(turn.conversation)
+        goes_on = record and record.head == turn.id and record.metadata is None
+        return record.name if goes_on else None
+
+    def _new_name(self, hint: str | None, prefix: str) -> str:
+        """`hint`, if that name is free."""
+        taken = hint is None or hint in self.turns or self.history.record(hint)
+        return f"{prefix}conv_{new_id()}" if taken else hint
 
     def _release(self, live: LiveTurn, answer: Answer | None = None, error: Exception | None = None):
         """The conversation is free again, and readers are told how the turn has ended."""
@@ -399,7 +419,8 @@ class Sessions:
         return live
 
     def _ended(self, live: LiveTurn, handle: Handle):
-        """The engine's owner calls this. Only a commit may have to wait for the history's file."""
+        """The engine's owner calls this. A cancelled, failed or one-off turn writes nothing, so the owner
+        settles it at once. A commit may have to wait for the history's file."""
         complete = handle.reply and handle.reply.finish_reason != "cancelled"
         commits = complete and live.conversation is not None
         if commits and self.writer:
@@ -421,10 +442,11 @@ class Sessions:
         except Exception as failure:
             answer, error = None, failure
         try:
-            # The scheduler has undone a turn that it has cancelled. Two others are still in the cache: one
-            # that was complete but not committed, and one that replaced the context that the history has.
-            spoiled = not committed and (commits or live.plan.carried is not None)
-            if spoiled and not self.engine.failure:
+            # Most turns that were not committed have left the cache already: the scheduler has undone them.
+            uncommitted = commits and not committed         # the engine finished it, the history refused it
+            # The engine dropped the old context for this turn, which was then cancelled or has failed.
+            replaced = not committed and live.plan.carried is not None
+            if (uncommitted or replaced) and not self.engine.failure:
                 self.engine.forget(live.conversation)
         finally:
             self._release(live, answer, error)
@@ -434,12 +456,11 @@ class Sessions:
         length = after.length if after and plan.carried is None else 0
         if handle.request.before[0] != length:
             raise StaleTurn(f"conversation {name!r} had other tokens in the cache than in the history")
-        if live.branches:
-            self.history.branch(after.id, name)
         exact = live.stream is not None and not live.stream.stopped         # the text is that of all tokens
         note = dict(plan.note, usage=answer.usage, finish_reason=answer.finish_reason)
         self.history.commit(name, after.id if after else None, plan.prompt, answer.token_ids, plan.messages,
-                            answer.text if plan.messages else None, exact, plan.carried, note, live.id)
+                            answer.text if plan.messages else None, exact, plan.carried, note, live.id,
+                            live.branches)
 
     # ---- conversations
 
@@ -462,7 +483,8 @@ class Sessions:
 
     def delete(self, turn: Turn):
         """Cancel every turn that goes on from this one; free both tiers and the history of it. If later turns
-        build on it, it is only hidden, and goes with the last of them."""
+        build on it, it is only hidden, and goes with the last of them. A turn that begins at this very moment
+        in a conversation that becomes shorter may be cancelled, too."""
         for live in list(self.turns.values()):
             if live.plan and live.plan.after and live.plan.after.id == turn.id:
                 live.cancel()
@@ -470,7 +492,7 @@ class Sessions:
 
     def prune(self, max_age: float, max_bytes: float):
         """Forget idle conversations, the least recently active first, until none is older (seconds) and the
-        history is small enough."""
+        history is small enough, or until the oldest is being answered; the next call goes on."""
         while name := self.history.oldest(time.time() - max_age, max_bytes):
             if self.answering(name):
                 return
@@ -490,7 +512,7 @@ class Sessions:
 
         def change_alone() -> bool:
             """A turn that began now would miss the new messages, and yet end their waiting."""
-            claim = LiveTurn(self.engine, None)
+            claim = LiveTurn(self.engine, None)         # not a turn: it only holds the claim
             if self._claim_if_free(claim, conversation) is not claim:
                 raise Busy(f"conversation {conversation!r} is being answered")
             try:

@@ -170,6 +170,18 @@ def test_without_a_tokenizer_token_ids_are_served(tmp_path):
     engine.close()
 
 
+def test_posts_run_in_their_order_whoever_takes_them(engine):
+    """Without start(), two threads take from the inbox. A turn must enter before its cancel."""
+    order = []
+    with engine.stepping:
+        other = threading.Thread(target=engine.call, args=(lambda: order.append("enter"),))
+        other.start()
+        threading.Event().wait(0.05)                    # it has posted, and waits to be the owner
+        engine.call(lambda: order.append("cancel"))
+    other.join(timeout=60)
+    assert order == ["enter", "cancel"]
+
+
 # ---- readers
 
 def test_many_readers_of_one_handle_see_every_token():
@@ -224,6 +236,8 @@ def test_start_twice_and_close_while_turns_wait():
     assert {handle.result().finish_reason for handle in handles} <= {"cancelled", "length"}
     with pytest.raises(RuntimeError, match="closed"):
         engine.submit(ids(3))
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.start()
 
 
 # ---- failures

@@ -44,7 +44,7 @@ def test_recompute_cost_never_falls(profile):
     assert all(a <= b + 1e-9 for a, b in zip(costs, costs[1:]))
 
 
-@pytest.mark.parametrize("profile, rest", [({}, 1.0), ({32: 1.0}, -1.0)])
+@pytest.mark.parametrize("profile, rest", [({}, 1.0), ({32: 1.0}, -1.0), ({32: -1.0}, 2.0)])
 def test_recompute_cost_refuses_a_profile_without_sense(profile, rest):
     with pytest.raises(ValueError, match="cost profile"):
         RecomputeCost(profile, rest)

@@ -26,6 +26,12 @@ def two_turns(history, name="c"):
     return first, history.commit(name, first.id, [4], [5, 6], [MORE], "Sure")
 
 
+def branch(history, turn, name):
+    """A conversation that ends with this turn, too. It had one more turn, which was deleted."""
+    later = history.commit(name, turn.id, [1], [2], branches=True)
+    assert history.delete(later.id) == [name]
+
+
 def stored_turns(path):
     return sqlite3.connect(path).execute("SELECT count(*) FROM turn").fetchone()[0]
 
@@ -116,10 +122,10 @@ def test_match_among_equals(history):
     history.commit("c", newest[1].id, [7], [8])
     assert history.match(resent)[0] == middle[1]                     # a head goes before a newer turn
     assert history.match(resent, "c")[0] == newest[1]
-    assert history.branch(oldest[1].id, "d").conversation == "d"
+    branch(history, oldest[1], "d")
     assert history.match(resent, "d")[0] == history.head("d") and history.match(resent, "a")[0] == oldest[1]
     history.forget("a")
-    history.branch(oldest[1].id, "a")
+    branch(history, oldest[1], "a")
     assert history.match(resent, "d")[0] == history.head("d")
     assert history.match(resent, "a")[0] == history.head("a")
 
@@ -137,16 +143,18 @@ def test_owners_do_not_match_each_other(history):
 def test_branch_shares_and_forget_keeps_what_is_shared(tmp_path):
     history = History(tmp_path / "h")
     first, second = two_turns(history, "main")
-    assert history.branch(first.id, "side") == first._replace(conversation="side") == history.head("side")
+    branch(history, first, "side")
+    assert history.head("side") == first._replace(conversation="side")
     assert stored_turns(tmp_path / "h") == 2
     third = history.commit("side", first.id, [9], [9])
     assert history.tokens(third.id).tolist() == [1, 2, 3, 9, 9]
-    with pytest.raises(ValueError, match="side"):
-        history.branch(second.id, "side")
+    with pytest.raises(StaleTurn, match="side"):
+        history.commit("side", second.id, [9], [9], branches=True)
     history.forget("main")
     assert history.tokens(third.id).tolist() == [1, 2, 3, 9, 9] and stored_turns(tmp_path / "h") == 2
     with pytest.raises(StaleTurn):
-        history.branch(second.id, "late")
+        history.commit("late", second.id, [9], [9], branches=True)
+    assert history.conversations() == ["side"]
     history.forget("side")
     history.forget("side")
     assert stored_turns(tmp_path / "h") == 0 and history.conversations() == []
@@ -177,8 +185,9 @@ def test_against_lists_of_turns(actions):
                                   carried=0 if action == "anew" else None)
             model[name] = turns + [(turn.id, i, action == "anew")]
         elif action == "branch" and other in model and name not in model:
-            history.branch(model[other][-1][0], name)
-            model[name] = list(model[other])
+            turn = history.commit(name, model[other][-1][0], [i], [-i],
+                                  [{"role": "user", "content": str(i)}], str(-i), branches=True)
+            model[name] = model[other] + [(turn.id, i, False)]
         elif action == "forget":
             history.forget(name)
             model.pop(name, None)

@@ -583,8 +583,8 @@ def test_forget_leaves_nothing():
     cache.forget(a)
     assert not cache.conversations and len(cache.free_slots) == 16 and len(cache.free_places) == 8
     assert cache.available == 16
-    assert all(not index.members for index in cache.indexes.values())
     cache.check_integrity()
+    assert all(not index.members for index in cache.indexes.values())
 
 
 def test_drop_everything():

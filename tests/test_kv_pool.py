@@ -152,7 +152,7 @@ def test_neighbouring_places_are_one_copy(places, runs):
 # ---- KVPool.wait, KVPool.landed
 
 class Recorder:
-    """Stands for the running stream: which events it waits for."""
+    """Stands for the current stream: which events it waits for."""
     def __init__(self):
         self.waited = []
 
@@ -242,15 +242,16 @@ class At:
     def elapsed_time(self, end): return end.ms - self.ms
 
 
-@pytest.mark.parametrize("ready, arrived, stalled", [
+@pytest.mark.parametrize("reached, arrived, waited", [
     ([0, 4, 9], [3, 8, 9], 3 + 4), ([5, 6, 7], [1, 2, 3], 0), ([2, 2.5, None], [2.5, 3, 3.5], 0.5 + 0.5)])
-def test_a_copy_is_hidden_where_nobody_waits_for_it(ready, arrived, stalled):
-    """The running stream comes to each layer at `ready`; the layer has arrived at `arrived`."""
+def test_a_copy_is_hidden_where_nobody_waits_for_it(reached, arrived, waited):
+    """The current stream reaches each layer at `reached`; the layer has arrived at `arrived`."""
     pool = make()
-    flight = Flight("in", [], 100, At(0), At(10), waits=[(At(r), At(a)) for r, a in zip(ready, arrived)])
+    waits = [(At(r), At(a)) for r, a in zip(reached, arrived)]
+    flight = Flight("in", [], 100, At(0), At(10), waits=waits)
     pool.flights = [flight]
     assert pool.landed(wait=False) == []
-    assert pool.stats()["swap_hidden_share"] == pytest.approx(1 - stalled / 10)
+    assert pool.stats()["swap_hidden_share"] == pytest.approx(1 - waited / 10)
     assert pool.stats()["swap_in_seconds"] == pytest.approx(0.01)
 
 

@@ -427,6 +427,7 @@ def test_an_engine_that_has_failed(checkpoint, monkeypatch):
     with (serving(Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0)) as server,
           connect(server.url) as client):
         def burn(batch):
+            eventually(lambda: server.at_work)              # a server that nobody asks would stop at once
             raise RuntimeError("the GPU is on fire")
         client.models.list()                # opens the connection: a server that stops accepts no new one
         asking = server.engine.submit([1], ignore_eos=True)

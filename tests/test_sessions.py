@@ -130,6 +130,7 @@ def test_progress_tells_the_tokens_of_a_text(started):
     sessions, seen, before = opened(started, **TINY), [], 0
     turn = sessions.respond([user("What can you do?")], "c", **talkative(sessions, 40))
     for text, tokens in turn.progress():
+        assert tokens <= len(turn.token_ids)
         seen.append(text)
         assert sessions.tokenizer.decode(turn.token_ids[before:tokens]) == text
         before = tokens
@@ -367,6 +368,25 @@ def test_a_turn_that_cannot_be_committed_fails_and_is_forgotten(started, monkeyp
     reply = sessions.generate(ids(5), "c", max_tokens=4)
     assert reply.usage["prompt_tokens"] == 9 + len(first.token_ids) + 5
     sessions.close()
+
+
+def test_a_branch_that_cannot_be_committed_leaves_no_name(sessions, monkeypatch):
+    sessions.generate(ids(9), "c", max_tokens=4, ignore_eos=True)
+    head = sessions.history.head("c")
+    with monkeypatch.context() as patch:
+        patch.setattr(History, "commit", disk_full)
+        with pytest.raises(OSError, match="disk full"):
+            sessions.generate(ids(5), "side", base=head, max_tokens=4)
+    assert sessions.history.conversations() == ["c"]
+
+
+def test_a_conversation_that_was_created_without_a_turn_can_branch_off(sessions):
+    sessions.generate(ids(9), "c", max_tokens=4, ignore_eos=True)
+    head = sessions.history.head("c")
+    sessions.history.create("side", {"kind": "branch"})
+    sessions.generate(ids(5), "side", base=head, max_tokens=4)
+    assert sessions.history.head("side").parent == head.id and sessions.history.head("c") == head
+    assert sessions.history.record("side").metadata == {"kind": "branch"}
 
 
 def test_a_conversation_forgotten_at_the_wrong_moment_stays_coherent(started, monkeypatch):

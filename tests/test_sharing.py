@@ -107,6 +107,16 @@ def test_a_shared_chunk_is_worth_as_many_times_as_it_has_owners():
     cache.check_integrity()
 
 
+def test_the_place_of_a_running_conversation_is_taken_though_the_chunk_is_shared():
+    cache = make(slots=32, places=3)
+    a = idle(cache, "a", 13)
+    copy(cache, 12)
+    cache.fork(a, "b", a.tokens)
+    cache.admit(a, 13, 20.0)
+    idle(cache, "d", 12, 21.0)
+    assert len(copy(cache, 12, 22.0)) == 3 and cache.stats["chunks_dropped"] == 0
+
+
 def test_what_a_shared_chunk_is_worth_counts_against_a_chunk_on_a_full_cpu_tier():
     """old[0:4] has been idle for 10 s, what is shared for 15 s: worth more, but only because it is shared."""
     cache = make(slots=16, places=1)

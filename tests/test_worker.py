@@ -13,13 +13,14 @@ import torch
 import attention_kernel
 import worker as module
 from attention_kernel import MERGE_COLUMNS, make_plan, tiling
+from config import Config
 from engine import Engine
 from eviction import RecomputeCost
 from kv_cache import Conversation, Ticket
 from model import ModelConfig, empty_model
 from sampling import Sampling
 from scheduler import Batch, Request, Span
-from worker import Worker, fuse, pack, record_graph, table_changes, try_capture
+from worker import Worker, fuse, make_cuda_graph, pack, table_changes, tier_sizes, try_capture
 
 SLOTS, ROWS, CONTEXT, CHUNK, VOCAB = 128, 4, 80, 4, 61
 COST = RecomputeCost({4: 1e-3, 32: 2e-3}, rest=1e-3)
@@ -71,6 +72,15 @@ def replays(worker):
     return counts
 
 
+# ---- the sizes of the tiers
+
+def test_the_cpu_tier_is_four_times_the_gpu_tier_unless_it_is_given():
+    model = make_worker().model
+    assert tier_sizes(Config(gpu_cache_tokens=64), model) == (64, 256)
+    assert tier_sizes(Config(gpu_cache_tokens=64, cpu_cache_tokens=0), model) == (64, 0)
+    assert tier_sizes(Config(), model) == (16 * CONTEXT, 64 * CONTEXT)
+
+
 # ---- the upload
 
 def test_table_changes_names_each_entry():
@@ -90,7 +100,7 @@ def test_inputs_are_the_batch():
     # Behind the first span nothing is sampled: its context goes on.
     assert inputs.sample_at.tolist() == [4, 9] and packed.sampling == [found[2], found[1]]
     assert inputs.positions.tolist() == [2, 3, 4, 5, 19, 0, 1, 2, 3, 4]
-    assert inputs.rows.tolist() == [0] * 4 + [2] + [1] * 5
+    assert inputs.table_rows.tolist() == [0] * 4 + [2] + [1] * 5
     assert inputs.spans.host.tolist() == [[0, 2, 1], [4, 1, 5], [6, 20, 5]]
     assert worker.slot_table[1, 3:5].tolist() == [40, 41]
 
@@ -199,11 +209,11 @@ def test_conversations_are_the_same_with_graphs(options):
 def test_without_graphs_the_server_still_serves(capsys):
     worker = make_worker()
 
-    def record(run):
+    def make_graph(run):
         if len(worker.graphs) == 1:
             raise RuntimeError("no such luck")
         return run
-    try_capture(worker, record)
+    try_capture(worker, make_graph)
     assert not worker.graphs and "no such luck" in capsys.readouterr().err
     assert len(worker.execute(decode(requests(worker, [9, 5]))).tokens) == 2
 
@@ -295,7 +305,7 @@ def test_padded_plans_on_the_gpu():
 def test_graphs_on_the_gpu():
     """Captured and replayed, many times, with other lengths and tokens each time."""
     plain, captured = (make_worker(device="cuda") for _ in range(2))
-    captured.capture(lambda run, pool=torch.cuda.graph_pool_handle(): record_graph(run, pool))
+    captured.capture(lambda run, pool=torch.cuda.graph_pool_handle(): make_cuda_graph(run, pool))
     used, chance = replays(captured), random.Random(0)
     for _ in range(20):
         lengths = [chance.randint(1, 30) for _ in range(chance.randint(1, ROWS))]

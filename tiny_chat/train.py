@@ -1,10 +1,10 @@
 """Make the embedded model: a small OPT that remembers what you told it.
 
-This script made every other file of its directory. It writes the dialogues, trains the tokenizer on them,
-trains the model, and measures it. In a dialogue the user tells facts ("My lucky number is 7.") and asks for
-them much later. Almost every value consists of random syllables, letters or digits, so the model cannot
-learn it by heart. It must find the fact in its context and copy it, token by token. That makes the KV cache
-visible: if the KV-tokens of a fact are lost, the answer is wrong.
+This script made every other file of its directory. It writes the dialogues, trains the tokenizer on
+them, trains the model, and measures it. In a dialogue the user tells facts ("My lucky number is 7.")
+and asks for them much later. Almost every value consists of random syllables, letters or digits, so the
+model cannot learn it by heart. It must find the fact in its context and copy it, token by token. That
+makes the KV cache visible: if the KV-tokens of a fact are lost, the answer is wrong.
 
 A hash splits all values into two groups, one for training and one for measuring. So recall is measured on
 values that the model has never seen.
