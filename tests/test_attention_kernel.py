@@ -198,8 +198,8 @@ CASES = [  # q_len, kv_len, group, kv_heads, D
     ([1, 9], [129, 200], 8, 1, 80),
     ([1, 2], [130, 65], 37, 1, 16),
     ([1], [64 * PIECES_AT_ONCE + 65], 2, 1, 16),
-    # The first row stands at 126: the last column of its tile, whatever its width, is the first that it must
-    # not see.
+    # The first row stands at 126: the last column of its strip, whatever the strip's width, is the first that
+    # it must not see.
     ([3, 40, 100], [129, 166, 226], 1, 1, 16),
 ]
 

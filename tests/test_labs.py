@@ -2,6 +2,7 @@
 are wrong but plausible get less than all points. Every command of a handout runs."""
 import importlib.util
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -46,6 +48,39 @@ def apply(wrong, directory):
     _, file, name = re.match(r'("""(\S+\.py): (\S+)\n)', wrong.read_text()).groups()
     written = wrong.read_text().split("\n\n\n", 1)[1]
     (directory / file).write_text(with_function((ROOT / file).read_text(), name, written))
+
+
+# ---- processes that need not import torch first: 24 of them would take a minute
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["hypothesis", "numpy", "pytest", "torch"])
+
+
+def run_in_fork(arguments, code, timeout=None, **environment):
+    """lab.run_python, for pytest."""
+    output = Path(environment["LAB_RESULTS"] + ".output")
+    process = FORKS.Process(target=run_pytest, args=(arguments[2:], code, environment, output))
+    process.start()
+    process.join(timeout)
+    if process.is_alive():
+        process.kill()
+        raise subprocess.TimeoutExpired("pytest", timeout)
+    return SimpleNamespace(stdout=output.read_text())
+
+
+def run_pytest(arguments, code, environment, output):
+    """In the new process: forget this project's modules, since those of `code` are tested."""
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(ROOT)):
+            del sys.modules[name]
+    os.chdir(code)
+    os.environ.update(environment, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    others = [path for path in sys.path if not path.startswith(str(ROOT))]
+    sys.path[:] = [str(code), str(code / "tests"), *others]
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.exit(pytest.main(arguments))
 
 
 # ---- starters
@@ -118,7 +153,8 @@ def commands():
 
 
 @pytest.mark.parametrize("command", list(commands()))
-def test_every_command_of_a_handout_runs(command):
+def test_every_command_of_a_handout_runs(command, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")   # they take a second
     *settings, rest = re.split(r" ?(?=python )", command, maxsplit=1)
     environment = {**os.environ, **dict(setting.split("=") for setting in settings if setting)}
     done = subprocess.run([sys.executable, *rest.split()[1:]], cwd=ROOT, env=environment,
@@ -142,6 +178,7 @@ def test_points(number, starters, tmp_path):
     """Of the starter as a student runs it, of the solved code, and of each wrong solution."""
     starter = starters[number]
     graded_by = load(starter)           # it knows the expected results, and need not compute them again
+    graded_by.run_python = run_in_fork
     wrong = [path for path in WRONG if path.name.startswith(f"{number}_")]
 
     def solved(name):
