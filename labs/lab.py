@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+TESTS = ROOT / "labs" / "tests"
 EXPECTED = Path("labs/expected.json")       # in a starter alone: what its tests compare with
 KEPT_BACK = (".git", ".ci", "wrong_solutions", "test_labs.py")      # not for students
 TIME_LIMIT = 120                            # seconds of a whole check; each test has a limit of its own
@@ -38,11 +39,11 @@ class Lab(NamedTuple):
     """A lab called "2_x" has its handout in labs/2_x.md and its tests in labs/tests/test_2_x.py."""
     name: str
     hours: int
-    file: dict[str, list[str]]              # file -> the functions to write, by qualified name
+    files: dict[str, list[str]]             # file -> the functions to write, by qualified name
     compares: bool = False                  # its tests compare with what the solved code does
 
     def functions(self) -> list[tuple[str, str]]:
-        return [(file, name) for file, names in self.file.items() for name in names]
+        return [(file, name) for file, names in self.files.items() for name in names]
 
 
 LABS = {
@@ -118,14 +119,15 @@ def expected_results(number: int, seed: int):
 
 
 def test_file(number: int) -> str:
-    return str(ROOT / "labs" / "tests" / f"test_{LABS[number].name}.py")
+    return f"test_{LABS[number].name}.py"           # in TESTS
 
 
 def run_python(arguments: list[str], code: Path, check=False, timeout=None, **environment):
-    """Python in a process of its own, which imports the project from `code` and tests' helpers from here."""
-    path = os.pathsep.join(map(str, (code, ROOT / "tests")))
+    """Python in a process of its own, which imports the project from `code`, but tests and their helpers from
+    here."""
+    path = os.pathsep.join(map(str, (ROOT / "tests", code)))
     environment = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environment}
-    return subprocess.run([sys.executable, *arguments], cwd=code, env=environment, check=check,
+    return subprocess.run([sys.executable, *arguments], cwd=TESTS, env=environment, check=check,
                           timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -148,7 +150,7 @@ def grade(number: int, code: Path, seed: int = 0, *pytest_flags: str) -> Graded:
     with tempfile.TemporaryDirectory() as scratch:
         results, expected = Path(scratch, "results"), Path(scratch, "expected.json")
         expected.write_text(json.dumps(expected_results(number, seed)))
-        arguments = ["-m", "pytest", "-c", str(ROOT / "labs" / "tests" / "check.ini"), test_file(number)]
+        arguments = ["-m", "pytest", "-c", "check.ini", test_file(number)]
         try:
             output = run_python([*arguments, *pytest_flags], code, timeout=TIME_LIMIT, LAB_SEED=str(seed),
                                 LAB_RESULTS=str(results), LAB_EXPECTED=str(expected),

@@ -73,10 +73,10 @@ def run_pytest(arguments, code, environment, output):
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None)).startswith(str(ROOT)):
             del sys.modules[name]
-    os.chdir(code)
+    os.chdir(ROOT / "labs" / "tests")
     os.environ.update(environment, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     others = [path for path in sys.path if not path.startswith(str(ROOT))]
-    sys.path[:] = [str(code), str(code / "tests"), *others]
+    sys.path[:] = [str(ROOT / "tests"), str(code), *others]
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -117,9 +117,9 @@ def test_blank_keeps_every_byte_of_signature_and_docstring():
 def test_a_starter_differs_in_the_bodies_of_its_functions_alone(number, tmp_path, monkeypatch):
     monkeypatch.setattr(lab, "expected_results", lambda number, seed: None)
     lab.start(number, tmp_path / "starter")
-    for file in {file for each in lab.LABS.values() for file in each.file}:
+    for file in {file for each in lab.LABS.values() for file in each.files}:
         source = (ROOT / file).read_text()
-        for name in lab.LABS[number].file.get(file, []):
+        for name in lab.LABS[number].files.get(file, []):
             source = lab.blank(source, name, number)
         assert (tmp_path / "starter" / file).read_text() == source
     kept_back = [path for path in (tmp_path / "starter").rglob("*")
@@ -184,7 +184,7 @@ def test_points(number, starters, tmp_path):
     def solved(name):
         directory = tmp_path / name
         shutil.copytree(starter, directory, ignore=shutil.ignore_patterns("results", "*.safetensors"))
-        for file in lab.LABS[number].file:
+        for file in lab.LABS[number].files:
             shutil.copy(ROOT / file, directory / file)
         return directory
 

@@ -234,10 +234,9 @@ def the_host_never_waits():
 
 
 ORDERINGS = {
-    "KVPool.swap_in": [slots_are_overwritten_only_when_earlier_steps_have_read_them,
-                       the_first_layer_does_not_wait_for_the_others],
-    "KVPool.wait": [no_layer_is_read_before_it_has_arrived, without_a_pipeline_the_first_layer_waits_for_all,
-                    a_later_step_does_not_wait_again],
+    "KVPool.swap_in": [slots_are_overwritten_only_when_earlier_steps_have_read_them],
+    "KVPool.wait": [no_layer_is_read_before_it_has_arrived, the_first_layer_does_not_wait_for_the_others,
+                    without_a_pipeline_the_first_layer_waits_for_all, a_later_step_does_not_wait_again],
     "KVPool.swap_out": [a_copy_out_reads_what_earlier_steps_wrote,
                         a_copy_out_starts_when_the_copies_in_have_ended,
                         a_copy_out_does_not_wait_for_the_step_that_computes,
