@@ -117,8 +117,10 @@ class SharingCache(KVCache):
             return False
         self.leaders.pop(conversation.order, None)
         super().extend(conversation, prompt)
-        for parent in (leader, self.designated) if leader else (self.designated,):
-            self._share(conversation, conversation.tokens[:-1], parent)
+        shareable = conversation.tokens[:-1]
+        if leader:
+            self._share(conversation, shareable, leader)
+        self._share(conversation, shareable, self.designated)
         return True
 
     def _share(self, child: Conversation, tokens: Sequence[int], parent: Conversation):
