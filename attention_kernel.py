@@ -15,7 +15,7 @@ the KV-token of that position lies.
 
 Invariant: the KV-token of every position that a span sees is in the cache when the kernel starts.
 """
-from __future__ import annotations      # `tl` is absent where triton is
+from __future__ import annotations      # where triton is absent, `tl.constexpr` is, too
 
 import os
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ try:
     import triton.language as tl
     jit = triton.jit
 except ImportError:     # on macOS and Windows the reference serves
-    triton, jit = None, lambda function: function
+    triton, tl, jit = None, None, lambda function: function
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"     # triton asks once: when a kernel is defined
 LOG2_E = 1.4426950408889634

@@ -24,6 +24,7 @@ import time
 from array import array
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -38,7 +39,8 @@ from attention_kernel import (Plan, SpanTensors, ceil_div, enumerate_each, join,
 from checkpoint import load_model, random_model
 from eviction import RecomputeCost
 from kv_pool import KVPool
-from model import Model
+from model import Attend, Layer, Model
+from rotary_store import rotate_and_store
 from sampling import sample
 from scheduler import Batch, Request, Result, Span
 
@@ -205,10 +207,10 @@ class Worker:
     def _forward(self, inputs: Inputs) -> Tensor:
         slots = self.slot_table[inputs.table_rows, inputs.positions].long()     # [T]
 
-        def attend(layer, q, k, v):     # [T, H, D], [T, H_kv, D] twice -> [T, H, D]
-            self.pool.store(layer, slots, k, v)
-            self.pool.wait(layer)
+        def attend(layer, q, k, v, rotation):       # [T, H, D], [T, H_kv, D] twice -> [T, H, D]
             k_cache, v_cache = self.pool.gpu[layer]     # [slots, H_kv, D] each
+            q = rotate_and_store(q, k, v, k_cache, v_cache, slots, rotation)
+            self.pool.wait(layer)
             return multi_token_attention(q, k_cache, v_cache, self.slot_table, inputs.spans)
 
         return self.model(inputs.tokens, inputs.positions, attend)              # [T, width]
@@ -251,7 +253,7 @@ class Worker:
             run = partial(multi_token_attention, q, *self.pool.gpu[0], self.slot_table, spans)
             return config.num_layers * self._seconds(run, repeats)
 
-        rest = self._seconds(lambda: self.model(tokens, positions, lambda layer, q, k, v: q), repeats)
+        rest = self._seconds(lambda: self.model(tokens, positions, lambda layer, q, k, v, rotation: q), repeats)
         return RecomputeCost({length: attention(length) for length in lengths}, rest)
 
     def _seconds(self, run: Callable, repeats: int) -> float:
@@ -328,7 +330,7 @@ def free_memory(model: Model, max_batch_tokens: int, max_running: int) -> int:
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        model.logits(model(tokens, tokens, lambda layer, q, k, v: q.clone())[:max_running])
+        model.logits(model(tokens, tokens, lambda layer, q, k, v, rotation: q.clone())[:max_running])
     except torch.cuda.OutOfMemoryError as error:
         raise ValueError(f"a step of max_batch_tokens={max_batch_tokens} does not fit beside the weights, "
                          f"choose less: {error}") from error
@@ -352,18 +354,32 @@ def speed_up(worker: Worker):
     """On CUDA, compile and capture the small kernels that the GPU would otherwise wait for the host
     to launch."""
     if worker.device.type == "cuda" and runs_triton(worker.device, worker.dtype):
-        if worker.model.config.rope_theta is not None:
-            fuse(worker.model)
+        fuse(worker.model)
         try_capture(worker, partial(make_cuda_graph, pool=torch.cuda.graph_pool_handle()))
 
 
 def fuse(model: Model, backend="inductor"):
-    """Rotating q and k takes sixteen small kernels, half of all in a Llama layer. Compiled, it
-    takes one, or two where k has fewer heads. torch compiles three times, for all layers at once:
-    at the first call, for any other number of tokens, and for a single one. If compiling fails,
-    torch logs why and the model runs as it was."""
+    """Compile all that lies between the attentions of two neighbouring layers as one function. Its
+    layers are arguments, so torch compiles it once for all of them; three times in all: at the
+    first call, for any other number of tokens, and for a single one. If compiling fails, torch logs
+    why and the model runs as it was.
+
+    A Llama layer then launches ten kernels: four matrix products; two sums with norms, and the
+    MLP's activation; rotate_and_store, attention and its merge."""
     torch._dynamo.config.suppress_errors = True
-    model.rotate_both = torch.compile(model.rotate_both, backend=backend)
+
+    @partial(torch.compile, backend=backend)
+    def between(layer: Layer, x: Tensor, attended: Tensor, following: Layer) -> tuple[Tensor, ...]:
+        x = layer.after_attention(x, attended)
+        return x, *following.before_attention(x)
+
+    def through_layers(x: Tensor, attend: Attend) -> Tensor:        # computes what the model's own does
+        q_k_v = model.layers[0].before_attention(x)
+        for number, (layer, following) in enumerate(pairwise(model.layers)):
+            x, *q_k_v = between(layer, x, attend(number, *q_k_v), following)
+        last = len(model.layers) - 1
+        return model.norm(model.layers[last].after_attention(x, attend(last, *q_k_v)))
+    model.through_layers = through_layers
 
 
 def try_capture(worker: Worker, make_graph: Callable):

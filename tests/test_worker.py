@@ -235,7 +235,7 @@ def rotary_model(device="cpu"):
 def hidden(model, tokens):
     """With no attention, but a function of all of q, k and v."""
     numbers = torch.arange(tokens, device=model.tokens.weight.device)
-    return model(numbers, numbers, lambda layer, q, k, v: q * (k + v).repeat_interleave(2, dim=1))
+    return model(numbers, numbers, lambda layer, q, k, v, rotation: q * (k + v).repeat_interleave(2, dim=1))
 
 
 @pytest.mark.parametrize("device, backend", [("cpu", "eager"),
