@@ -71,8 +71,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotate_and_store_kernel(q, k, v, rotated, k_cache, v_cache, slots, cos, sin,
                             stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
                             stride_rt, stride_rh, stride_slot, stride_ch,
-                            HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KV_TILES: tl.constexpr, D: tl.constexpr,
-                            TILE_H: tl.constexpr, TILE_D: tl.constexpr, ROTATE: tl.constexpr):
+                            HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KV_TILES: tl.constexpr,
+                            D: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
+                            ROTATE: tl.constexpr):
     """TILE_H heads of one token: of k and v for the first KV_TILES programs of the token, and of q
     for the others. Grid (T, tiles). Offsets of tokens and slots are int64."""
     token = tl.program_id(0).to(tl.int64)
@@ -105,4 +106,5 @@ def move_heads(source, stride_source, target, stride_target, tile, cos, sin, HEA
         c = tl.load(cos + dims % (D // 2))                              # [TILE_D]
         s = tl.load(sin + dims % (D // 2))
         x = x * c[None, :] + partner * tl.where(dims < D // 2, -s, s)[None, :]
-    tl.store(target + heads[:, None] * stride_target + dims[None, :], x.to(target.dtype.element_ty), mask=inside)
+    target += heads[:, None] * stride_target
+    tl.store(target + dims[None, :], x.to(target.dtype.element_ty), mask=inside)

@@ -34,14 +34,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from attention_kernel import (Plan, SpanTensors, ceil_div, enumerate_each, join, make_plan,
-                              multi_token_attention, runs_triton, split_like, tiling, upload)
+from attention_kernel import (Plan, SpanTensors, enumerate_each, join, make_plan, multi_token_attention,
+                              runs_triton, split_like, upload, wanted_items)
 from checkpoint import load_model, random_model
 from eviction import RecomputeCost
+from kv_cache import Conversation
 from kv_pool import KVPool
 from model import Attend, Layer, Model
 from rotary_store import rotate_and_store
-from sampling import sample
+from sampling import Sampling, sample
 from scheduler import Batch, Request, Result, Span
 
 SMALL_MODEL = 10_000_000    # parameters; below, threads on a CPU wait for one another longer than they work
@@ -186,13 +187,9 @@ class Worker:
         plan has as much room as any `size` decodes can need."""
         if not runs_triton(self.device, self.dtype):
             return Plan([], np.zeros((0, 4), np.int32), 0)
-        shapes, wanted = tiling(self.kv_heads, self.dtype, self.device)
-        plan = make_plan(host, self.group, shapes, wanted)
-        if not size:
-            return plan
-        (shape, _), = plan.launches                     # decodes have equally many query rows: one shape
-        tiles = size * ceil_div(self.group, shape.rows)
-        return plan.padded(num_items=wanted + tiles, num_merges=size * self.group)
+        wanted = wanted_items(self.kv_heads, self.dtype, self.device)
+        plan = make_plan(host, self.group, wanted)
+        return plan.padded(size, self.group, wanted) if size else plan
 
     def _logits(self, inputs: Inputs, size: int) -> Tensor:
         """One forward over all spans -> logits [N, vocab] behind the tokens at which one is
@@ -215,7 +212,20 @@ class Worker:
 
         return self.model(inputs.tokens, inputs.positions, attend)              # [T, width]
 
-    # ---- graphs
+    # ---- before the first request
+
+    @torch.inference_mode()
+    def warm_up(self):
+        """Run steps that use every kernel once, so that none of them has to be compiled while a
+        request waits. All tokens are padding. A span of the last positions of a whole context is
+        split and merged, if any span can be; the fewest tokens that take a shape of tile are one
+        more than the next smaller shape holds."""
+        smaller = [0, *(shape.rows for shape in wanted_items(self.kv_heads, self.dtype, self.device))][:-1]
+        for q_len in sorted({rows // self.group + 1 for rows in smaller}):
+            if q_len <= self.max_context:
+                start, tokens = self.max_context - q_len, array("i", [0]) * q_len
+                packed = Packed([self.padding_row], [start], [self.max_context], tokens, [q_len - 1], [])
+                self._logits(self._inputs(packed, [], 0), 0)
 
     @torch.inference_mode()
     def capture(self, make_graph: Callable):
@@ -253,7 +263,10 @@ class Worker:
             run = partial(multi_token_attention, q, *self.pool.gpu[0], self.slot_table, spans)
             return config.num_layers * self._seconds(run, repeats)
 
-        rest = self._seconds(lambda: self.model(tokens, positions, lambda layer, q, k, v, rotation: q), repeats)
+        def no_attention(layer, q, k, v, rotation):
+            return q
+
+        rest = self._seconds(partial(self.model, tokens, positions, no_attention), repeats)
         return RecomputeCost({length: attention(length) for length in lengths}, rest)
 
     def _seconds(self, run: Callable, repeats: int) -> float:
@@ -322,22 +335,35 @@ def tier_sizes(config, model: Model) -> tuple[int, int]:
 
 @torch.inference_mode()
 def free_memory(model: Model, max_batch_tokens: int, max_running: int) -> int:
-    """Bytes of the GPU that neither the weights nor the largest step need. It runs such a step to
-    find out. It does not measure the partial results of attention, the staging of swaps, or
-    graphs: the tenth that tier_sizes leaves free is for these."""
-    device = next(model.parameters()).device
-    tokens = torch.zeros(max_batch_tokens, dtype=torch.int32, device=device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    """Bytes of the GPU that neither the weights nor the largest steps need. It runs these to find
+    out: a step of all tokens, sampling included, and a step of decodes alone, because graphs have
+    memory of their own."""
     try:
-        model.logits(model(tokens, tokens, lambda layer, q, k, v, rotation: q.clone())[:max_running])
+        step = peak_memory(partial(largest_step, model, max_batch_tokens, max_running))
+        graph = peak_memory(partial(largest_step, model, max_running, max_running))
     except torch.cuda.OutOfMemoryError as error:
         raise ValueError(f"a step of max_batch_tokens={max_batch_tokens} does not fit beside the weights, "
                          f"choose less: {error}") from error
-    step = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    return free - step
+    free, _ = torch.cuda.mem_get_info(next(model.parameters()).device)
+    return free - step - graph
+
+
+def largest_step(model: Model, num_tokens: int, max_running: int):
+    """Run the model on num_tokens, and draw a token for each of max_running requests."""
+    tokens = torch.zeros(num_tokens, dtype=torch.int32, device=next(model.parameters()).device)
+    hidden = model(tokens, tokens, lambda layer, q, k, v, rotation: q.clone())
+    logits = model.logits(hidden[:max_running])
+    drawn = Request(Conversation("", 0, [0], 1, toward=1), [], sampling=Sampling(temperature=1.0, top_p=0.9))
+    sample(logits, [drawn] * len(logits))
+
+
+def peak_memory(run: Callable) -> int:
+    """Bytes of the current GPU that run() allocates at most, at a time."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def host_memory() -> int:
@@ -350,15 +376,21 @@ def host_memory() -> int:
 
 # ---- faster on CUDA: the worker stays plain, and this is applied from outside
 
+# Its patterns would move the sum with the residual from the norm's kernel into the matrix product,
+# for which CUDA first copies the residual: one more launch.
+INDUCTOR = partial(torch.compile, options={"pattern_matcher": False})
+
+
 def speed_up(worker: Worker):
     """On CUDA, compile and capture the small kernels that the GPU would otherwise wait for the host
     to launch."""
     if worker.device.type == "cuda" and runs_triton(worker.device, worker.dtype):
         fuse(worker.model)
+        worker.warm_up()
         try_capture(worker, partial(make_cuda_graph, pool=torch.cuda.graph_pool_handle()))
 
 
-def fuse(model: Model, backend="inductor"):
+def fuse(model: Model, compiler: Callable = INDUCTOR):
     """Compile all that lies between the attentions of two neighbouring layers as one function. Its
     layers are arguments, so torch compiles it once for all of them; three times in all: at the
     first call, for any other number of tokens, and for a single one. If compiling fails, torch logs
@@ -368,7 +400,7 @@ def fuse(model: Model, backend="inductor"):
     MLP's activation; rotate_and_store, attention and its merge."""
     torch._dynamo.config.suppress_errors = True
 
-    @partial(torch.compile, backend=backend)
+    @compiler
     def between(layer: Layer, x: Tensor, attended: Tensor, following: Layer) -> tuple[Tensor, ...]:
         x = layer.after_attention(x, attended)
         return x, *following.before_attention(x)
