@@ -271,6 +271,7 @@ def test_a_model_that_cannot_be_compiled_runs_as_it_is():
     assert torch.equal(hidden(fused, 4), hidden(plain, 4)) and failures
 
 
+@pytest.mark.soak
 def test_seven_launches_between_two_attentions(monkeypatch):
     """As Inductor plans them for Triton. It plans for a GPU that is not there: no kernel is compiled,
     and what was planned runs without its Triton kernels, so the results mean nothing."""
@@ -286,9 +287,8 @@ def test_seven_launches_between_two_attentions(monkeypatch):
     fuse(model)
     with config.patch(cpu_backend="triton", force_disable_caches=True):
         _, codes = utils.run_and_get_code(hidden, model, 8)
-    launches = [re.findall(r"extern_kernels\.(\w+)\(|triton_\w+_(\d)\.run\(", code) for code in codes]
-    product, norm, activation = ("mm", ""), ("", "0"), ("", "1")
-    assert launches == [[product, norm, product, activation, product, norm, product]]
+    launches = re.findall(r"extern_kernels\.(\w+)\(|(triton)_\w+\.run\(", "".join(codes))
+    assert ["".join(one) for one in launches] == ["mm", "triton", "mm", "triton", "mm", "triton", "mm"]
 
 
 # ---- with the kernel: its work items are planned on the host, uploaded with the rest, and padded
