@@ -162,7 +162,7 @@ class TileShape(NamedTuple):
     keys: int
     warps: int
     stages: int         # K and V are copied stages - 1 strips ahead
-    resident: int       # programs that a processor has room for at a time, with D 128 on the first such GPU
+    resident: int       # programs that a processor runs at a time, for D 128 on an H100 or A100
 
 
 # A span takes the first shape that holds all its rows, or else the last. We found these shapes by
@@ -172,7 +172,7 @@ class TileShape(NamedTuple):
 # float32 has no tensor cores: it is for checking.
 HOPPER = TileShape(16, 64, 4, 3, 3), TileShape(64, 64, 4, 3, 2), TileShape(128, 128, 8, 3, 1)
 AMPERE = TileShape(16, 64, 4, 3, 2), TileShape(64, 32, 4, 4, 2), TileShape(128, 32, 8, 4, 1)
-FLOAT32 = (TileShape(16, 32, 8, 2, 2),)
+FLOAT32 = (TileShape(16, 32, 8, 2, 3),)
 Wanted = dict[TileShape, int]       # how many work items of each shape, per KV head, fill the GPU
 PIECES_AT_ONCE = 32         # partial results that are merged at a time
 MIN_PIECE = 256             # positions: finer pieces cost more to merge than they gain

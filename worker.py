@@ -216,16 +216,17 @@ class Worker:
 
     @torch.inference_mode()
     def warm_up(self):
-        """Run steps that use every kernel once, so that none of them has to be compiled while a
-        request waits. All tokens are padding. A span of the last positions of a whole context is
-        split and merged, if any span can be; the fewest tokens that take a shape of tile are one
-        more than the next smaller shape holds."""
-        smaller = [0, *(shape.rows for shape in wanted_items(self.kv_heads, self.dtype, self.device))][:-1]
-        for q_len in sorted({rows // self.group + 1 for rows in smaller}):
-            if q_len <= self.max_context:
-                start, tokens = self.max_context - q_len, array("i", [0]) * q_len
-                packed = Packed([self.padding_row], [start], [self.max_context], tokens, [q_len - 1], [])
-                self._logits(self._inputs(packed, [], 0), 0)
+        """Use every kernel once, so that none of them has to be compiled while a request waits.
+
+        For each shape of tile, a step computes the fewest tokens that take it, one more than the
+        next smaller shape holds. They are padding, and they stand at the end of a whole context, so
+        that their tiles are split and merged if that ever happens."""
+        held = [0, *(shape.rows for shape in wanted_items(self.kv_heads, self.dtype, self.device))]
+        for rows in held[:-1]:
+            q_len = min(rows // self.group + 1, self.max_context)
+            span = [self.padding_row], [self.max_context - q_len], [self.max_context]
+            packed = Packed(*span, array("i", [0]) * q_len, sample_at=[q_len - 1], sampling=[])
+            self._logits(self._inputs(packed, [], size=0), size=0)
 
     @torch.inference_mode()
     def capture(self, make_graph: Callable):
@@ -337,7 +338,8 @@ def tier_sizes(config, model: Model) -> tuple[int, int]:
 def free_memory(model: Model, max_batch_tokens: int, max_running: int) -> int:
     """Bytes of the GPU that neither the weights nor the largest steps need. It runs these to find
     out: a step of all tokens, sampling included, and a step of decodes alone, because graphs have
-    memory of their own."""
+    memory of their own. The tenth that tier_sizes leaves free is for what is small: the partial
+    results of attention, the staging of swaps, fragments."""
     try:
         step = peak_memory(partial(largest_step, model, max_batch_tokens, max_running))
         graph = peak_memory(partial(largest_step, model, max_running, max_running))
@@ -376,8 +378,8 @@ def host_memory() -> int:
 
 # ---- faster on CUDA: the worker stays plain, and this is applied from outside
 
-# Its patterns would move the sum with the residual from the norm's kernel into the matrix product,
-# for which CUDA first copies the residual: one more launch.
+# Without its patterns. One of them takes the sum with the residual out of the norm's kernel, into the
+# matrix product before it. There CUDA first copies the residual, which is a launch more.
 INDUCTOR = partial(torch.compile, options={"pattern_matcher": False})
 
 
@@ -392,12 +394,12 @@ def speed_up(worker: Worker):
 
 def fuse(model: Model, compiler: Callable = INDUCTOR):
     """Compile all that lies between the attentions of two neighbouring layers as one function. Its
-    layers are arguments, so torch compiles it once for all of them; three times in all: at the
-    first call, for any other number of tokens, and for a single one. If compiling fails, torch logs
-    why and the model runs as it was.
+    layers are arguments, so that torch compiles it for all of them at once: at the first call, for
+    any other number of tokens, and for a single one. If compiling fails, torch logs why and the
+    model runs as it was.
 
-    A Llama layer then launches ten kernels: four matrix products; two sums with norms, and the
-    MLP's activation; rotate_and_store, attention and its merge."""
+    A Llama layer then launches ten kernels: four matrix products; two sums with norms and the
+    activation of the MLP between them; rotate_and_store, attention and its merge."""
     torch._dynamo.config.suppress_errors = True
 
     @compiler

@@ -123,15 +123,17 @@ def test_exact_float32(tmp_path):
     compiled = build_attention(80, tile, 128, 4, "fp32")
     code = sass(compiled, tmp_path)
     assert "FFMA" in code and "HMMA" not in code and compiled.metadata.shared <= SHARED[80] * 1024
+    assert usage(80, compiled, tmp_path).resident == tile.resident
 
 
 @pytest.mark.parametrize("capability, D, rotate", [
     (90, 128, True), pytest.param(80, 80, True, marks=pytest.mark.soak),
     pytest.param(90, 64, False, marks=pytest.mark.soak)])
 def test_rotate_and_store(capability, D, rotate, tmp_path):
-    """Every load and store of heads takes 16 bytes for each thread."""
+    """Heads are loaded, their partners, too, and stored, 16 bytes for each thread."""
     code = sass(build_store(capability, D, 32, 8, rotate), tmp_path)
-    assert len(re.findall(r"\bSTG\S*\.128", code)) == len(re.findall(r"\bSTG", code)) == (3 if rotate else 2)
+    assert len(re.findall(r"\bLDG\S*\.128", code)) == (5 if rotate else 3)
+    assert re.findall(r"\bSTG\S*", code) == 3 * ["STG.E.128"]
 
 
 def table():
