@@ -88,8 +88,10 @@ def build_merge(capability, D, group):
 
 def build_store(capability, D, heads, kv_heads, rotate=True):
     tile_h = triton.cdiv(rotary_store.ELEMENTS, padded(D))
+    angles = {} if rotate else dict(cos=None, sin=None)
     return build(capability, rotary_store.rotate_and_store_kernel, HEADS=heads, KV_HEADS=kv_heads,
-                 KV_TILES=triton.cdiv(kv_heads, tile_h), D=D, TILE_H=tile_h, TILE_D=padded(D), ROTATE=rotate)
+                 KV_TILES=triton.cdiv(kv_heads, tile_h), D=D, TILE_H=tile_h, TILE_D=padded(D),
+                 ROTATE=rotate, **angles)
 
 
 @pytest.mark.parametrize("capability, kind, D, group",
