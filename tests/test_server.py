@@ -249,7 +249,7 @@ WRONG = dict(
     max_tokens=[-1, 0, 10**9, 10**30, "5", True, 1.5], temperature=[-1, "hot", float("nan"), 1e999],
     top_p=[0, 2], min_p=[-1], seed=[1.5], frequency_penalty=[2.5], n=[0, 17], model=[7],
     stop=["", ["a", ""], 3, ["a"] * 5], stream=[1], stream_options=[dict(nothing=1)],
-    conversation_id=[5, "", "\ud800"], tools=[[]], functions=[[{}]], what_is_this=[1],
+    conversation_id=[5, "", "\ud800"], tools=[[{}]], functions=[[{}]], what_is_this=[1],
     logprobs=[1], top_logprobs=[3, 99], response_format=[dict(type="json_object")],
     logit_bias=[[1], {"x": 1}, {"5": 101}, {"99999": 1}], metadata=[dict(a=1), {"a" * 65: ""}, []],
     messages=[[], "Hi", None, ["Hi"], [{}], [dict(role="user")], [dict(content="Hi")],
@@ -280,7 +280,7 @@ def test_the_clients_own_exceptions(client):
         ask(client, [user("Hi")], model="gpt-4")
     assert error.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError, match="tools") as error:
-        ask(client, [user("Hi")], tools=[])
+        ask(client, [user("Hi")], tools=[dict(type="function", function=dict(name="f"))])
     assert error.value.param == "tools"
     with pytest.raises(openai.BadRequestError, match=f"{CONTEXT}"):
         ask(client, [user("Hi")], max_tokens=CONTEXT)
