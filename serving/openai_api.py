@@ -182,16 +182,20 @@ class API:
         """The message, or the one that is referred to."""
         if isinstance(entry, Item):
             return plain(entry)
-        turn_id = entry.id.removeprefix("msg_").partition("_")[0]
-        for message in self.history.items_of(self._finished(prefix, f"resp_{turn_id}").id, ALONE):
+        turn = self._turn(prefix, entry.id.removeprefix("msg_").partition("_")[0])
+        for message in self.history.items_of(turn.id, ALONE) if turn else ():
             if message["id"] == entry.id:
                 return dict(role=message["role"], content=message["content"])
         raise missing("item", entry.id)
 
+    def _turn(self, prefix: str, turn_id: str) -> Turn | None:
+        turn = self.history.turn(turn_id)
+        return turn if turn and turn.conversation.startswith(prefix) else None
+
     def _finished(self, prefix: str, id: str) -> Turn:
         """The turn of a response that is in the history."""
-        turn = self.history.turn(id.removeprefix("resp_")) if id.startswith("resp_") else None
-        if not turn or not turn.conversation.startswith(prefix):
+        turn = self._turn(prefix, id.removeprefix("resp_")) if id.startswith("resp_") else None
+        if not turn:
             raise missing("finished response", id)
         return turn
 
