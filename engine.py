@@ -307,7 +307,7 @@ class Engine:
         length, limit = len(held.tokens if held else context) + len(prompt), self.scheduler.limit
         if length + (max_tokens or 1) > limit:
             raise TooLong(f"the conversation has {length} tokens with this prompt and max_tokens is "
-                             f"{max_tokens or 'not given'}: together they exceed the limit of {limit} tokens")
+                          f"{max_tokens or 'not given'}: together they exceed the limit of {limit} tokens")
 
     def _open(self, name: str | None, context: Sequence[int], parent: str | None) -> Conversation:
         held = self.cache.conversations

@@ -225,10 +225,10 @@ def test_input_items_and_their_tokens(client):
         client.responses.input_items.list("resp_never")
 
 
-REQUIRED = """id object created_at completed_at status incomplete_details model previous_response_id instructions
-    output error tools tool_choice truncation parallel_tool_calls text top_p presence_penalty frequency_penalty
-    top_logprobs temperature reasoning user usage max_output_tokens max_tool_calls store background service_tier
-    metadata safety_identifier prompt_cache_key""".split()      # by the specification, Open Responses
+REQUIRED = """id object created_at completed_at status incomplete_details model previous_response_id
+    instructions output error tools tool_choice truncation parallel_tool_calls text top_p presence_penalty
+    frequency_penalty top_logprobs temperature reasoning user usage max_output_tokens max_tool_calls store
+    background service_tier metadata safety_identifier prompt_cache_key""".split()      # Open Responses
 
 
 def test_a_response_has_all_keys_of_the_specification(server):
@@ -372,7 +372,8 @@ def test_deleting_an_item(client):
         client.responses.retrieve(third.id)
     for item in list(client.conversations.items.list(conversation)):
         client.conversations.items.delete(item.id, conversation_id=conversation)
-    assert items(client, conversation) == [] and cached(respond(client, "anew", conversation=conversation)) == 0
+    assert items(client, conversation) == []
+    assert cached(respond(client, "anew", conversation=conversation)) == 0
     with pytest.raises(openai.NotFoundError):
         client.conversations.items.delete(wrong, conversation_id=conversation)
 
@@ -573,7 +574,7 @@ def test_each_key_has_its_own_world(checkpoint):
                       lambda: bob.responses.input_items.list(response.id),
                       lambda: bob.conversations.items.delete(response.output[0].id,
                                                              conversation_id=conversation),
-                      lambda: respond(bob, [dict(type="item_reference", id=response.output[0].id), user("x")]),
+                      lambda: respond(bob, [dict(type="item_reference", id=response.output[0].id)]),
                       lambda: bob.responses.retrieve(response.id),
                       lambda: bob.responses.delete(response.id), lambda: bob.responses.cancel(response.id),
                       lambda: respond(bob, "x", conversation=conversation),

@@ -311,7 +311,8 @@ def test_a_stop_string_ends_the_reply(sessions):
 def test_a_turn_has_one_stream_of_text(sessions, monkeypatch, stop):
     """Each token is decoded once, with stop strings or without."""
     push, pushed = TextStream.push, []
-    monkeypatch.setattr(TextStream, "push", lambda stream, token: pushed.append(token) or push(stream, token))
+    monkeypatch.setattr(TextStream, "push", lambda stream, token, *may_stop:
+                        pushed.append(token) or push(stream, token, *may_stop))
     turn = sessions.respond([user("Hi")], "c", max_tokens=20, stop=stop)
     assert "".join(turn.pieces()) == turn.result().text and pushed == turn.token_ids
 
