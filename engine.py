@@ -34,7 +34,7 @@ from config import Config, require
 from eviction import POLICIES, RecomputeCost
 from kv_cache import Conversation
 from sampling import Sampling
-from scheduler import SOURCES, Batch, Request, Result, Scheduler
+from scheduler import SOURCES, Batch, Request, Result, Scheduler, TooLong
 from sharing import SharingCache
 from worker import load_worker
 
@@ -233,14 +233,16 @@ class Engine:
     # ---- turns
 
     def submit(self, prompt: list[int], conversation: str | None = None, *, context: Sequence[int] = (),
-               parent: str | None = None, max_tokens: int | None = None, ignore_eos: bool = False,
-               like: "Handle | None" = None, reached_stop: Callable[[int], bool] | None = None,
+               parent: str | None = None, max_tokens: int | None = None, min_tokens: int | None = None,
+               ignore_eos: bool = False, like: "Handle | None" = None,
+               reached_stop: Callable[[int], bool] | None = None,
                on_end: Callable[["Handle"], None] | None = None, **sampling) -> "Handle":
         """Append token ids to a conversation and generate a reply. Returns a handle at once.
 
         prompt: at least one token id. conversation: its name; None for a one-off request, of which nothing is
-        kept. max_tokens: by default as many as fit. ignore_eos: a stop token does not end the reply.
-        sampling: the fields of sampling.Sampling, None for the default.
+        kept. max_tokens: by default as many as fit. min_tokens: no earlier token ends the reply.
+        ignore_eos: a stop token does not end the reply. sampling: the fields of sampling.Sampling, None for
+        the default.
 
         A caller who keeps token ids elsewhere has more to say. context: the token ids that the conversation
         had before, in case that the engine does not hold it (any more). parent: a conversation that begins
@@ -251,13 +253,14 @@ class Engine:
 
         ValueError for what cannot be served."""
         sampling = Sampling(**{name: value for name, value in sampling.items() if value is not None})
-        self._check(prompt, conversation, max_tokens, sampling)
+        self._check(prompt, conversation, max_tokens, min_tokens, sampling)
         self._check_length(prompt, conversation, context, max_tokens)
         handle = Handle(self, conversation, sampling, on_end)
 
         stop_ids = frozenset() if ignore_eos else self.worker.stop_ids
         # None: the owner will open the conversation.
-        request = Request(None, list(prompt), max_tokens, stop_ids, reached_stop, sampling, outbox=handle)
+        request = Request(None, list(prompt), max_tokens, min_tokens or 0, stop_ids, reached_stop, sampling,
+                          outbox=handle)
         with self.posting:
             if self.failure:
                 raise self.failure
@@ -283,7 +286,7 @@ class Engine:
         """Submit, and wait for the reply."""
         return self.submit(prompt, conversation, **options).result()
 
-    def _check(self, prompt, conversation, max_tokens, sampling: Sampling):
+    def _check(self, prompt, conversation, max_tokens, min_tokens, sampling: Sampling):
         vocabulary = self.worker.vocab_size
         require(hasattr(prompt, "__len__") and len(prompt) > 0, "prompt", "a list of at least one token id",
                 prompt)
@@ -294,14 +297,17 @@ class Engine:
                 conversation)
         require(max_tokens is None or type(max_tokens) is int and max_tokens >= 1, "max_tokens",
                 "an int of at least 1", max_tokens)
+        most = max_tokens or self.scheduler.limit
+        require(min_tokens is None or type(min_tokens) is int and 0 <= min_tokens <= most, "min_tokens",
+                f"an int from 0 to {most}, which is max_tokens or the limit", min_tokens)
 
     def _check_length(self, prompt, conversation, context, max_tokens):
         """A context that is still growing in a turn ahead of this one is checked again at admission."""
         held = self.cache.conversations.get(conversation)
         length, limit = len(held.tokens if held else context) + len(prompt), self.scheduler.limit
         if length + (max_tokens or 1) > limit:
-            raise ValueError(f"the conversation has {length} tokens with this prompt and max_tokens is "
-                             f"{max_tokens or 'not given'}: together they exceed the limit of {limit} tokens")
+            raise TooLong(f"the conversation has {length} tokens with this prompt and max_tokens is "
+                          f"{max_tokens or 'not given'}: together they exceed the limit of {limit} tokens")
 
     def _open(self, name: str | None, context: Sequence[int], parent: str | None) -> Conversation:
         held = self.cache.conversations

@@ -29,12 +29,17 @@ from kv_cache import Conversation, KVCache, Ticket
 SOURCES = ("gpu", "cpu", "recomputed", "new")      # where the KV of a context comes from, at admission
 
 
+class TooLong(ValueError):
+    """A context exceeds the limit."""
+
+
 @dataclass(eq=False)
 class Request:
     """One turn being served: new prompt tokens in, generated tokens out."""
     conversation: Conversation
     prompt: list[int]
     max_tokens: int | None = None                  # None: as many as fit
+    min_tokens: int = 0                            # no earlier token ends the reply
     stop_ids: frozenset[int] = frozenset()
     reached_stop: Callable[[int], bool] | None = None       # asked after each token: does the reply end here?
     sampling: object = None                        # the worker's business
@@ -296,7 +301,7 @@ class Scheduler:
         while self.queue:
             request = self.queue[0]
             if not request.joined and request.total + (request.max_tokens or 1) > self.limit:
-                self.cancel(request, now, ValueError(
+                self.cancel(request, now, TooLong(
                     f"the conversation has {request.total} tokens with this prompt and max_tokens="
                     f"{request.max_tokens}: they do not fit the limit of {self.limit}"))
             if not request.finish_reason:
@@ -348,7 +353,8 @@ class Scheduler:
 
     def ended_by(self, request: Request, token: int) -> str | None:
         """The finish_reason, if this token is the last of the reply."""
-        if token in request.stop_ids or request.reached_stop and request.reached_stop(token):
+        may_stop = len(request.generated) >= request.min_tokens
+        if may_stop and token in request.stop_ids or request.reached_stop and request.reached_stop(token):
             return "stop"
         return "length" if len(request.generated) >= request.max_tokens else None
 

@@ -38,7 +38,7 @@ from config import Config, require
 from serving import live
 from serving.metrics import Metrics
 from serving.openai_api import API, Writer, as_api_error
-from serving.operations import APIError, ChatBody, Operation, ReplyBody, find_operation, openapi, parse
+from serving.operations import APIError, Operation, ReplyBody, find_operation, openapi, parse
 from serving.sessions import Answer, LiveTurn, Sessions
 
 MAX_BODY_BYTES = 2 * 2**20
@@ -49,6 +49,7 @@ POLL_SECONDS = 0.1          # between two checks whether a client has hung up
 LINGER_SECONDS = 2          # for a client that still sends when we have answered
 PRUNE_SECONDS = 60          # between two checks of the history's age and size
 TURNS_SHOWN = 100           # at /cache
+SESSION_HEADERS = "X-Session-ID", "X-Session-Affinity", "session_id"     # vLLM's, routers', agents'
 TOO_MANY_CONNECTIONS = (b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n"
                         b"Connection: close\r\n\r\n")
 HUNG_UP = ConnectionError, TimeoutError     # there is no client left to answer
@@ -78,7 +79,11 @@ class Server(ThreadingHTTPServer):
         self.connections = threading.BoundedSemaphore(max_connections)
         self.deadlines: dict[socket.socket, float] = {}     # of the requests that are arriving
         self.stop_at: float | None = None                   # once it drains
-        super().__init__(address, Handler)
+        try:
+            super().__init__(address, Handler)
+        except OSError as error:
+            place = "{}:{}".format(*address)
+            raise OSError(f"we cannot listen at {place}: {error.strerror}; use another --port") from error
 
     @property
     def url(self) -> str:
@@ -204,7 +209,7 @@ class Handler(BaseHTTPRequestHandler):
             raise
         except Exception as error:
             error = as_api_error(error)
-            self.send(error.status, error.body)
+            self.send(error.status, error.body, headers=error.headers)
 
     do_GET = do_POST = do_HEAD = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = answer_request
 
@@ -233,7 +238,7 @@ class Handler(BaseHTTPRequestHandler):
         return prefixes[0] if prefixes else ""
 
     def read_json(self, operation: Operation) -> Any:
-        """The body. A chat's conversation_id may stand in a header, as vLLM's benchmarks send it."""
+        """The body. The client's name for its conversation may stand in a header."""
         body = self.read_body(operation)
         if not body and not operation.needs_body:
             return {}
@@ -242,8 +247,9 @@ class Handler(BaseHTTPRequestHandler):
             json.dumps(given, ensure_ascii=False).encode()      # ValueError for half of a surrogate pair
         except (ValueError, RecursionError) as error:
             raise APIError(400, f"the body is not valid JSON: {error}") from error
-        if operation.fields is ChatBody and isinstance(given, dict) and given.get("conversation_id") is None:
-            given["conversation_id"] = self.headers.get("X-Session-ID")
+        if issubclass(operation.fields, ReplyBody) and isinstance(given, dict):
+            names = [given.get("session_id"), *map(self.headers.get, SESSION_HEADERS)]
+            given["session_id"] = next((name for name in names if name is not None), None)
         return given
 
     def read_body(self, operation: Operation) -> bytes:
@@ -305,15 +311,19 @@ class Handler(BaseHTTPRequestHandler):
                 self.send_event(writer.failure(as_api_error(error)))
             self.send_piece(b"")
 
-    def send(self, status: int, content: dict | str, content_type: str = "application/json"):
+    def send(self, status: int, content: dict | str, content_type: str = "application/json",
+             headers: dict[str, str] | None = None):
         body = (content if isinstance(content, str) else json.dumps(content)).encode()
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
         if status in (429, 503):
             self.send_header("Retry-After", "1")
         if status >= 400:
             self.send_header("Connection", "close")
+            self.log_message('"%s" %d %s', self.requestline, status, content["error"]["message"])
         self.end_headers()
         self.wfile.write(b"" if self.command == "HEAD" else body)
 
@@ -343,8 +353,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_request(self, code="-", size="-"):
-        if code != "-" and code >= 400:
-            super().log_request(code, size)
+        """Nothing: a turn prints its own line, and an error is logged with its reason."""
 
     def finish(self):
         """Reads for a moment what the client still sends. If we closed at once, the client's system would

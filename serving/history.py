@@ -69,9 +69,11 @@ PRAGMA user_version = {SCHEMA_VERSION}"""
 # The columns are the fields of Turn.
 TURNS = ("SELECT id, parent, coalesce(name, conversation), length, last_token, note, hash, turn.created "
          "FROM turn LEFT JOIN conversation ON head = id")
-# SQL for the turn before a turn, in two senses: as far as the model reads, as far as the conversation goes.
+# SQL for the turn before a turn, in three senses: as far as the model reads, as far as the conversation goes,
+# and none, for a turn alone.
 CONTEXT = "CASE WHEN carried IS NULL THEN parent END"
 ANCESTRY = "parent"
+ALONE = "NULL"
 
 
 class Turn(NamedTuple):
@@ -282,14 +284,36 @@ class History:
         with self._lock:
             if (record := self._record(conversation)) is None:
                 return []
-            columns = "id, messages, coalesce(carried, 0), hidden"
-            turns = self._up(ANCESTRY, record.head, columns) if record.head else []
-        items = []
-        for turn_id, text, carried, hidden in turns:
-            messages = [] if hidden else json.loads(text)[carried:]
-            ids = [f"msg_{turn_id}_{i}" for i in range(len(messages) - 1)] + [f"msg_{turn_id}"]
-            items += [dict(id=id) | message for id, message in zip(ids, messages)]
+            items = self._items(ANCESTRY, record.head) if record.head else []
         return items + record.waiting
+
+    def items_of(self, turn_id: str, way: str = ANCESTRY) -> list[dict]:
+        """The same for a turn, its reply included, and for all turns before it; or for the turn ALONE.
+
+        StaleTurn if it is gone."""
+        with self._lock:
+            return self._items(way, turn_id)
+
+    def delete_item(self, conversation: str, item_id: str) -> list[str]:
+        """Delete one of a conversation's visible messages.
+
+        The conversation ends before the turn of that message now, and its other messages from there on wait
+        for its next turn. Returns the names of the conversations that are shorter now; none: there is no such
+        message."""
+        with self._writing():
+            if (record := self._record(conversation)) is None:
+                return []
+            head, items = record.head, record.waiting
+            while head and item_id not in [item["id"] for item in items]:
+                items = self._items(ALONE, head) + items
+                head = self._turn("id = :id", id=head).parent
+            remaining = [item for item in items if item["id"] != item_id]
+            if remaining == items:
+                return []
+            self._db.execute("""
+                UPDATE conversation SET head = ?, waiting = ?, metadata = coalesce(metadata, '{}'), active = ?
+                WHERE name = ?""", (head, json.dumps(remaining), time.time(), conversation))
+            return [conversation] + self._release(record.head)
 
     def oldest(self, before: float, max_bytes: float) -> str | None:
         """The least recently active conversation, if it must go; else None.
@@ -359,6 +383,16 @@ class History:
         record = ConversationRecord(*row)
         return record._replace(metadata=json.loads(record.metadata or "null"),
                                waiting=json.loads(record.waiting))
+
+    def _items(self, way: str, turn_id: str) -> list[dict]:
+        """The visible messages that were new in each of these turns, with their ids."""
+        items = []
+        columns = "id, messages, coalesce(carried, 0), hidden"
+        for turn_id, text, carried, hidden in self._up(way, turn_id, columns):
+            messages = [] if hidden else json.loads(text)[carried:]
+            ids = [f"msg_{turn_id}_{i}" for i in range(len(messages) - 1)] + [f"msg_{turn_id}"]
+            items += [dict(id=id) | message for id, message in zip(ids, messages)]
+        return items
 
     def _release(self, turn_id: str | None) -> list[str]:
         """Delete a turn if nobody needs it, then its parent if nobody needs that, and so on.
