@@ -1,5 +1,5 @@
-"""Two servers behind the router of deploy/haproxy.cfg, all of them real: a conversation always comes to the same
-server, and when a server is killed, nothing is lost that its clients were told."""
+"""Two servers behind the router of deploy/haproxy.cfg, all of them real: a conversation always comes to the
+same server, and when a server is killed, nothing is lost that its clients were told."""
 import contextlib
 import http.client
 import json
@@ -24,7 +24,8 @@ def free_port() -> int:
 
 
 class Deployment:
-    """Servers s1 and s2, and the router. A server that was killed can start again: on its port, with its history."""
+    """Servers s1 and s2, and the router. A server that was killed can start again: at its port, with its
+    history."""
 
     def __init__(self, checkpoint, directory, stack):
         self.checkpoint, self.directory, self.stack = checkpoint, directory, stack
@@ -50,21 +51,22 @@ class Deployment:
             text = text.replace(ours, f"127.0.0.1:{theirs}")
         file = self.directory / "haproxy.cfg"
         file.write_text(text)
-        router = self.stack.enter_context(subprocess.Popen(["haproxy", "-db", "-f", file],
-                                                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-        self.stack.callback(router.kill)
+        router = subprocess.Popen(["haproxy", "-db", "-f", file], stdout=subprocess.DEVNULL,
+                                  stderr=subprocess.DEVNULL)
+        self.stack.callback(router.wait)
+        self.stack.callback(router.kill)            # runs before the wait
         eventually(lambda: self.up("s1") and self.up("s2"))
 
     def up(self, name) -> bool:
         """Does the router send a request to the server that has made this id?"""
         with contextlib.suppress(OSError):
-            return self.get(f"/v1/responses/resp_{name}-{24 * '0'}")[0] == 404      # such a server, no such id
+            return self.get(f"/v1/responses/resp_{name}-{24 * '0'}")[0] == 404     # no such id there
         return False
 
-    def get(self, path, headers={}):
+    def get(self, path):
         """(status, headers) of a request through the router."""
         connection = http.client.HTTPConnection("127.0.0.1", self.front, timeout=30)
-        connection.request("GET", path, headers=headers)
+        connection.request("GET", path)
         answer = connection.getresponse()
         answer.read()
         connection.close()
@@ -90,7 +92,7 @@ def resend(client, session, messages):
 
 
 def test_a_conversation_comes_home(deployment):
-    """Twenty conversations of five turns: everything that was computed is cached at the next turn, but for the last
+    """Twenty conversations of five turns: all tokens of a turn are cached at the next one, but for the last
     token, which is sampled and never fed. One server alone would do no better."""
     with connect(deployment.url) as client:
         makers = set()
