@@ -421,6 +421,9 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY",
                         help="a key that clients must send; of several, each has conversations of its own "
                              "(default: no key is needed)")
+    parser.add_argument("--name", default="", metavar="NAME",
+                        help="of this one among several servers behind a router, for example s1: the ids "
+                             "that it makes begin with the name (default: no name)")
     flag("--max-waiting", 256, "turns that may wait while --max-running others run; one more gets a 429")
     flag("--max-connections", 800, "connections that may be open; one more gets a 503")
     flag("--history-max-age-days", 30.0, "a conversation that is idle for longer is forgotten")
@@ -464,7 +467,7 @@ def open_server(flags: argparse.Namespace) -> Server:
         require(getattr(flags, name) >= least, name, f"at least {least}", getattr(flags, name))
     options = Config.given(flags)
     sessions = Sessions(options.pop("model"), history=flags.history, system_prompt=flags.system_prompt,
-                        **options)
+                        name=flags.name, **options)
     server = Server((flags.host, flags.port), sessions.start(), flags.api_key, flags.max_waiting,
                     flags.max_connections)
     history_limits = 86400 * flags.history_max_age_days, flags.history_max_bytes

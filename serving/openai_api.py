@@ -107,7 +107,7 @@ class API:
     # ---- conversations
 
     def create_conversation(self, prefix: str, body: ConversationBody) -> dict:
-        id = f"conv_{new_id()}"
+        id = f"conv_{self.sessions.new_id()}"
         self.history.create(prefix + id, body.metadata, map(identified, body.items))
         return self.retrieve_conversation(prefix, id)
 

@@ -30,6 +30,7 @@ Invariants:
 """
 import json
 import os.path
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -83,8 +84,8 @@ class LiveTurn:
 
     Any number of threads may read it, any number of times. Nobody has to: it is committed all the same."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, stop: list[str] = ()):
-        self.id = new_id()                          # of the turn in the history, too
+    def __init__(self, id: str, engine: Engine, tokenizer: Tokenizer | None, stop: list[str] = ()):
+        self.id = id                                # of the turn in the history, too
         self.conversation: str | None = None        # the name of the one that it has claimed
         self.plan: Plan | None = None
         self.branches = False                       # is it the first turn of a new branch?
@@ -181,15 +182,18 @@ class Sessions:
     """Any thread may call any method."""
 
     def __init__(self, engine: Engine | str | Path = "tiny_chat", *,
-                 history: History | str | Path | None = None, system_prompt: str | None = None, **flags):
+                 history: History | str | Path | None = None, system_prompt: str | None = None,
+                 name: str = "", **flags):
         """engine: an engine to which nobody else submits. Or the model of a new engine, and in `flags` the
         other keywords of Engine. history: a file; by default memory. system_prompt: a text, or a file with
-        one, that every chat without a system message begins with. ValueError for what cannot be served."""
+        one, that every chat without a system message begins with. name: of this one among several servers,
+        small letters and digits; all new ids begin with it. ValueError for what cannot be served."""
+        require(re.fullmatch("[a-z0-9]*", name), "name", "small letters and digits", name)
         if isinstance(engine, Engine):
             require(not flags, "flags", "left out, since the engine has its own", flags)
         else:
             engine = Engine(engine, **flags)
-        self.engine = engine
+        self.engine, self.name = engine, name
         self.tokenizer = load_tokenizer(engine.directory) if engine.directory else None
         if not isinstance(history, History):
             raw = f"raw token ids below {engine.worker.vocab_size}"
@@ -215,6 +219,10 @@ class Sessions:
             self.writer.shutdown()
         self.history.close()
 
+    def new_id(self) -> str:
+        """For a new turn or a new conversation. On a server with the name s1 it begins with "s1-"."""
+        return f"{self.name}-{new_id()}" if self.name else new_id()
+
     # ---- from messages to turns
 
     def chat(self, text: str, conversation: str | None = None, **options) -> Answer:
@@ -228,7 +236,7 @@ class Sessions:
         for both."""
         with self._beginning(stop) as live:
             if turn.conversation is not None:
-                self._claim(live, f"{prefix}conv_{new_id()}")
+                self._claim(live, f"{prefix}conv_{self.new_id()}")
             return self._submit(live, turn.plan, like=turn.handle, **options)
 
     def respond(self, messages: list[dict], conversation: str | None = None, *, after: Turn | None = None,
@@ -367,7 +375,7 @@ class Sessions:
                 "a string or a list of strings", stop)
         require(not stop or self.tokenizer is not None, "stop",
                 "left out, since this checkpoint has no tokenizer", stop)
-        live = LiveTurn(self.engine, self.tokenizer, stop)
+        live = LiveTurn(self.new_id(), self.engine, self.tokenizer, stop)
         try:
             yield live
         except BaseException as error:
@@ -406,7 +414,7 @@ class Sessions:
     def _new_name(self, hint: str | None, prefix: str) -> str:
         """`hint`, if that name is free."""
         taken = hint is None or hint in self.turns or self.history.record(hint)
-        return f"{prefix}conv_{new_id()}" if taken else hint
+        return f"{prefix}conv_{self.new_id()}" if taken else hint
 
     def _release(self, live: LiveTurn, answer: Answer | None = None, error: Exception | None = None):
         """The conversation is free again, and readers are told how the turn has ended."""
@@ -537,7 +545,7 @@ class Sessions:
 
     def _alone(self, conversation: str, change: Callable):
         """Make a change while no turn can begin: it would miss new messages, and yet end their waiting."""
-        claim = LiveTurn(self.engine, None)             # not a turn: it only holds the claim
+        claim = LiveTurn(new_id(), self.engine, None)             # not a turn: it only holds the claim
         if self._claim_if_free(claim, conversation) is not claim:
             raise Busy("a response is being written in this conversation: change its items when that is done")
         try:
