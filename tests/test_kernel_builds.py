@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 
 import attention_kernel as kernel
+import kv_pool
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -17,7 +18,7 @@ TILES = {90: kernel.HOPPER, 80: kernel.AMPERE}
 # KB that a program may have; 99: of consumer GPUs, an A100 has 163.
 SHARED = {90: 227, 80: 99}
 TYPES = {"scale_log2": "fp32", "partial_out": "*fp32", "partial_lse": "*fp32", "slot_table": "*i32",
-         "items": "*i32", "merges": "*i32"}
+         "items": "*i32", "merges": "*i32", "source_rows": "*i64", "target_rows": "*i64"}
 # Capability, kind of tile, D, group.
 GRID = list(product((90, 80), (0, 1, 2), (64, 80, 96, 128), (1, 4, 8)))
 ALWAYS = [(90, 0, 128, 1), (90, 1, 64, 4), (90, 1, 128, 8), (90, 2, 80, 1), (90, 2, 128, 8),
@@ -28,7 +29,7 @@ def build(capability, function, dtype="bf16", warps=4, stages=3, **constants):
     """The kernel compiled for a GPU that need not be there, with the alignment of arguments that
     the launcher would find."""
     names = function.arg_names
-    types = TYPES | dict.fromkeys(("q", "k_cache", "v_cache", "out"), f"*{dtype}")
+    types = TYPES | dict.fromkeys(("q", "k_cache", "v_cache", "out", "source", "target"), f"*{dtype}")
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
                if signature[name][0] == "*" or "stride" in name}
@@ -85,3 +86,14 @@ def test_exact_float32(tmp_path):
                      warps=tile.warps, stages=tile.stages)
     code = sass(compiled, tmp_path)
     assert "FFMA" in code and "HMMA" not in code and compiled.metadata.shared <= SHARED[80] * 1024
+
+
+@pytest.mark.parametrize("width", [1024, pytest.param(5120, marks=pytest.mark.soak)])
+def test_copies_between_the_tiers(width, tmp_path):
+    """All of a tile is on its way at once, 16 bytes for each thread and load."""
+    TILE_W = padded(width)
+    TILE_T = max(1, kv_pool.TILE_BYTES // 2 // TILE_W)
+    code = sass(build(90, kv_pool.copy_kernel, WIDTH=width, TILE_T=TILE_T, TILE_W=TILE_W), tmp_path)
+    loads, stores = (re.findall(rf"\b{name}\S*\.128", code) for name in ("LDG", "STG"))
+    assert len(loads) == len(stores) == TILE_T * width * 2 // (128 * 16)
+    assert code.rindex(loads[-1]) < code.index(stores[0])

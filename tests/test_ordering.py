@@ -62,10 +62,10 @@ def test_views_touch_nothing_and_operators_what_they_select():
         assert recorder.accesses == []
         torch.index_select(gpu[1, 0], 0, torch.tensor([5, 6]))
         gpu[1, 0].index_copy_(0, torch.tensor([5]), torch.zeros(1, *gpu.shape[3:]))
-        cpu[0, 2:4].copy_(torch.zeros(2, *cpu.shape[2:]))
+        cpu[0, :, 2:6].copy_(torch.zeros(2, 4, *cpu.shape[3:]))
         view.sum()
     assert [(access.tier, access.writes, len(access.vectors)) for access in recorder.accesses] == [
-        ("gpu", False, 2), ("gpu", True, 1), ("cpu", True, 2 * 2 * cpu.shape[3]), ("gpu", False, 2)]
+        ("gpu", False, 2), ("gpu", True, 1), ("cpu", True, 2 * 4), ("gpu", False, 2)]
 
 
 # ---- the pool
