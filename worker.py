@@ -39,7 +39,7 @@ from checkpoint import load_model, random_model
 from eviction import RecomputeCost
 from kv_pool import KVPool
 from model import Model
-from sampling import sample
+from sampling import read, sample
 from scheduler import Batch, Request, Result, Span
 
 SMALL_MODEL = 10_000_000    # parameters; below, threads on a CPU wait for one another longer than they work
@@ -141,7 +141,7 @@ class Worker:
         earlier = self.pool.now()                       # earlier steps have written what is swapped out
         logits = self._logits(inputs, size)                                     # [N, vocab]
         self.pool.swap_out(batch.swap_out, earlier)     # the host starts these copies while the GPU computes
-        tokens, logprobs = sample(logits, packed.sampling)
+        tokens, logprobs = read(packed.sampling, *sample(logits, packed.sampling))
         return Result(tokens, self.pool.landed(wait=False), logprobs)
 
     def stats(self) -> dict:

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import kv_pool
 from kv_cache import Ticket
 from kv_pool import Flight, KVPool, copy_tokens, pinned
+from streams import OperatorWatcher
 
 LAYERS, HEADS, DIM, CHUNK, SLOTS, PLACES = 3, 2, 5, 4, 64, 12
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -135,7 +135,7 @@ def test_store_writes_one_layer_only(device):
 
 # ---- few calls
 
-class Counter(TorchDispatchMode):
+class Counter(OperatorWatcher):
     """Counts the operators that move bytes of a tier."""
     calls = 0
 

@@ -107,6 +107,18 @@ def test_without_a_pipeline_the_first_layer_waits_for_all_copies():
     assert all(access.before(first) for access in recorder.labelled("in"))
 
 
+def test_a_step_waits_for_all_that_was_swapped_in_since_the_last_one():
+    """A step without spans copies in, too; the next one that computes waits for both."""
+    recorder = Recorder(make())
+    with recorder:
+        for place, slots in enumerate(([1, 2], [3, 4])):
+            recorder.pool.swap_in([ticket("in", slots, place)])
+        for layer in range(LAYERS):
+            recorder.pool.wait(layer)
+            recorder.pool.gpu[layer, :, [1, 2, 3, 4]].sum()
+    assert recorder.races() == []
+
+
 def test_copies_out_wait_for_earlier_steps_and_copies_in_and_not_for_this_step():
     recorder = one_step()
     copies = recorder.labelled("out")
