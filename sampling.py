@@ -81,21 +81,21 @@ def sample(logits: Tensor, requests: list[Request]) -> list[Tensor]:
     what the model believes, not what the draw was asked for."""
     reported = rows_that(requests, lambda sampling: sampling.logprobs is not None)
     asked = [(stage, rows) for stage in STAGES if (rows := rows_that(requests, stage.is_asked_for))]
-    if not reported and not asked:
-        return [logits.argmax(-1)]
     groups = [[np.array(rows), *stage.tell([requests[i] for i in rows])] for stage, rows in asked]
-    (reported_rows,), *groups = upload_groups([[np.array(reported, int)], *groups], logits.device)
-    believed = logits[reported_rows]                                            # [reported, vocab]
-    for (stage, rows), (rows_on_device, *told) in zip(asked, groups):
+    told = upload_groups([*groups, [np.array(reported, int)]], logits.device) if asked or reported else []
+    if reported:
+        reported_rows, = told[-1]
+        believed = logits[reported_rows].log_softmax(-1)                        # [reported, vocab]
+    for (stage, rows), (rows_on_device, *columns) in zip(asked, told):
         if len(rows) == len(requests):
-            logits = stage.change(logits, *told)
+            logits = stage.change(logits, *columns)
         else:
-            logits[rows_on_device] = stage.change(logits[rows_on_device], *told)
+            logits[rows_on_device] = stage.change(logits[rows_on_device], *columns)
     tokens = logits.argmax(-1)                                                  # [N]
     if not reported:
         return [tokens]
     top = max(requests[i].sampling.logprobs for i in reported)
-    return [tokens, *report(believed.log_softmax(-1), tokens[reported_rows], top)]
+    return [tokens, *report(believed, tokens[reported_rows], top)]
 
 
 def rows_that(requests: list[Request], ask: Callable) -> list[int]:

@@ -12,7 +12,7 @@ from sampling import Sampling
 from scheduler import Request, Scheduler
 from streams import Recorder, Stream
 from test_kv_pool import LAYERS, make, ticket
-from test_worker import CHUNK, CONTEXT, ROWS, VOCAB, make_worker
+from test_worker import CHUNK, CONTEXT, ROWS, VOCAB, decode, make_worker, requests
 
 
 # ---- the streams themselves
@@ -140,6 +140,20 @@ def test_without_any_one_of_the_waits_there_is_a_race(stream, method, coming, mo
 
 
 # ---- a worker
+
+def test_a_worker_starts_copies_out_beside_the_step_that_computes():
+    """Not behind it, where they would hide nothing."""
+    worker = make_worker()
+    batch = decode(requests(worker, [9, 5]))
+    batch.swap_out = [ticket("out", [80, 81], 3)]
+    recorder = Recorder(worker.pool)
+    with recorder:
+        worker.execute(batch)
+    computing, copying = ([access for access in recorder.accesses if access.stream == stream]
+                          for stream in ("main", "out"))
+    assert computing and copying
+    assert not any(access.before(copy) for access in computing for copy in copying)
+
 
 @pytest.mark.parametrize("seed", range(2))
 def test_conversations_in_small_tiers_never_race(seed):
