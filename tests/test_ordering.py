@@ -9,7 +9,7 @@ import torch
 from eviction import POLICIES, RecomputeCost
 from kv_cache import KVCache
 from sampling import Sampling
-from scheduler import Request, Scheduler
+from scheduler import Batch, Request, Scheduler
 from streams import Recorder, Stream
 from test_kv_pool import LAYERS, make, ticket
 from test_worker import CHUNK, CONTEXT, ROWS, VOCAB, decode, make_worker, requests
@@ -142,7 +142,7 @@ def test_without_any_one_of_the_waits_there_is_a_race(stream, method, coming, mo
 # ---- a worker
 
 def test_a_worker_starts_copies_out_beside_the_step_that_computes():
-    """Not behind it, where they would hide nothing."""
+    """Not behind it, where they would hide nothing. It waits for them only if there is nothing to compute."""
     worker = make_worker()
     batch = decode(requests(worker, [9, 5]))
     batch.swap_out = [ticket("out", [80, 81], 3)]
@@ -153,6 +153,8 @@ def test_a_worker_starts_copies_out_beside_the_step_that_computes():
                           for stream in ("main", "out"))
     assert computing and copying
     assert not any(access.before(copy) for access in computing for copy in copying)
+    assert not recorder.host_waited and worker.pool.flights
+    assert worker.execute(Batch(2, 0)).landed == batch.swap_out and recorder.host_waited
 
 
 @pytest.mark.parametrize("seed", range(2))
