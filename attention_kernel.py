@@ -31,7 +31,10 @@ try:
     import triton.language as tl
     jit = triton.jit
 except ImportError:     # on macOS and Windows the reference serves
-    triton, tl, jit = None, None, lambda function: function
+    triton = tl = None
+
+    def jit(function=None, **options):
+        return function or jit
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"     # triton asks once: when a kernel is defined
 LOG2_E = 1.4426950408889634

@@ -42,7 +42,7 @@ from kv_cache import Conversation
 from kv_pool import KVPool
 from model import Attend, Layer, Model
 from rotary_store import rotate_and_store
-from sampling import Sampling, sample
+from sampling import Sampling, read, sample
 from scheduler import Batch, Request, Result, Span
 
 SMALL_MODEL = 10_000_000    # parameters; below, threads on a CPU wait for one another longer than they work
@@ -144,7 +144,7 @@ class Worker:
         earlier = self.pool.now()                       # earlier steps have written what is swapped out
         logits = self._logits(inputs, size)                                     # [N, vocab]
         self.pool.swap_out(batch.swap_out, earlier)     # the host starts these copies while the GPU computes
-        tokens, logprobs = sample(logits, packed.sampling)
+        tokens, logprobs = read(packed.sampling, *sample(logits, packed.sampling))
         return Result(tokens, self.pool.landed(wait=False), logprobs)
 
     def stats(self) -> dict:
@@ -339,7 +339,7 @@ def free_memory(model: Model, max_batch_tokens: int, max_running: int) -> int:
     """Bytes of the GPU that neither the weights nor the largest steps need. It runs these to find
     out: a step of all tokens, sampling included, and a step of decodes alone, because graphs have
     memory of their own. The tenth that tier_sizes leaves free is for what is small: the partial
-    results of attention, the staging of swaps, fragments."""
+    results of attention, the columns of a batch, fragments."""
     try:
         step = peak_memory(partial(largest_step, model, max_batch_tokens, max_running))
         graph = peak_memory(partial(largest_step, model, max_running, max_running))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 
 import attention_kernel as kernel
+import kv_pool
 import rotary_store
 
 triton = pytest.importorskip("triton")
@@ -24,7 +25,8 @@ SHARED = {90: 227, 80: 99}
 # KB that the programs on a processor of an H100 or an A100 share, 1 of each for the system.
 PROCESSOR_SHARED = {90: 228, 80: 164}
 TYPES = {"scale_log2": "fp32", "partial_out": "*fp32", "partial_lse": "*fp32", "slot_table": "*i32",
-         "items": "*i32", "merges": "*i32", "slots": "*i64", "cos": "*fp32", "sin": "*fp32"}
+         "items": "*i32", "merges": "*i32", "slots": "*i64", "cos": "*fp32", "sin": "*fp32",
+         "source_rows": "*i64", "target_rows": "*i64"}
 # Capability, kind of tile, D, group.
 GRID = list(product((90, 80), (0, 1, 2), (64, 80, 96, 128), (1, 4, 8)))
 ALWAYS = [(90, 0, 128, 1), (90, 1, 64, 4), (90, 1, 128, 8), (90, 2, 80, 1), (90, 2, 128, 8),
@@ -35,7 +37,8 @@ def build(capability, function, dtype="bf16", warps=4, stages=3, **constants):
     """The kernel compiled for a GPU that need not be there, with the alignment of arguments that
     the launcher would find."""
     names = function.arg_names
-    types = TYPES | dict.fromkeys(("q", "k", "v", "rotated", "k_cache", "v_cache", "out"), f"*{dtype}")
+    tensors = "q", "k", "v", "rotated", "k_cache", "v_cache", "out", "source", "target"
+    types = TYPES | dict.fromkeys(tensors, f"*{dtype}")
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
                if signature[name][0] == "*" or "stride" in name}
@@ -136,6 +139,17 @@ def test_rotate_and_store(capability, D, rotate, tmp_path):
     code = sass(build_store(capability, D, 32, 8, rotate), tmp_path)
     assert len(re.findall(r"\bLDG\S*\.128", code)) == (5 if rotate else 3)
     assert re.findall(r"\bSTG\S*", code) == 3 * ["STG.E.128"]
+
+
+@pytest.mark.parametrize("width", [1024, pytest.param(5120, marks=pytest.mark.soak)])
+def test_copies_between_the_tiers(width, tmp_path):
+    """All of a tile is on its way at once, 16 bytes for each thread and load."""
+    TILE_W = padded(width)
+    TILE_T = max(1, kv_pool.TILE_BYTES // 2 // TILE_W)
+    code = sass(build(90, kv_pool.copy_kernel, WIDTH=width, TILE_T=TILE_T, TILE_W=TILE_W), tmp_path)
+    loads, stores = (re.findall(rf"\b{name}\S*\.128", code) for name in ("LDG", "STG"))
+    assert len(loads) == len(stores) == TILE_T * width * 2 // (128 * 16)
+    assert code.rindex(loads[-1]) < code.index(stores[0])
 
 
 def table():
