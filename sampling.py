@@ -16,6 +16,7 @@ a seed repeats whatever else is in the batch, after a suspension, and on any dev
 """
 import random
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -52,6 +53,11 @@ class Sampling:
     logit_bias: dict[int, float] = field(default_factory=dict)      # token id -> added to its logit
     logprobs: int | None = None         # report log probabilities: the token's, and the k largest
 
+    @cached_property
+    def looks_back(self) -> bool:
+        """Must the host know all earlier tokens before it can ask for the next one?"""
+        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
+
     def __post_init__(self):
         for name, (low, high) in LIMITS.items():
             value = getattr(self, name)
@@ -70,13 +76,12 @@ def within(value, low, high) -> bool:
     return type(value) in (int, type(low)) and low <= value <= high
 
 
-def sample(logits: Tensor, requests: list[Request]) -> tuple[list[int], list | None]:
+def sample(logits: Tensor, requests: list[Request]) -> list[Tensor]:
     """A token from each row of logits [N, vocab] float32, for its request. The logits are used up.
 
-    The second result is None, unless a request asks for log probabilities: then there is an entry
-    for each row, None or (the token's, [(token id, its log probability), ...] of the most likely).
-    Log probabilities are those before penalties, bias and temperature: they say what the model
-    believes, not what the draw was asked for."""
+    The results stay on the device: the tokens [N], and, if requests ask for log probabilities, the
+    report() of these. Log probabilities are those before penalties, bias and temperature: they say
+    what the model believes, not what the draw was asked for."""
     asking = [i for i, request in enumerate(requests) if request.sampling.logprobs is not None]
     believed = logits[asking].log_softmax(-1) if asking else None               # [asking, vocab]
     for is_asked_for, apply in STAGES:
@@ -85,21 +90,33 @@ def sample(logits: Tensor, requests: list[Request]) -> tuple[list[int], list | N
             logits[rows] = apply(logits[rows], [requests[i] for i in rows])
     tokens = logits.argmax(-1)                                                  # [N]
     if not asking:
+        return [tokens]
+    return [tokens, *report(believed, tokens[asking], max(requests[i].sampling.logprobs for i in asking))]
+
+
+def report(logprobs: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each row of logprobs [n, vocab]: that of its token, tokens [n]; and the token ids of the
+    `top` largest, and these."""
+    best = logprobs.topk(min(top, logprobs.shape[1]))                           # [n, top]
+    return logprobs.gather(1, tokens[:, None])[:, 0], best.indices, best.values
+
+
+def read(requests: list[Request], tokens: Tensor, *report: Tensor) -> tuple[list[int], list | None]:
+    """The results of sample(), when they have come to the host, as numbers: the tokens, and what each
+    request has asked to know of its own.
+
+    The second is None, unless a request asks for log probabilities: then there is an entry for each
+    request, None or (the token's, [(token id, its log probability), ...] of the most likely)."""
+    if not report:
         return tokens.tolist(), None
-    reports = [None] * len(requests)
-    tops = [requests[i].sampling.logprobs for i in asking]
-    for i, one in zip(asking, report(believed, tokens[asking], tops)):
-        reports[i] = one
+    rows, reports = zip(*(part.tolist() for part in report)), []
+    for top in (request.sampling.logprobs for request in requests):
+        if top is None:
+            reports.append(None)
+        else:
+            own, ids, values = next(rows)
+            reports.append((own, list(zip(ids[:top], values[:top]))))
     return tokens.tolist(), reports
-
-
-def report(logprobs: Tensor, tokens: Tensor, tops: list[int]) -> list[tuple]:
-    """For each row of logprobs [n, vocab]: that of its token, tokens [n], and (token id, value) of
-    as many of the largest as tops[row] says."""
-    best = logprobs.topk(min(max(tops), logprobs.shape[1]))                     # [n, largest top]
-    own = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
-    rows = zip(own, best.indices.tolist(), best.values.tolist(), tops)
-    return [(value, list(zip(ids[:top], values[:top]))) for value, ids, values, top in rows]
 
 
 # ---- stages: (logits [n, vocab], their n requests) -> [n, vocab]; they may overwrite the logits

@@ -14,7 +14,7 @@ from transformers import (AutoModelForCausalLM, MinPLogitsWarper, RepetitionPena
 import sampling
 from engine import Engine
 from eviction import RecomputeCost
-from sampling import Sampling, sample, uniform
+from sampling import Sampling, read, uniform
 
 TINY_CHAT = Path(__file__).parent.parent / "tiny_chat"
 COST = RecomputeCost({8: 1e-3, 1024: 4e-3}, rest=1e-3)
@@ -25,6 +25,11 @@ def row(position=3, context=(1, 2, 3), generated=(), **values):
     """What sampling sees of a request."""
     return SimpleNamespace(sampling=Sampling(**values), total=position, generated=list(generated),
                            conversation=SimpleNamespace(tokens=array("i", [*context, *generated])))
+
+
+def sample(logits, rows):
+    """Tokens and log probabilities, as the host reads them."""
+    return read(rows, *sampling.sample(logits, rows))
 
 
 def some_logits(rows, vocab, seed=0, spread=2.0):

@@ -600,7 +600,9 @@ def test_account_hands_out_each_token_and_counts():
     a, b = world.submit("a", 4, 2), world.submit("b", 20, 1)
     while world.scheduler.busy:
         batch = world.scheduler.schedule(0.0)
-        world.scheduler.account(batch, world.worker.execute(batch), 0.0)
+        result = world.worker.execute(batch)
+        world.scheduler.launched(batch)
+        world.scheduler.account(batch, result, 0.0)
     for request in a, b:
         handed_out = [request.outbox.get_nowait() for _ in range(request.outbox.qsize())]
         assert handed_out == [*request.generated, None]
@@ -977,6 +979,7 @@ def decode_steps(world, count, copies=0):
             world.scheduler.threshold_slots = world.cache.available + copies
         batch = world.scheduler.schedule(world.now)
         assert len(batch.spans) == 1 and bool(batch.swap_out) == bool(copies)
+        world.scheduler.launched(batch)
         world.scheduler.account(batch, Result([1], batch.swap_out), world.now)
 
 
