@@ -14,9 +14,9 @@ them left to right while its token budget lasts. One batch mixes all of them; on
 `separate_phases` asks which is which.
 
 The books run ahead in launch order, as the device's stream does. Right after the launch of a batch,
-`launched` books the KV that it will compute, and a PLACEHOLDER for each token that it will sample. So the next
-batch can be composed, and launched behind the first one, before the host knows these tokens. `account` fills
-them in later and ends requests.
+`launched` books the KV that it will compute, and a PLACEHOLDER for each token that it will sample. So the
+next batch can be composed, and launched behind the first one, before the host knows these tokens. `account`
+fills them in later and ends requests.
 
     a's tokens     ... 17 42 PLACEHOLDER        step 8 is launched: it samples the token at position 34
     schedule       step 9  a[34:35]             on the device the token is there when step 9 begins
@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 from kv_cache import Conversation, KVCache, Ticket
 
-PLACEHOLDER = -1        # among a conversation's tokens: one that the device samples, and the host does not know yet
+PLACEHOLDER = -1        # in place of a token that the device samples, while the host does not know it
 SOURCES = ("gpu", "cpu", "recomputed", "new")      # where the KV of a context comes from, at admission
 
 
@@ -54,7 +54,7 @@ class Request:
     times: list[float] = field(default_factory=list)        # when each of them was sampled
     logprobs: list = field(default_factory=list)   # what the worker reports of each of them, if asked to
     before: tuple[int, int] | None = None          # the conversation's length and `known` before this turn
-    longest: int | None = None                     # positions that its context may have, since `before` is known
+    longest: int | None = None                     # how long its context may become, prompt and reply
     usage: dict | None = None                      # by SOURCES, fixed at first admission
     admitted: float | None = None                  # when that was
     prefilling: bool = False                       # admitted, and no token sampled since
@@ -286,7 +286,8 @@ class Scheduler:
         for ticket in result.landed:
             self.cache.complete(ticket)
         logprobs = result.logprobs or [None] * len(result.tokens)
-        for (request, _, position), token, logprob in zip(batch.sampling, result.tokens, logprobs, strict=True):
+        sampled = zip(batch.sampling, result.tokens, logprobs, strict=True)
+        for (request, _, position), token, logprob in sampled:
             if request.finish_reason:
                 continue
             request.conversation.tokens[position] = token
