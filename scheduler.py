@@ -285,14 +285,13 @@ class Scheduler:
         outbox; None follows the last one. If a request has ended since the launch, its token is nobody's."""
         for ticket in result.landed:
             self.cache.complete(ticket)
-        logprobs = result.logprobs or [None] * len(result.tokens)
-        sampled = zip(batch.sampling, result.tokens, logprobs, strict=True)
-        for (request, _, position), token, logprob in sampled:
+        for (request, *_), logprob in zip(batch.sampling, result.logprobs or ()):
+            request.logprobs.append(logprob)
+        for (request, _, position), token in zip(batch.sampling, result.tokens, strict=True):
             if request.finish_reason:
                 continue
             request.conversation.tokens[position] = token
             request.generated.append(token)
-            request.logprobs.append(logprob)
             request.times.append(now)
             request.outbox.put(token)
             self.stats["generated_tokens"] += 1
