@@ -18,6 +18,7 @@ a seed repeats whatever else is in the batch, after a suspension, and on any dev
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -54,6 +55,11 @@ class Sampling:
     seed: int = field(default_factory=lambda: random.getrandbits(32))
     logit_bias: dict[int, float] = field(default_factory=dict)      # token id -> added to its logit
     logprobs: int | None = None         # report log probabilities: the token's, and the k largest
+
+    @cached_property
+    def looks_back(self) -> bool:
+        """Must the host know all earlier tokens before it can ask for the next one?"""
+        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
 
     def __post_init__(self):
         for name, (low, high) in LIMITS.items():

@@ -15,6 +15,10 @@ wait for the host to launch many small kernels. So the worker captures these lau
 for a few sizes of batch (CUDA graphs), and pads each such batch to one of the sizes. Padding has a
 row and a slot of its own.
 
+A launch does not wait for the device, so the last token of a context may be one that the device has
+yet to sample. The host says PLACEHOLDER, and the device takes the token that it last sampled in that
+row of the slot table.
+
 A batch without spans only moves chunks. Invariant: a token depends on its context, its seed and its
 position. The other spans of the batch change logits by rounding only.
 """
@@ -43,7 +47,7 @@ from kv_pool import KVPool
 from model import Attend, Layer, Model
 from rotary_store import rotate_and_store
 from sampling import Sampling, read, sample
-from scheduler import Batch, Request, Result, Span
+from scheduler import PLACEHOLDER, Batch, Request, Result, Span
 
 SMALL_MODEL = 10_000_000    # parameters; below, threads on a CPU wait for one another longer than they work
 
@@ -128,24 +132,39 @@ class Worker:
         self.slot_table = any_slots.repeat(max_running + 1, 1)          # [max_running + 1, max_context]
         self.padding_row = max_running
         self.slot_table[self.padding_row] = num_slots
+        self.sampled = self.slot_table.new_zeros(max_running + 1)       # the last token sampled in each row
+        self.depth = int(self.device.type == "cuda")                    # see Engine
         self.graphs: dict[int, tuple[Inputs, Callable]] = {}    # by size; the function returns logits
 
-    @torch.inference_mode()
     def execute(self, batch: Batch) -> Result:
-        """Run the batch's spans and start its transfers. A batch without spans still writes the
-        slot table; with nothing to compute it waits for a copy in flight, if there is one."""
+        """Run the batch's spans and start its transfers. With nothing to compute, wait for a copy in
+        flight, if there is one."""
+        return self.launch(batch)()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> Callable[[], Result]:
+        """Tell the device to execute the batch, behind everything that was launched before. Returns a
+        function that waits for the result. A batch without spans still writes the slot table."""
         packed = pack(batch.spans)
         size = self._graph_size(batch, packed)
         inputs = self._inputs(packed, batch.table_updates, size)
         self.pool.swap_in(batch.swap_in)
         if not batch.spans:
             self.pool.swap_out(batch.swap_out)
-            return Result([], self.pool.landed(wait=True))
+            return lambda: Result([], self.pool.landed(wait=True))
         earlier = self.pool.now()                       # earlier steps have written what is swapped out
         logits = self._logits(inputs, size)                                     # [N, vocab]
         self.pool.swap_out(batch.swap_out, earlier)     # the host starts these copies while the GPU computes
-        tokens, logprobs = read(packed.sampling, *sample(logits, packed.sampling))
-        return Result(tokens, self.pool.landed(wait=False), logprobs)
+        sampled = sample(logits, packed.sampling)
+        self.sampled[inputs.table_rows[inputs.sample_at]] = sampled[0].int()
+        on_host = [part.to("cpu", non_blocking=True) for part in sampled]       # into pinned memory
+        done = self.pool.now()
+
+        def wait() -> Result:
+            done.synchronize()
+            tokens, logprobs = read(packed.sampling, *on_host)
+            return Result(tokens, self.pool.landed(wait=False), logprobs)
+        return wait
 
     def stats(self) -> dict:
         return self.pool.stats()
@@ -179,6 +198,7 @@ class Worker:
         # An entry named twice has the same slot both times.
         self.slot_table[changed_rows, changed_positions] = new_slots
         *planned, tokens, positions, table_rows = split_like(flat, graph_reads)
+        tokens.copy_(torch.where(tokens == PLACEHOLDER, self.sampled[table_rows], tokens))
         spans.plans[self.group, self.kv_heads, self.dtype] = plan.with_arrays(planned)
         return Inputs(tokens, positions, table_rows, spans, sample_at, flat)
 

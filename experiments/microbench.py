@@ -523,6 +523,7 @@ def timed_step(engine: Engine) -> tuple[float, float]:
     scheduled = time.perf_counter()
     result = engine.worker.execute(batch)
     executed = time.perf_counter()
+    engine.scheduler.launched(batch)
     engine.scheduler.account(batch, result, engine.clock())
     accounted = time.perf_counter()
     return (scheduled - begin) + (accounted - executed), engine.clock() - now

@@ -177,6 +177,8 @@ def test_conversations_in_small_tiers_never_race(seed):
             now += 1.0
             batch = scheduler.schedule(now)
             if batch or cache.in_flight:
-                scheduler.account(batch, worker.execute(batch), now)
+                result = worker.execute(batch)
+                scheduler.launched(batch)
+                scheduler.account(batch, result, now)
     assert cache.stats["chunks_swapped_in"] and cache.stats["chunks_swapped_out"]
     assert recorder.races() == []

@@ -21,7 +21,7 @@ from eviction import RecomputeCost
 from kv_cache import Conversation, Ticket
 from model import ModelConfig, empty_model
 from sampling import Sampling
-from scheduler import Batch, Request, Span
+from scheduler import PLACEHOLDER, Batch, Request, Span
 from worker import (INDUCTOR, Worker, fuse, largest_step, make_cuda_graph, pack, table_changes, tier_sizes,
                     try_capture)
 
@@ -130,6 +130,24 @@ def test_a_step_is_uploaded_at_once_before_its_copies_and_those_out_start_while_
         watch(owner, name)
     worker.execute(batch)
     assert order == ["upload", "swap_in", "_forward", "swap_out", "sample"]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_token_that_the_host_does_not_know_yet_is_the_one_that_was_sampled(graphs):
+    """By the last launch, in the same row, whatever the order of the spans."""
+    tokens = []
+    for known in (True, False):
+        worker = make_worker()
+        if graphs:
+            worker.capture(eagerly)
+        found = requests(worker, [9, 5, 20])
+        first = worker.launch(decode(found))
+        for request, token in zip(found, first().tokens if known else [PLACEHOLDER] * 3):
+            request.conversation.tokens.append(token)
+        second = decode(found[::-1], step=2)
+        second.table_updates = [(row, length, np.array([100 + row])) for row, length in enumerate([9, 5, 20])]
+        tokens.append([*first().tokens, *worker.launch(second)().tokens])
+    assert tokens[0] == tokens[1] and len(set(tokens[0][:3])) > 1
 
 
 # ---- graphs: what one replays, run as it is
@@ -364,6 +382,29 @@ def test_graphs_on_the_gpu():
         assert results[0].tokens == results[1].tokens
         torch.testing.assert_close(plain.pool.gpu[:, :, :SLOTS], captured.pool.gpu[:, :, :SLOTS])
     assert len(used) == 20 and set(used) == {1, 2, 4}
+
+
+@pytest.mark.gpu
+def test_a_launch_waits_for_nothing_on_the_gpu():
+    """A prompt, a swap-in, and decodes of tokens that the host does not know yet."""
+    worker = make_worker(device="cuda")
+    found = requests(worker, [9, 5])
+    prompt, first, second = decode(found), decode(found), decode(found, step=2)
+    prompt.spans[0] = Span(found[0], 0, 9)
+    first.swap_in = [Ticket(None, None, "", 0, 2, [80, 81], 3)]
+    for batch in prompt, first:                                 # what compiles and allocates may wait
+        worker.execute(batch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        waits = [worker.launch(prompt), worker.launch(first)]
+        for request, slot in zip(found, (90, 91)):
+            second.table_updates.append((request.conversation.row, request.total, np.array([slot])))
+            request.conversation.tokens.append(PLACEHOLDER)
+        second.spans = [Span(request, request.total - 1, request.total) for request in found]
+        waits.append(worker.launch(second))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [len(wait().tokens) for wait in waits] == [2, 2, 2]
 
 
 @pytest.mark.gpu
