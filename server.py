@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 import traceback
+import webbrowser
 from collections import deque
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -49,6 +50,8 @@ POLL_SECONDS = 0.1          # between two checks whether a client has hung up
 LINGER_SECONDS = 2          # for a client that still sends when we have answered
 PRUNE_SECONDS = 60          # between two checks of the history's age and size
 TURNS_SHOWN = 100           # at /cache
+# The example of chat.html needs these sizes. Its conversations are not kept.
+DEMO = dict(gpu_cache_tokens=384, cpu_cache_tokens=768, history=":memory:")
 TOO_MANY_CONNECTIONS = (b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n"
                         b"Connection: close\r\n\r\n")
 HUNG_UP = ConnectionError, TimeoutError     # there is no client left to answer
@@ -422,8 +425,14 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--system-prompt", metavar="TEXT",
                         help="a text, or a file with a text, that chats without a system message begin with; "
                              "its KV-tokens are shared and never evicted (default: none)")
+    parser.add_argument("--demo", action="store_true",
+                        help="tiny tiers, a history in memory, and a browser in which the chat page plays its "
+                             "example")
     Config.add_flags(parser)
     flags = parser.parse_args(argv)
+    if flags.demo:
+        parser.set_defaults(**DEMO)                     # flags that are given still count
+        flags = parser.parse_args(argv)
     flags.history = flags.history or str(default_history(flags.model))
     return flags
 
@@ -463,6 +472,12 @@ def open_server(flags: argparse.Namespace) -> Server:
     return server
 
 
+def open_example(url: str):
+    """Open the chat page in a browser, where it plays its example."""
+    if not webbrowser.open(f"{url}/#play"):
+        print(f"There is no browser here. Open {url}/#play in yours.", flush=True)
+
+
 def serve_until_stopped(server: Server):
     """Until a signal comes. SystemExit with 1 if the engine fails."""
     def stop(*_):                                       # the first SIGTERM; a second one interrupts
@@ -486,6 +501,8 @@ def main():
         flags = parse_flags()
         server = open_server(flags)
         print(banner(server), flush=True)
+        if flags.demo:
+            threading.Thread(target=open_example, args=[server.url], daemon=True).start()
         serve_until_stopped(server)
         print("stopped")
     except (ValueError, OSError, OverflowError) as error:

@@ -32,7 +32,7 @@ STRIPS = """return [...document.querySelectorAll(".row")].map(row => [
     [...row.querySelectorAll(".chunk")].map(chunk => chunk.dataset.state).join("")])"""
 SAID = """return [...document.querySelectorAll(".chat")].map(chat =>
     [...chat.querySelectorAll(".turn")].map(turn =>
-        [...turn.querySelectorAll(".user, .answer, .source .share")].map(element => element.textContent)))"""
+        [...turn.querySelectorAll(".user, .answer, .ours .share")].map(element => element.textContent)))"""
 
 
 @pytest.fixture(scope="module")
