@@ -36,10 +36,12 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from config import Config, require
+from engine import Engine
 from serving import live
 from serving.metrics import Metrics
 from serving.openai_api import API, Writer, as_api_error
 from serving.operations import APIError, ChatBody, Operation, ReplyBody, find_operation, openapi, parse
+from serving.history import StaleTurn
 from serving.sessions import Answer, LiveTurn, Sessions
 
 MAX_BODY_BYTES = 2 * 2**20
@@ -81,6 +83,7 @@ class Server(ThreadingHTTPServer):
         self.connections = threading.BoundedSemaphore(max_connections)
         self.deadlines: dict[socket.socket, float] = {}     # of the requests that are arriving
         self.stop_at: float | None = None                   # once it drains
+        self.rival: Engine | None = None                    # a stateless engine to compare with: --demo
         super().__init__(address, Handler)
 
     @property
@@ -158,9 +161,19 @@ class Server(ThreadingHTTPServer):
         milliseconds = round(1000 * (turn.request.times[0] - turn.submitted))
         self.recent_turns.append(dict(
             conversation=turn.conversation, response=f"resp_{turn.id}", **reply.usage,
-            first_token_ms=milliseconds, finish_reason=reply.finish_reason))
+            first_token_ms=milliseconds, finish_reason=reply.finish_reason,
+            without_memory_ms=self.rival and self.without_memory(turn, reply)))
         print(f"{reply.sources} · first token {milliseconds} ms", flush=True)
         return reply
+
+    def without_memory(self, turn: LiveTurn, reply: Answer) -> int | None:
+        """Milliseconds to the first token if nothing is cached: a stateless engine computes the same context.
+        None if the history has no such turn."""
+        with suppress(StaleTurn):
+            context = self.sessions.history.tokens(turn.id)[:reply.usage["prompt_tokens"]]
+            begin = time.perf_counter()
+            self.rival.generate(context.tolist(), max_tokens=1)
+            return round(1000 * (time.perf_counter() - begin))
 
 
 def prefix_of(key: str) -> str:
@@ -426,8 +439,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
                         help="a text, or a file with a text, that chats without a system message begin with; "
                              "its KV-tokens are shared and never evicted (default: none)")
     parser.add_argument("--demo", action="store_true",
-                        help="tiny tiers, a history in memory, and a browser in which the chat page plays its "
-                             "example")
+                        help="tiny tiers, a history in memory, a stateless engine to compare with, and a "
+                             "browser in which the chat page plays its example")
     Config.add_flags(parser)
     flags = parser.parse_args(argv)
     if flags.demo:
@@ -472,10 +485,15 @@ def open_server(flags: argparse.Namespace) -> Server:
     return server
 
 
-def open_example(url: str):
-    """Open the chat page in a browser, where it plays its example."""
-    if not webbrowser.open(f"{url}/#play"):
-        print(f"There is no browser here. Open {url}/#play in yours.", flush=True)
+def begin_demo(server: Server):
+    """A stateless engine computes every turn again, and a browser opens the page, which plays its example."""
+    server.rival = Engine(**(vars(server.engine.config) | dict(stateless=True, cpu_cache_tokens=0))).start()
+    url = f"{server.url}/#play"
+
+    def open_page():                                    # some browsers come back only when they are closed
+        if not webbrowser.open(url):
+            print(f"There is no browser here. Open {url} in yours.", flush=True)
+    threading.Thread(target=open_page, daemon=True).start()
 
 
 def serve_until_stopped(server: Server):
@@ -492,6 +510,8 @@ def serve_until_stopped(server: Server):
     finally:
         server.server_close()
         server.sessions.close()
+        if server.rival:
+            server.rival.close()
 
 
 def main():
@@ -502,7 +522,7 @@ def main():
         server = open_server(flags)
         print(banner(server), flush=True)
         if flags.demo:
-            threading.Thread(target=open_example, args=[server.url], daemon=True).start()
+            begin_demo(server)
         serve_until_stopped(server)
         print("stopped")
     except (ValueError, OSError, OverflowError) as error:

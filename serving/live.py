@@ -1,6 +1,7 @@
 """The live picture: where every chunk of every conversation is, and which chunks move, as they move.
 
-    {"id": "c1", "tokens": 140, "gpu": 76, "cpu": 32, "idle_seconds": 3.2, "chunks": ".CBGG", "leaves_next": 2}
+    {"id": "c1", "tokens": 140, "gpu": 76, "cpu": 32, "idle_seconds": 3.2, "chunks": ".CBGG",
+     "leaves_next": 2, ...}
 
 `chunks` has one letter for each chunk of the conversation, the leading one first:
 
@@ -110,7 +111,7 @@ def moves(batch: Batch) -> list[dict]:
 
 def departures(before: dict[str, str], after: dict[str, str], chunk_size: int) -> list[dict]:
     """The chunks that were dropped or lost their slots between two pictures, from the letters of each
-    conversation in both. "BBG" before and ".CG" after: chunk 0 was dropped, and chunk 1 is left on the CPU."""
+    conversation in both. "BBG" before and ".CG" after: chunk 0 was dropped, chunk 1 is on the CPU alone."""
     departed = []
     for name, letters in before.items():
         now = after.get(name, "").ljust(len(letters), ".")
