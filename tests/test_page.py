@@ -132,8 +132,8 @@ class Page:
     def strips(self):
         return dict(self.run(STRIPS))
 
-    def post(self, url, **body):
-        request = urllib.request.Request(url + "/v1/responses", json.dumps(body).encode())
+    def post(self, url, path="/v1/responses", **body):
+        request = urllib.request.Request(url + path, json.dumps(body).encode())
         with urllib.request.urlopen(request) as response:
             return json.load(response)
 
@@ -225,7 +225,8 @@ def test_eighty_chats(page, url):
     """The strips scroll, the one that spoke last comes first, and the explanation stays in view."""
     ids = [page.post(url, input=f"Hello {number}", max_output_tokens=1)["conversation"]["id"]
            for number in range(80)]
-    page.post(url, input="Hello", conversation="my notes", max_output_tokens=1)
+    page.post(url, "/v1/chat/completions", conversation_id="my notes", max_tokens=1,
+              messages=[dict(role="user", content="Hello")])
     page.post(url, input="Hello", max_output_tokens=1)
     page.browser.get(url)
     page.run("localStorage.setItem('chats', JSON.stringify(arguments[0]))",
@@ -233,10 +234,8 @@ def test_eighty_chats(page, url):
     page.open(url)
     eventually(lambda: len(page.find(".row")) >= 82, seconds=30)
     assert {"my notes", "Other 1", "Chat 0", "Chat 79"} <= page.strips().keys()
-    first = """return [...document.querySelectorAll(".row")].reduce((one, other) =>
-        one.offsetTop < other.offsetTop ? one : other).querySelector("button").textContent"""
     page.say(40, "My lucky number is 7.")
-    eventually(lambda: page.run(first) == "Chat 40")
+    eventually(lambda: next(iter(page.strips())) == "Chat 40")
     for size in ((1280, 900), (390, 844)):
         page.resize(*size)
         assert page.run("return [document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
