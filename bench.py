@@ -15,11 +15,11 @@ Compare measured columns of one run only, because machines are noisy. Simulation
 import argparse
 import json
 import math
-from importlib.util import find_spec
 import os
 import platform
 import subprocess
 import sys
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
@@ -132,9 +132,10 @@ def by_panel(rows: list[dict]) -> dict[str, list[dict]]:
 
 
 def print_rows(figure: Figure, rows: list[dict]):
-    """A table for each panel. If a row names its model and dataset itself, one table."""
+    """A table for each panel; or one table, if its lines name model and dataset themselves."""
     if {"model", "dataset"} <= {*figure.columns} or not figure.columns:
         print_table(rows, figure.columns)
+        print()
         return
     for panel, of_panel in by_panel(rows).items():
         columns = [name for name in (*figure.columns, "never_full") if any(name in row for row in of_panel)]
@@ -237,9 +238,8 @@ def main():
         found = figure.run(options)
         print_rows(figure, found.rows)
         if any("never_full" in row for row in found.rows):
-            print("\nnever_full: this tier never filled up. The run was too short: give --seconds a larger "
-                  "number,\nor --gpu-cache-tokens and --cpu-cache-tokens smaller ones.")
-        print()
+            print("never_full: this tier never filled up. The run was too short: give --seconds a larger "
+                  "number,\nor --gpu-cache-tokens and --cpu-cache-tokens smaller ones.\n")
         must = ("must",) if any("must" in ratio for ratio in found.ratios) else ()
         print_table(found.ratios, ("name", "paper", "ours", "how", *must))
         if options.json:

@@ -38,10 +38,10 @@ from urllib.parse import parse_qsl
 from config import Config, require
 from engine import Engine
 from serving import live
+from serving.history import StaleTurn
 from serving.metrics import Metrics
 from serving.openai_api import API, Writer, as_api_error
 from serving.operations import APIError, ChatBody, Operation, ReplyBody, find_operation, openapi, parse
-from serving.history import StaleTurn
 from serving.sessions import Answer, LiveTurn, Sessions
 
 MAX_BODY_BYTES = 2 * 2**20

@@ -76,7 +76,7 @@ def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Ca
     heapq.heapify(due)                              # of (time, conversation, turn)
     active: dict[object, Active] = {}               # by handle
     served = []
-    # None: only in a terminal. The simulations of other processes would draw over each other.
+    # In a terminal only (None), and not in the processes of parallel simulations.
     progress = tqdm(total=sum(len(conversation.turns) for conversation in conversations), unit="turn",
                     leave=False, disable=True if parent_process() else None)
 

@@ -5,6 +5,7 @@
 A server runs its demo, and the page plays its example. The picture is taken at the end: by then the strips
 show almost every kind of chunk.
 """
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -31,6 +32,7 @@ def draw(url: str, file: str):
 
 
 if __name__ == "__main__":
+    os.environ["BROWSER"] = "true"          # the demo opens no window: we have a browser of our own
     file = sys.argv[1] if sys.argv[1:] else str(ROOT / "results" / "chat.png")
     with tempfile.TemporaryDirectory() as directory:
         with program(ROOT / "tiny_chat", Path(directory, "history"), "--demo") as (_, url, _):
