@@ -213,8 +213,9 @@ def draw_bars(canvas, rows: list[dict], fields: tuple):
     canvas.set_size_inches(3.5 * len(fields), 4)
     canvas.suptitle(panel_of(rows[0]))
     for ax, field in zip(canvas.subplots(1, len(fields)), fields):
-        bars = ax.bar([row["system"] for row in rows], [row[field] for row in rows])
-        ax.bar_label(bars, fmt="{:,.4g}")
+        values = [row[field] for row in rows]
+        bars = ax.bar([row["system"] for row in rows], values)
+        ax.bar_label(bars, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values])
         ax.set(title=WORDS[field])
 
 
