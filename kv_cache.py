@@ -422,6 +422,14 @@ class KVCache:
         self._update(chunk)
         self.stats["chunks_swapped_" + ticket.direction] += 1
 
+    def next_to_leave(self, now: float) -> Chunk | None:
+        """The chunk that leaves the GPU next, if nobody returns before: the cheapest whose slots may be taken
+        at once. If there is none, it is the one that is copied to the CPU next. Changes nothing."""
+        for move in ("reclaim", "swap_out"):
+            if victim := self._cheapest(move, now):
+                return victim.next_victim(move)
+        return None
+
     def reclaim(self, conversation: Conversation):
         """Take the slots of one unit of an idle conversation's reclaimable chunks. A chunk with a CPU copy
         lives on there. A chunk without one becomes absent (`_drop`).

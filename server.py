@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 import traceback
+import webbrowser
 from collections import deque
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,7 +36,9 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from config import Config, require
+from engine import Engine
 from serving import live
+from serving.history import StaleTurn
 from serving.metrics import Metrics
 from serving.openai_api import API, Writer, as_api_error
 from serving.operations import APIError, Operation, ReplyBody, find_operation, openapi, parse
@@ -50,6 +53,8 @@ LINGER_SECONDS = 2          # for a client that still sends when we have answere
 PRUNE_SECONDS = 60          # between two checks of the history's age and size
 TURNS_SHOWN = 100           # at /cache
 SESSION_HEADERS = "X-Session-ID", "X-Session-Affinity", "session_id"     # vLLM's, routers', agents'
+# The example of chat.html needs these sizes. Its conversations are not kept.
+DEMO = dict(gpu_cache_tokens=384, cpu_cache_tokens=768, history=":memory:")
 TOO_MANY_CONNECTIONS = (b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n"
                         b"Connection: close\r\n\r\n")
 HUNG_UP = ConnectionError, TimeoutError     # there is no client left to answer
@@ -79,6 +84,7 @@ class Server(ThreadingHTTPServer):
         self.connections = threading.BoundedSemaphore(max_connections)
         self.deadlines: dict[socket.socket, float] = {}     # of the requests that are arriving
         self.stop_at: float | None = None                   # once it drains
+        self.rival: Engine | None = None                    # a stateless engine to compare with: --demo
         try:
             super().__init__(address, Handler)
         except OSError as error:
@@ -160,9 +166,19 @@ class Server(ThreadingHTTPServer):
         milliseconds = round(1000 * (turn.request.times[0] - turn.submitted))
         self.recent_turns.append(dict(
             conversation=turn.conversation, response=f"resp_{turn.id}", **reply.usage,
-            first_token_ms=milliseconds, finish_reason=reply.finish_reason))
+            first_token_ms=milliseconds, finish_reason=reply.finish_reason,
+            without_memory_ms=self.rival and self.without_memory(turn, reply)))
         print(f"{reply.sources} · first token {milliseconds} ms", flush=True)
         return reply
+
+    def without_memory(self, turn: LiveTurn, reply: Answer) -> int | None:
+        """Milliseconds to the first token if nothing is cached: a stateless engine computes the same context.
+        None if the history has no such turn."""
+        with suppress(StaleTurn):
+            context = self.sessions.history.tokens(turn.id)[:reply.usage["prompt_tokens"]]
+            begin = time.perf_counter()
+            self.rival.generate(context.tolist(), max_tokens=1)
+            return round(1000 * (time.perf_counter() - begin))
 
 
 def prefix_of(key: str) -> str:
@@ -434,8 +450,14 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--system-prompt", metavar="TEXT",
                         help="a text, or a file with a text, that chats without a system message begin with; "
                              "its KV-tokens are shared and never evicted (default: none)")
+    parser.add_argument("--demo", action="store_true",
+                        help="tiny tiers, a history in memory, a stateless engine to compare with, and a "
+                             "browser in which the chat page plays its example")
     Config.add_flags(parser)
     flags = parser.parse_args(argv)
+    if flags.demo:
+        parser.set_defaults(**DEMO)                     # flags that are given still count
+        flags = parser.parse_args(argv)
     flags.history = flags.history or str(default_history(flags.model))
     return flags
 
@@ -475,6 +497,17 @@ def open_server(flags: argparse.Namespace) -> Server:
     return server
 
 
+def begin_demo(server: Server):
+    """A stateless engine computes every turn again, and a browser opens the page, which plays its example."""
+    server.rival = Engine(**(vars(server.engine.config) | dict(stateless=True, cpu_cache_tokens=0))).start()
+    url = f"{server.url}/#play"
+
+    def open_page():                                    # some browsers come back only when they are closed
+        if not webbrowser.open(url):
+            print(f"There is no browser here. Open {url} in yours.", flush=True)
+    threading.Thread(target=open_page, daemon=True).start()
+
+
 def serve_until_stopped(server: Server):
     """Until a signal comes. SystemExit with 1 if the engine fails."""
     def stop(*_):                                       # the first SIGTERM; a second one interrupts
@@ -489,6 +522,8 @@ def serve_until_stopped(server: Server):
     finally:
         server.server_close()
         server.sessions.close()
+        if server.rival:
+            server.rival.close()
 
 
 def main():
@@ -498,6 +533,8 @@ def main():
         flags = parse_flags()
         server = open_server(flags)
         print(banner(server), flush=True)
+        if flags.demo:
+            begin_demo(server)
         serve_until_stopped(server)
         print("stopped")
     except (ValueError, OSError, OverflowError) as error:

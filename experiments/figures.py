@@ -178,6 +178,9 @@ def throughput_at(rows: list[dict], latency_ms: float) -> float:
 
 def everyday(options) -> Found:
     """Stateful against stateless on this machine, under a load that the stateless system cannot carry."""
+    if options.rates and len(options.rates) > 1:
+        raise ValueError(f"this figure compares systems under one load: give --rates one number instead of "
+                         f"{len(options.rates)}, or name another figure, such as fig10")
     systems = "stateless", "gpu cache", "pensieve"
     rows, _ = sweep(systems, [], [HERE[0]._replace(rates=(60.0,))], options)
     stateless, pensieve = rows[0], rows[-1]
@@ -351,6 +354,7 @@ class Figure(NamedTuple):
     x: str                          # of its plot: a field of its rows
     y: str
     columns: tuple = ()             # of its table: fields of its rows; none: a line for each field
+    bars: tuple = ()                # fields to draw as bars, a bar for each row, instead of y over x
 
 
 def latency_figure(run: Callable, about: str, x: str = "throughput", y: str = "normalized_latency_ms"
@@ -372,7 +376,8 @@ RATES = "share", "gbytes_per_second", "tflops"
 FIGURES = {
     "default": Figure(
         everyday, "three systems on the embedded model, measured here (1 minute)",
-        "request_rate", "normalized_latency_ms"),
+        "request_rate", "normalized_latency_ms",
+        bars=("mean_ttft_ms", "normalized_latency_ms", "throughput", "computed_tokens")),
     "fig3": Figure(
         fig3, "seconds to prefill a history, and to generate the reply (10 s, simulated too)",
         "history", "seconds", ("system", "history", "seconds")),
@@ -385,7 +390,8 @@ FIGURES = {
     "fig11": latency_figure(
         partial(sweep, ("stateless", "gpu cache", "pensieve"), FOUR_GPUS, HERE),
         "latency over throughput of larger models, four GPUs (3 minutes; simulated: hours)"),
-    "fig12": microbenchmark(microbench.kernel, "the same as kernel", *RATES),
+    "fig12": microbenchmark(
+        microbench.kernel, "attention over scattered slots, as kernel, which is the same (15 s)", *RATES),
     "fig13": latency_figure(
         partial(sweep, ("separate phases", "pensieve"), [ONE_GPU[0]._replace(paper=None)], HERE),
         "prefill and decode in one batch or in batches of their own (2 minutes; simulated: 10)"),

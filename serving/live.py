@@ -1,6 +1,7 @@
 """The live picture: where every chunk of every conversation is, and which chunks move, as they move.
 
-    {"id": "c1", "tokens": 140, "gpu": 76, "cpu": 32, "idle_seconds": 3.2, "chunks": ".CBGG", ...}
+    {"id": "c1", "tokens": 140, "gpu": 76, "cpu": 32, "idle_seconds": 3.2, "chunks": ".CBGG",
+     "leaves_next": 2, ...}
 
 `chunks` has one letter for each chunk of the conversation, the leading one first:
 
@@ -10,8 +11,10 @@
     .    in neither: dropped, or not computed yet
     R    being recomputed: it has slots again, but not all of its KV yet
 
-Chunk i is worth recompute_seconds[i] / idle_seconds (see eviction.py). While nobody watches, none of this
-costs the engine any time.
+`leaves_next` is the index of the chunk that leaves the GPU next. It is null for all conversations but one (or
+a few, if they share the chunk). Chunk i is worth recompute_seconds[i] / idle_seconds (see eviction.py).
+
+While nobody watches, none of this costs the engine any time.
 """
 import threading
 import time
@@ -36,13 +39,15 @@ def letter(conversation: Conversation, index: int, chunk: Chunk) -> str:
     return LETTERS[chunk.state]
 
 
-def portrait(conversation: Conversation, idle: float) -> dict:
-    """One conversation. idle: seconds. gpu, cpu: tokens on the GPU, and on the CPU alone."""
+def portrait(conversation: Conversation, idle: float, leaving: Chunk | None) -> dict:
+    """One conversation. idle: seconds. leaving: the chunk that leaves the GPU next, perhaps of another
+    conversation. gpu, cpu: tokens on the GPU, and on the CPU alone."""
     gpu, cpu = conversation.sources()
     letters = [letter(conversation, index, chunk) for index, chunk in enumerate(conversation.chunks)]
     return dict(id=conversation.name, tokens=len(conversation.tokens), gpu=gpu, cpu=cpu,
                 running=conversation.row is not None, waiting=bool(conversation.waiting),
-                idle_seconds=round(idle, 3), chunks="".join(letters))
+                idle_seconds=round(idle, 3), chunks="".join(letters),
+                leaves_next=leaving.index if leaving in conversation.chunks else None)
 
 
 def picture(engine: Engine, prefix: str = "") -> dict:
@@ -50,7 +55,8 @@ def picture(engine: Engine, prefix: str = "") -> dict:
     prefix."""
     def read() -> list[dict]:
         policy, now = engine.cache.policy, engine.clock()
-        return [portrait(conversation, policy.idle(now, policy.last_needed(conversation)))
+        leaving = engine.cache.next_to_leave(now)
+        return [portrait(conversation, policy.idle(now, policy.last_needed(conversation)), leaving)
                 for conversation in engine.cache.conversations.values() if any(conversation.sources())]
     return dict(stats=engine.stats(), conversations=outside(prefix, engine.call(read), "id"))
 
@@ -80,7 +86,7 @@ def follow(engine: Engine, prefix: str, over: Callable[[], bool]) -> Iterator[di
             transfers = outside(prefix, [recent.popleft() for _ in range(len(recent))], "conversation")
             now = picture(engine, prefix)
             after = {entry["id"]: entry["chunks"] for entry in now["conversations"]}
-            yield dict(now, transfers=transfers + drops(before, after, engine.config.chunk_size))
+            yield dict(now, transfers=transfers + departures(before, after, engine.config.chunk_size))
             before = after
             time.sleep(EVENT_SECONDS)
             stepped.wait(STILL_SECONDS)
@@ -103,16 +109,23 @@ def moves(batch: Batch) -> list[dict]:
     return swap_in + swap_out + recomputed
 
 
-def drops(before: dict[str, str], after: dict[str, str], chunk_size: int) -> list[dict]:
-    """The chunks that have gone between two pictures, from the letters of each conversation in both."""
-    dropped = []
+def departures(before: dict[str, str], after: dict[str, str], chunk_size: int) -> list[dict]:
+    """The chunks that were dropped or lost their slots between two pictures, from the letters of each
+    conversation in both. "BBG" before and ".CG" after: chunk 0 was dropped, chunk 1 is on the CPU alone."""
+    departed = []
     for name, letters in before.items():
         now = after.get(name, "").ljust(len(letters), ".")
-        for index, letter in enumerate(letters):
-            if letter != "." and now[index] == ".":
-                dropped.append(dict(step=None, kind="drop", conversation=name,
-                                    start=index * chunk_size, end=(index + 1) * chunk_size))
-    return dropped
+        for index, change in enumerate(zip(letters, now)):
+            match change:
+                case ("G" | "B" | "R" | "C", "."):
+                    kind = "drop"
+                case ("G" | "B" | "R", "C"):
+                    kind = "reclaim"
+                case _:
+                    continue
+            departed.append(dict(step=None, kind=kind, conversation=name,
+                                 start=index * chunk_size, end=(index + 1) * chunk_size))
+    return departed
 
 
 def outside(prefix: str, entries: list[dict], key: str) -> list[dict]:

@@ -148,8 +148,43 @@ def test_a_plot_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [dict(system=system, model="m", dataset="d", throughput=x, normalized_latency_ms=2 * x)
             for system in "ab" for x in (1.0, 2.0)]
-    bench.plot(figures.FIGURES["fig10"], rows, str(tmp_path / "plot.png"))
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    bars = [dict(row, request_rate=60.0, mean_ttft_ms=9.5, computed_tokens=126_200) for row in rows[::2]]
+    for name, drawn in (("fig10", rows), ("default", bars)):
+        bench.plot(figures.FIGURES[name], drawn, str(tmp_path / name))
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_figure_can_be_plotted():
+    """Its axes and bars have words."""
+    for figure in figures.FIGURES.values():
+        assert {*(figure.bars or (figure.x, figure.y))} <= bench.WORDS.keys()
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--plot", "plot.png"], "pip install matplotlib"),
+    (["fig10", "--json", "no/such/directory/figure.json"], "no/such/directory"),
+    (["fig10", "--plot", "/"], "/ cannot be written"),
+    (["fig10", "--gpus", "2"], "add --simulate")])
+def test_a_flag_that_cannot_work_fails_before_anything_runs(monkeypatch, capsys, flags, message):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)        # as if it were not installed
+    with pytest.raises(SystemExit, match="2"):
+        bench.parse_flags(flags)
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_run_too_short_to_fill_the_caches_says_so(tmp_path, monkeypatch, capsys):
+    command = "fig15 --simulate --model opt-13b --think 60 --rates 3 --seconds 60"
+    rows = run_bench(tmp_path, monkeypatch, command)["rows"]
+    assert [row.get("never_full") for row in rows] == [None, "GPU"]
+    told = capsys.readouterr().out
+    assert "opt-13b, sharegpt, think 60 s\n" in told and "The run was too short" in told
+    tiers = "--gpu-cache-tokens 4000 --cpu-cache-tokens"
+    rows = run_bench(tmp_path, monkeypatch, f"{command} {tiers} 2000000")["rows"]
+    assert [row.get("never_full") for row in rows] == [None, "CPU"]
+    capsys.readouterr()
+    rows = run_bench(tmp_path, monkeypatch, f"{command} {tiers} 2000")["rows"]
+    assert "too short" not in capsys.readouterr().out
+    assert [row.get("never_full") for row in rows] == [None, None]
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -160,6 +195,7 @@ def test_a_plot_is_drawn(tmp_path):
     (["fig14", "--simulate", "--trace", "nowhere.jsonl"], "nowhere.jsonl"),
     (["fig14", "--simulate", "--trace", __file__], "test_bench.py"),
     (["fig10", "--rates", "1,x"], "1,x"),
+    (["--rates", "20,40"], "one number"),
     (["--simulate"], "leave --simulate out"),
     (["--simulate", "--jobs", "1", "--hardware", "b200"], "b200"),
     (["--think", "soon"], "soon"),
