@@ -197,8 +197,9 @@ class Model(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Hidden states [N, width] -> logits [N, vocab_size] in float32. Pass only the rows that
         are sampled from."""
-        head = self.tokens if self.config.tied_embeddings else self.head
-        return F.linear(x, head.weight).float()
+        if self.config.tied_embeddings:
+            return F.linear(x, self.tokens.weight).float()
+        return self.head(x).float()
 
 
 def empty_model(config: ModelConfig, device, dtype: torch.dtype) -> Model:

@@ -2,6 +2,7 @@
 which loading refuses."""
 import json
 import pickle
+import weakref
 
 import huggingface_hub.constants
 import pytest
@@ -14,7 +15,9 @@ from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCaus
                           OPTConfig, OPTForCausalLM)
 
 import checkpoint as checkpoint_file
+import worker
 from checkpoint import PRESETS, find_checkpoint, load_model, random_model
+from engine import Engine
 from model import Model, ModelConfig, empty_model
 from rotary_store import rotate
 
@@ -180,6 +183,29 @@ def test_eos_ids_come_from_both_configurations(config, generation, expected, tmp
     edit_json(tmp_path / "config.json", eos_token_id=config)
     edit_json(tmp_path / "generation_config.json", eos_token_id=generation)
     assert load_model(tmp_path, "cpu", torch.float32).config.eos_ids == expected
+
+
+# Packed weights.
+
+def test_packed_weights_compute_the_same_and_the_dense_ones_are_let_go(theirs, tmp_path):
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(tmp_path, "cpu", torch.float32)
+    dense = [weakref.ref(module.weight) for module in ours.modules() if isinstance(module, nn.Linear)]
+    worker.pack_weights(ours)
+    assert len(dense) >= 12 and not any(weight() is not None for weight in dense)
+    assert_same(ours, theirs, 64, 1, 17)
+    assert ours.logits(torch.zeros(0, ours.config.width)).shape == (0, ours.config.vocab_size)
+
+
+def test_an_engine_packs_the_weights_of_all_but_small_models(monkeypatch):
+    def served():
+        engine = Engine("tiny_chat", device="cpu", gpu_cache_tokens=64, cpu_cache_tokens=0)
+        reply = engine.generate([5, 6, 7], "c", max_tokens=8, ignore_eos=True)
+        engine.close()
+        packed = [type(module) for module in engine.worker.model.modules()].count(worker.PackedLinear)
+        return packed, reply.token_ids
+    (none, expected), _ = served(), monkeypatch.setattr(worker, "SMALL_MODEL", 0)
+    assert none == 0 and served() == (16, expected)         # 4 layers of 4 matrices
 
 
 # What loading refuses: the message names the culprit.
