@@ -305,14 +305,18 @@ def load_worker(config, directory: Path | None) -> Worker:
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
     dtype = getattr(torch, dtype)
-    model = load_model(directory, device, dtype) if directory else random_model(config.model, device, dtype)
+    try:
+        model = (load_model(directory, device, dtype) if directory else
+                 random_model(config.model, device, dtype))
+    except (MemoryError, RuntimeError) as error:
+        raise ValueError(f"the weights do not fit into memory, choose a smaller model: {error}") from error
     if device == "cpu" and is_small(model):
         torch.set_num_threads(1)                        # in the whole process
     slots, cpu_tokens = tier_sizes(config, model)
     try:
         worker = Worker(model, slots, cpu_tokens // config.chunk_size, config.chunk_size, config.max_running,
                         min(model.config.max_context, slots), pipeline=not config.no_pipeline)
-    except (OSError, RuntimeError) as error:            # out of memory, on the GPU or on the host
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:     # out of memory, or beyond an int
         raise ValueError(f"tiers of {slots} and {cpu_tokens} tokens cannot be allocated, "
                          f"choose smaller ones: {error}") from error
     if not config.eager:

@@ -238,7 +238,7 @@ def rotary_model(device="cpu"):
     # What was compiled, or failed to be, for another one.
     torch.compiler.reset()
     torch.manual_seed(0)
-    shape = dict(norm="rms", gated=True, bias=False, rope_theta=10000.0, tied_embeddings=False)
+    shape = dict(norm="rms", gated=True, biases=frozenset(), rope_theta=10000.0, tied_embeddings=False)
     model = empty_model(ModelConfig(VOCAB, 3, 4, 2, 64, 64, CONTEXT, "silu", **shape), device, torch.float32)
     for parameter in model.parameters():
         parameter.copy_(torch.randn(parameter.shape) * 0.1)
