@@ -71,12 +71,15 @@ def within(value, low, high) -> bool:
 
 
 def sample(logits: Tensor, requests: list[Request]) -> tuple[list[int], list | None]:
-    """A token from each row of logits [N, vocab] float32, for its request. The logits are used up.
+    """A token from each row of logits [N, vocab] float32, for its request; -1 from a row with NaN or
+    infinity. The logits are used up.
 
     The second result is None, unless a request asks for log probabilities: then there is an entry
     for each row, None or (the token's, [(token id, its log probability), ...] of the most likely).
     Log probabilities are those before penalties, bias and temperature: they say what the model
     believes, not what the draw was asked for."""
+    finite = logits.sum(-1).isfinite()                  # [N]; one NaN or infinity makes the sum one
+    logits.masked_fill_(~finite[:, None], 0)            # the stages and the report need numbers
     asking = [i for i, request in enumerate(requests) if request.sampling.logprobs is not None]
     believed = logits[asking].log_softmax(-1) if asking else None               # [asking, vocab]
     for is_asked_for, apply in STAGES:
@@ -84,13 +87,14 @@ def sample(logits: Tensor, requests: list[Request]) -> tuple[list[int], list | N
         if rows:
             logits[rows] = apply(logits[rows], [requests[i] for i in rows])
     tokens = logits.argmax(-1)                                                  # [N]
+    sampled = tokens.where(finite, -1)
     if not asking:
-        return tokens.tolist(), None
+        return sampled.tolist(), None
     reports = [None] * len(requests)
     tops = [requests[i].sampling.logprobs for i in asking]
     for i, one in zip(asking, report(believed, tokens[asking], tops)):
         reports[i] = one
-    return tokens.tolist(), reports
+    return sampled.tolist(), reports
 
 
 def report(logprobs: Tensor, tokens: Tensor, tops: list[int]) -> list[tuple]:

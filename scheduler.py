@@ -144,7 +144,7 @@ def _runs(tickets: list[Ticket]) -> str:
 
 class Result(NamedTuple):
     """What the worker made of a batch."""
-    tokens: list[int]                              # one for each span that samples, in order
+    tokens: list[int]                              # one for each span that samples, in order; -1: it has none
     landed: list[Ticket]                           # copies that have ended, of this step or an earlier one
     logprobs: list | None = None                   # one for each token; None where nobody asked for it
 
@@ -263,6 +263,9 @@ class Scheduler:
         for request, logprob in zip(sampling, result.logprobs or ()):
             request.logprobs.append(logprob)
         for request, token in zip(sampling, result.tokens, strict=True):
+            if token < 0:
+                self.cancel(request, now, RuntimeError("the model's logits are not finite (NaN or infinity)"))
+                continue
             request.conversation.tokens.append(token)
             request.generated.append(token)
             request.times.append(now)

@@ -316,7 +316,7 @@ def load_worker(config, directory: Path | None) -> Worker:
     try:
         worker = Worker(model, slots, cpu_tokens // config.chunk_size, config.chunk_size, config.max_running,
                         min(model.config.max_context, slots), pipeline=not config.no_pipeline)
-    except (OSError, OverflowError, RuntimeError, ValueError) as error:     # out of memory, or beyond an int
+    except (OSError, RuntimeError) as error:            # out of memory, on the GPU or on the host
         raise ValueError(f"tiers of {slots} and {cpu_tokens} tokens cannot be allocated, "
                          f"choose smaller ones: {error}") from error
     if not config.eager:

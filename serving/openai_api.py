@@ -55,7 +55,8 @@ class API:
         messages = [plain(message) for message in body.messages]
         hint = body.conversation_id and prefix + body.conversation_id
         first_options, *other_options = options_of_choices(options, body.n)
-        first = self.sessions.submit_chat(messages, hint, prefix, **first_options)
+        first = self.sessions.submit_chat(messages, hint, prefix,
+                                          template_options=body.chat_template_kwargs, **first_options)
         others = [self.sessions.another(first, prefix, **options) for options in other_options]
         return ChatWriter([first, *others], prefix, self.model, body)
 

@@ -209,13 +209,13 @@ class Sessions:
         return self.respond([dict(role="user", content=text)], conversation, **options).result()
 
     def submit_chat(self, messages: list[dict], hint: str | None = None, prefix: str = "",
-                    stop: str | list[str] = (), **options) -> LiveTurn:
+                    stop: str | list[str] = (), template_options: dict | None = None, **options) -> LiveTurn:
         """A client resends the visible history, with new messages at its end. The longest part that we
         remember goes on: in its conversation if that ends there and is idle, else in a new branch.
 
         hint: the client's name for its conversation. It decides between equals and names a new conversation;
         it opens nothing. prefix: how the names of this client's conversations begin; others are not looked
-        at. options: see `submit`."""
+        at. template_options: see Tokenizer.turn. options: see `submit`."""
         system = self._prompted(messages)
         messages = system + messages
         note = dict(system=system[0]["content"] if system else None)
@@ -223,7 +223,7 @@ class Sessions:
             turn, matched = self.history.match(messages, hint, prefix) or (None, 0)
             self._claim_after(live, turn, hint, prefix)
             new = messages[matched:]
-            prompt = self._tokenize(messages[:matched], new, turn and turn.last_token)
+            prompt = self._tokenize(messages[:matched], new, turn and turn.last_token, template_options)
             carried = len(system) if system and not turn else None      # no client has sent these
             return self._submit(live, Plan(prompt, new, turn, carried, note), **options)
 
@@ -319,11 +319,12 @@ class Sessions:
     def _fits(self, length: int, room: int | None) -> bool:
         return room is None or length + room <= self.engine.scheduler.limit
 
-    def _tokenize(self, before: list[dict], new: list[dict], last_token: int | None) -> list[int]:
+    def _tokenize(self, before: list[dict], new: list[dict], last_token: int | None,
+                  template_options: dict | None = None) -> list[int]:
         if self.tokenizer is None:
             raise ValueError(f"{self.engine.config.model} has no tokenizer: it serves token ids only, "
                              "use generate()")
-        return self.tokenizer.turn(before, new, last_token)
+        return self.tokenizer.turn(before, new, last_token, template_options)
 
     def _designate(self, prompt: str) -> list[dict]:
         """The system prompt as a message. The tokens that all contexts under it begin with are computed once,
