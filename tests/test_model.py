@@ -437,7 +437,8 @@ def test_presets_have_the_published_number_of_parameters(preset, published):
 
 @pytest.mark.parametrize("kind", [
     dict(activation="relu"),
-    dict(activation="silu", gated=True, norm="rms", biases=frozenset(), rope_theta=1e4)], ids=["gpt", "llama"])
+    dict(activation="silu", gated=True, norm="rms", biases=frozenset(), rope_theta=1e4)],
+                         ids=["gpt", "llama"])
 def test_random_models_repeat_and_their_seeds_differ(kind, monkeypatch):
     monkeypatch.setitem(PRESETS, "tiny", ModelConfig(
         vocab_size=1000, num_layers=2, num_heads=4, num_kv_heads=2, width=64, ffn_width=128,

@@ -309,7 +309,8 @@ def test_a_row_that_is_not_finite_has_no_token_and_its_neighbours_keep_theirs(va
 
 
 def test_a_request_whose_logits_are_not_finite_fails_alone():
-    engine = Engine("tiny_chat", device="cpu", gpu_cache_tokens=256, cpu_cache_tokens=64, cost=COST, debug=True)
+    engine = Engine("tiny_chat", device="cpu", gpu_cache_tokens=256, cpu_cache_tokens=64, cost=COST,
+                    debug=True)
     expected = engine.generate([5, 6, 7], max_tokens=8, ignore_eos=True).token_ids
     engine.worker.model.positions.weight[40] = torch.nan        # where only the longer context comes
     long = engine.submit([1] * 38, "long", max_tokens=8, ignore_eos=True)

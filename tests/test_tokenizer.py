@@ -310,7 +310,8 @@ def test_options_reach_the_template_but_write_no_special_token(tmp_path):
     options = dict(thinking=True, style="<|user|>a", bos_token="b", messages=[])
     first = ours.turn([], CHAT[:2], None, options)
     assert first == ours.turn([], CHAT[:2], None, {})[:-1] + ours.encode("<|user|>a")
-    oracle = PreTrainedTokenizerFast(tokenizer_object=byte_level(), chat_template=template, bos_token="<|end|>")
+    oracle = PreTrainedTokenizerFast(tokenizer_object=byte_level(), chat_template=template,
+                                     bos_token="<|end|>")
     for thinking in (True, False):
         assert ours.turn([], CHAT[:2], None, dict(thinking=thinking)) == oracle.apply_chat_template(
             CHAT[:2], add_generation_prompt=True, return_dict=False, thinking=thinking)
