@@ -166,7 +166,7 @@ def _runs(tickets: list[Ticket]) -> str:
 
 class Result(NamedTuple):
     """What the worker made of a batch."""
-    tokens: list[int]                              # one for each span of batch.sampling
+    tokens: list[int]                              # one for each span of batch.sampling; -1: it has none
     landed: list[Ticket]                           # copies that have ended, of this step or an earlier one
     logprobs: list | None = None                   # one for each token; None where nobody asked for it
 
@@ -294,6 +294,9 @@ class Scheduler:
             request.logprobs.append(logprob)
         for (request, _, position), token in zip(batch.sampling, result.tokens, strict=True):
             if request.finish_reason:
+                continue
+            if token < 0:
+                self.cancel(request, now, RuntimeError("the model's logits are not finite (NaN or infinity)"))
                 continue
             request.conversation.tokens[position] = token
             request.generated.append(token)

@@ -448,8 +448,17 @@ def digest(previous: bytes, *texts: str) -> bytes:
 
 
 def rolled(start: bytes, messages: list[dict]) -> list[bytes]:
-    """The rolling hash after each message: h_i = sha256(h_{i-1}, role, content)."""
+    """The rolling hash after each message: h_i = sha256(h_{i-1}, role, what was said)."""
     hashes = [start]
     for message in messages:
-        hashes.append(digest(hashes[-1], message["role"], message["content"]))
+        hashes.append(digest(hashes[-1], message["role"], said(message)))
     return hashes[1:]
+
+
+def said(message: dict) -> str:
+    """The content, but for the thoughts that a reply begins with: many clients and chat templates do not
+    send them back, and the reply is to be recognised without them. <think>2 + 2</think> 4  ->  4"""
+    _, end_of_thoughts, answer = message["content"].rpartition("</think>")
+    if message["role"] == "assistant" and end_of_thoughts:
+        return answer.lstrip()
+    return message["content"]

@@ -56,7 +56,7 @@ class API:
         messages = [plain(message) for message in body.messages]
         first_options, *other_options = options_of_choices(options, body.n)
         first = self.sessions.respond(messages, hint=body.hint(prefix), prefix=prefix, keep=body.store,
-                                      **first_options)
+                                      template_options=body.chat_template_kwargs, **first_options)
         others = [self.sessions.another(first, prefix, **options) for options in other_options]
         return ChatWriter([first, *others], prefix, self.model, body)
 

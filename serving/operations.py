@@ -96,6 +96,8 @@ StopString = Annotated[str, Field(min_length=1, max_length=100)]
 TokenId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=BIAS[0], le=BIAS[1])]
 Key, Value = Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]
+TemplateOptions = Annotated[dict[Key, bool | int | float | Value], Field(max_length=16),
+                            BeforeValidator(without_empty)]
 Metadata = Annotated[dict[Key, Value], Field(max_length=16), BeforeValidator(without_empty)]
 
 
@@ -217,6 +219,7 @@ class ChatBody(ReplyBody):
     max_tokens: int = Field(None, ge=1)
     max_completion_tokens: int = Field(None, ge=1)          # the newer name of max_tokens
     stream_options: StreamOptions = StreamOptions()
+    chat_template_kwargs: TemplateOptions = None            # vLLM's, such as {"enable_thinking": false}
     n: int = Field(1, ge=1, le=16)
     logprobs: bool = False
     response_format: TextFormat = None

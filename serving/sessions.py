@@ -242,7 +242,7 @@ class Sessions:
     def respond(self, messages: list[dict], conversation: str | None = None, *, after: Turn | None = None,
                 hint: str | None = None, prefix: str = "", keep: bool = True, instructions: str | None = None,
                 truncate: bool = False, note: dict | None = None, stop: str | list[str] = (),
-                max_tokens: int | None = None, **options) -> LiveTurn:
+                max_tokens: int | None = None, template_options: dict | None = None, **options) -> LiveTurn:
         """A client says in one of three ways which turn comes before this one:
 
             conversation    `messages` are new. The conversation may be busy, or not exist yet.
@@ -258,12 +258,13 @@ class Sessions:
         at. keep: False: nothing is kept, although what is kept already may be used; not with a conversation.
         instructions: the system message of this turn alone; by default the system prompt.
         truncate: drop old messages if less than max_tokens (by default a quarter of the limit) would be left
-        for the reply. note: kept with the turn. options: see `submit`."""
+        for the reply. note: kept with the turn. template_options: see Tokenizer.turn. options: see `submit`."""
         with self._beginning(stop) as live:
             if conversation is not None:
                 self._claim(live, conversation)     # from here on we see how the reply before has ended
             plan = self.plan(messages, conversation, after=after, hint=hint, prefix=prefix, note=note,
-                             instructions=instructions, truncate=truncate, max_tokens=max_tokens)
+                             instructions=instructions, truncate=truncate, max_tokens=max_tokens,
+                             template_options=template_options)
             if conversation is None and keep:
                 self._claim_after(live, plan.after, hint, prefix)
             return self._submit(live, plan, max_tokens=max_tokens, **options)
@@ -289,7 +290,8 @@ class Sessions:
 
     def plan(self, messages: list[dict], conversation: str | None = None, *, after: Turn | None = None,
              hint: str | None = None, prefix: str = "", instructions: str | None = None,
-             truncate: bool = False, max_tokens: int | None = None, note: dict | None = None) -> Plan:
+             truncate: bool = False, max_tokens: int | None = None, note: dict | None = None,
+             template_options: dict | None = None) -> Plan:
         """The turn that `respond` would begin now.
 
         Every token sees the system message. If it is the one that the turn before had, and there is room, the
@@ -309,26 +311,26 @@ class Sessions:
         note = dict(note or {}, system=system[0]["content"] if system else None)
         room = (max_tokens or self.engine.scheduler.limit // 4) if truncate else None
         if after and system == cached_system:
-            prompt = self._tokenize(system + earlier, new, after.last_token)
+            prompt = self._tokenize(system + earlier, new, after.last_token, template_options)
             if self._fits(after.length + len(prompt), room):
                 return Plan(prompt, new, after, None, note)
-        return self._plan_anew(after, system, earlier, new, room, note)
+        return self._plan_anew(after, system, earlier, new, room, note, template_options)
 
     def _plan_anew(self, after: Turn | None, system_messages: list[dict], without_system: list[dict],
-                   new: list[dict], room: int | None, note: dict) -> Plan:
+                   new: list[dict], room: int | None, note: dict, template_options: dict | None) -> Plan:
         """A context of its own: the system message, then as many messages as leave `room`."""
         messages = without_system + new
-        start, prompt = self._first_that_fits(system_messages, messages, room)
+        start, prompt = self._first_that_fits(system_messages, messages, room, template_options)
         carried = len(system_messages) + max(len(without_system) - start, 0)
         return Plan(prompt, system_messages + messages[start:], after, carried, note)
 
-    def _first_that_fits(self, system_messages: list[dict], messages: list[dict],
-                         room: int | None) -> tuple[int, list[int]]:
+    def _first_that_fits(self, system_messages: list[dict], messages: list[dict], room: int | None,
+                         template_options: dict | None) -> tuple[int, list[int]]:
         """Where to cut the messages, and the prompt that is left. We cut only before a user's message. If
         even the shortest prompt is too long, the engine will say so."""
         cuts = [i for i, message in enumerate(messages) if i > 0 and message["role"] == "user"]
         for start in [0, *cuts]:
-            prompt = self._tokenize([], system_messages + messages[start:], None)
+            prompt = self._tokenize([], system_messages + messages[start:], None, template_options)
             if self._fits(len(prompt), room):
                 break
         return start, prompt
@@ -336,11 +338,12 @@ class Sessions:
     def _fits(self, length: int, room: int | None) -> bool:
         return room is None or length + room <= self.engine.scheduler.limit
 
-    def _tokenize(self, before: list[dict], new: list[dict], last_token: int | None) -> list[int]:
+    def _tokenize(self, before: list[dict], new: list[dict], last_token: int | None,
+                  template_options: dict | None = None) -> list[int]:
         if self.tokenizer is None:
             raise ValueError(f"{self.engine.config.model} has no tokenizer: it serves token ids only, "
                              "use generate()")
-        return self.tokenizer.turn(before, new, last_token)
+        return self.tokenizer.turn(before, new, last_token, template_options)
 
     def _designate(self, prompt: str) -> list[dict]:
         """The system prompt as a message. The tokens that all contexts under it begin with are computed once,

@@ -130,6 +130,17 @@ def test_match_among_equals(history):
     assert history.match(resent, "a")[0] == history.head("a")
 
 
+def test_a_reply_matches_with_and_without_its_thoughts(history):
+    turn = history.commit("c", None, [1], [2], [HI], "<think>Who?\nA friend.</think>\n\nHello")
+    thought, = history.messages(turn.id)[1:]
+    for resent in (thought, HELLO):
+        assert history.match([HI, resent, BYE]) == (turn, 2)
+    assert not history.match([HI, SURE, BYE])
+    asked = dict(role="user", content="<think>Who?</think>Hi")      # a user's message is what it is
+    history.commit("d", None, [1], [2], [asked], "Hello")
+    assert history.match([HI, HELLO, BYE])[0] == turn
+
+
 def test_owners_do_not_match_each_other(history):
     for owner in ("ada/", "bob/"):
         history.commit(owner + "c", None, [1], [2], [HI], "Hello")

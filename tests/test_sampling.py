@@ -341,3 +341,29 @@ def test_none_is_the_default_and_an_unknown_keyword_an_error(engine):
     assert engine.generate([1], max_tokens=3, **dict.fromkeys(names)) == engine.generate([1], max_tokens=3)
     with pytest.raises(TypeError, match="temprature"):
         engine.submit([1], temprature=1.0)
+
+
+# ---- logits that are no numbers
+
+@pytest.mark.parametrize("values", [
+    {}, dict(logprobs=2), dict(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, presence_penalty=1.0,
+                               repetition_penalty=1.2, logit_bias={3: 1.0}, logprobs=2, seed=1)])
+def test_a_row_that_is_not_finite_has_no_token_and_its_neighbours_keep_theirs(values):
+    logits, requests = some_logits(4, 40), [row(generated=(4, 5), **values) for _ in range(4)]
+    expected, _ = sample(logits.clone(), requests)
+    logits[0, 7], logits[2, 39], logits[3] = torch.nan, torch.inf, -torch.inf
+    assert sample(logits, requests)[0] == [-1, expected[1], -1, -1]
+
+
+def test_a_request_whose_logits_are_not_finite_fails_alone():
+    engine = Engine("tiny_chat", device="cpu", gpu_cache_tokens=256, cpu_cache_tokens=64, cost=COST,
+                    debug=True)
+    expected = engine.generate([5, 6, 7], max_tokens=8, ignore_eos=True).token_ids
+    engine.worker.model.positions.weight[40] = torch.nan        # where only the longer context comes
+    long = engine.submit([1] * 38, "long", max_tokens=8, ignore_eos=True)
+    short = engine.submit([5, 6, 7], "short", max_tokens=8, ignore_eos=True)
+    with pytest.raises(RuntimeError, match="not finite"):
+        long.result()
+    assert short.result().token_ids == expected
+    assert engine.generate([5, 6, 7], "long", max_tokens=8, ignore_eos=True).token_ids == expected
+    engine.close()

@@ -3,6 +3,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -473,15 +474,36 @@ def test_every_field_of_config_is_a_flag():
     assert parse_flags([]).history == str(ROOT / "history.sqlite")
 
 
-@pytest.mark.parametrize("flags", ["--bogus", "--policy best", "--port many", "--gpu-cache-tokens 0",
-                                   "--reserve 2"])
-def test_bad_flags_are_one_line(flags, capsys, monkeypatch, checkpoint):
+def last_words(model, flags, monkeypatch, capsys):
+    """What server.py says before it exits with 2."""
     import server
-    monkeypatch.setattr(sys, "argv", ["server.py", "--model", str(checkpoint), "--history", ":memory:",
-                                      *flags.split()])
+    monkeypatch.setattr(sys, "argv", ["server.py", "--model", str(model), "--history", ":memory:",
+                                      "--port", "0", *flags.split()])
     with pytest.raises(SystemExit) as exit:
         server.main()
-    assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+    assert exit.value.code == 2
+    return capsys.readouterr().err
+
+
+SIZES = ["gpu-cache-tokens", "cpu-cache-tokens", "chunk-size", "max-batch-tokens", "max-running", "port"]
+
+
+@pytest.mark.parametrize("flags", ["--bogus", "--policy best", "--port many", "--gpu-cache-tokens 0",
+                                   "--reserve 2", *(f"--{size} {10**20}" for size in SIZES)])
+def test_bad_flags_are_one_line(flags, capsys, monkeypatch, checkpoint):
+    assert last_words(checkpoint, flags, monkeypatch, capsys).count("\n") == 1
+
+
+@pytest.mark.parametrize("file, content", [
+    ("config.json", "{"), ("config.json", "[1]"), ("config.json", '{"model_type": "gpt2", "n_embd": [1]}'),
+    ("generation_config.json", "{"), ("tokenizer.json", "{"), ("tokenizer_config.json", "{"),
+    ("tokenizer_config.json", "[1]"), ("tokenizer_config.json", '{"chat_template": 5}'),
+    ("tokenizer_config.json", '{"chat_template": [1]}'), ("chat_template.jinja", "{% if %}")])
+def test_a_damaged_checkpoint_is_one_line(file, content, tmp_path, capsys, monkeypatch, checkpoint):
+    shutil.copytree(checkpoint, tmp_path / "damaged")
+    (tmp_path / "damaged" / file).write_text(content)
+    words = last_words(tmp_path / "damaged", "", monkeypatch, capsys)
+    assert words.count("\n") == 1 and (file in words or "template" in words)
 
 
 def test_the_log_says_why(server, capfd):

@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine import Engine
 from eviction import RecomputeCost
@@ -213,6 +214,29 @@ def test_a_resent_history_is_recognised_and_an_edited_one_branches(sessions):
 # ---- the system prompt
 
 SYSTEM = "You are a pilot. " * 3
+
+
+def scripted(model, position, tokens):
+    """From this position on the model says these tokens, whatever it reads."""
+    for layer in model.layers:
+        layer.attn.out.weight.zero_()
+        layer.mlp.down.weight.zero_()
+    model.norm.weight.fill_(1)
+    embedding = model.tokens.weight.normal_(generator=torch.Generator().manual_seed(0))
+    first_row = position + model.config.position_offset
+    model.positions.weight[first_row:first_row + len(tokens)] = 100 * embedding[tokens]
+
+
+def test_a_reply_resent_without_its_thoughts_comes_from_the_cache():
+    with closing(Sessions("tiny_chat", gpu_cache_tokens=512, cpu_cache_tokens=512)) as sessions:
+        question, reply = [user("2 + 2?")], sessions.tokenizer.encode("<think>2 and 2</think> 4")
+        prompt = sessions.tokenizer.turn([], question, None)
+        scripted(sessions.engine.worker.model, len(prompt) - 1, reply)
+        thought = sessions.respond(question, max_tokens=len(reply)).result()
+        assert thought.text == "<think>2 and 2</think> 4"
+        answer = dict(role="assistant", content="4")
+        usage = sessions.respond([*question, answer, user("and 3?")], max_tokens=1).result().usage
+        assert usage["gpu"] == len(prompt) + len(reply) - 1     # the last token was never fed
 
 
 def prompted(**flags):

@@ -304,6 +304,21 @@ def test_where_templates_are_found(tmp_path):
         == ours.encode('[{"role": "user", "content": "é"}]')
 
 
+def test_options_reach_the_template_but_write_no_special_token(tmp_path):
+    template = OWN_TEMPLATE + "{{ bos_token }}{{ '' if thinking else '<|end|>' }}{{ style }}"
+    ours = save(tmp_path, byte_level(), template, bos_token="<|end|>")
+    options = dict(thinking=True, style="<|user|>a", bos_token="b", messages=[])
+    first = ours.turn([], CHAT[:2], None, options)
+    assert first == ours.turn([], CHAT[:2], None, {})[:-1] + ours.encode("<|user|>a")
+    oracle = PreTrainedTokenizerFast(tokenizer_object=byte_level(), chat_template=template,
+                                     bos_token="<|end|>")
+    for thinking in (True, False):
+        assert ours.turn([], CHAT[:2], None, dict(thinking=thinking)) == oracle.apply_chat_template(
+            CHAT[:2], add_generation_prompt=True, return_dict=False, thinking=thinking)
+    later = ours.turn(CHAT[:3], CHAT[3:4], None, options)
+    assert later == ours.turn(CHAT[:3], CHAT[3:4], None)[:-1] + ours.encode("<|user|>a")
+
+
 @pytest.mark.parametrize("template, message", [
     ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
     ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
