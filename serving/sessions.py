@@ -258,7 +258,8 @@ class Sessions:
         at. keep: False: nothing is kept, although what is kept already may be used; not with a conversation.
         instructions: the system message of this turn alone; by default the system prompt.
         truncate: drop old messages if less than max_tokens (by default a quarter of the limit) would be left
-        for the reply. note: kept with the turn. template_options: see Tokenizer.turn. options: see `submit`."""
+        for the reply. note: kept with the turn. template_options: see Tokenizer.turn. options: see
+        `submit`."""
         with self._beginning(stop) as live:
             if conversation is not None:
                 self._claim(live, conversation)     # from here on we see how the reply before has ended
