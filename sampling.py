@@ -5,8 +5,9 @@ operations.
            -> noise -> argmax
 
 Each stage changes the rows [n, vocab] whose requests ask for it. A stage that nobody asks for costs
-nothing: a greedy batch is one argmax. All that the stages must know is uploaded in one copy, and on a
-GPU the host never looks at a result to decide what to do next. So the host waits once, in read().
+nothing: a greedy batch is little more than an argmax. All that the stages must know is uploaded in
+one copy, and on a GPU the host never looks at a result to decide what to do next. So the host waits
+once, in read().
 
 A random draw is an argmax, too. Let every token with probability p wait for a time E / p, where E
 is drawn from Exp(1). The token that arrives first is a draw from p: it is the one with the largest
@@ -99,7 +100,7 @@ def sample(logits: Tensor, requests: list[Request]) -> list[Tensor]:
         else:
             logits[rows_on_device] = stage.change(logits[rows_on_device], *columns)
     largest, tokens = logits.max(-1)                    # [N] twice; NaN is the largest, if there is one
-    sampled = tokens.where(largest.isfinite(), -1)
+    sampled = tokens.where(largest.abs() < torch.inf, -1)
     if not reported:
         return [sampled]
     top = max(requests[i].sampling.logprobs for i in reported)

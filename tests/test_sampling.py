@@ -211,8 +211,8 @@ class Calls(OperatorWatcher):
 
 
 @pytest.mark.parametrize("rows, most, uploads", [
-    ([dict()] * 3, 1, 0),                                       # greedy: the argmax
-    ([dict(temperature=0.7, top_p=0.9)] * 3, 50, 1), (CROWD, 100, 1)])
+    ([dict()] * 3, 5, 0),                                       # greedy: the argmax, and is it finite?
+    ([dict(temperature=0.7, top_p=0.9)] * 3, 54, 1), (CROWD, 104, 1)])
 def test_the_host_uploads_once_and_never_waits(rows, most, uploads):
     """On the device "meta", where tensors have no content: to look at a result is an error there."""
     logits = torch.empty(len(rows), 3000, device="meta")
@@ -350,9 +350,9 @@ def test_none_is_the_default_and_an_unknown_keyword_an_error(engine):
                                repetition_penalty=1.2, logit_bias={3: 1.0}, logprobs=2, seed=1)])
 def test_a_row_that_is_not_finite_has_no_token_and_its_neighbours_keep_theirs(values):
     logits, requests = some_logits(4, 40), [row(generated=(4, 5), **values) for _ in range(4)]
-    expected, _ = sample(logits.clone(), requests)
+    expected, _ = sampled(logits.clone(), requests)
     logits[0, 7], logits[2, 39], logits[3] = torch.nan, torch.inf, -torch.inf
-    assert sample(logits, requests)[0] == [-1, expected[1], -1, -1]
+    assert sampled(logits, requests)[0] == [-1, expected[1], -1, -1]
 
 
 def test_a_request_whose_logits_are_not_finite_fails_alone():

@@ -291,15 +291,15 @@ def test_a_system_prompt_that_cannot_be_used(monkeypatch):
     with pytest.raises(ValueError, match="more than half of 160 slots"):
         prompted(system_prompt="word " * 100)
     render = Tokenizer._render
-    def strict(self, messages):
+    def strict(self, messages, options):
         if messages[0]["role"] == "system":
             raise ValueError("the chat template failed: no system role")
-        return render(self, messages)
+        return render(self, messages, options)
     monkeypatch.setattr(Tokenizer, "_render", strict)
     with pytest.raises(ValueError, match="system_prompt cannot be used with tiny_chat: .* no system role"):
         prompted()
-    def silent(self, messages):
-        return render(self, [message for message in messages if message["role"] != "system"])
+    def silent(self, messages, options):
+        return render(self, [message for message in messages if message["role"] != "system"], options)
     monkeypatch.setattr(Tokenizer, "_render", silent)
     with pytest.raises(ValueError, match="shows no system message"):
         prompted()
