@@ -15,30 +15,47 @@ The server promises:
   If the engine fails, every client is told, and the process exits with 1.
 - Nothing that belongs to one API key exists for another.
 """
+import os
+import signal
+
+
+def leave(number, frame):
+    """A signal while we start: no turn is at work, so we go at once."""
+    os.write(2, b"stopped\n")
+    os._exit(128 + number)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, leave)                    # first of all, since the imports below take seconds
+
 import argparse
-import hashlib
-import hmac
+import gc
 import json
 import re
-import selectors
-import signal
+import resource
+import select
 import socket
 import sys
 import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlsplit
 
 from config import Config, require
 from serving import live
+from serving.guard import Guard, page_policy
 from serving.metrics import Metrics
 from serving.openai_api import API, Writer, as_api_error
 from serving.operations import APIError, ChatBody, Operation, ReplyBody, find_operation, openapi, parse
+from serving.output import PatientStream
 from serving.sessions import Answer, LiveTurn, Sessions
 
 MAX_BODY_BYTES = 2 * 2**20
@@ -49,6 +66,7 @@ POLL_SECONDS = 0.1          # between two checks whether a client has hung up
 LINGER_SECONDS = 2          # for a client that still sends when we have answered
 PRUNE_SECONDS = 60          # between two checks of the history's age and size
 TURNS_SHOWN = 100           # at /cache
+MAX_WATCHERS = 32           # of the live picture
 TOO_MANY_CONNECTIONS = (b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n"
                         b"Connection: close\r\n\r\n")
 HUNG_UP = ConnectionError, TimeoutError     # there is no client left to answer
@@ -62,15 +80,20 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], sessions: Sessions, api_keys: list[str] = (),
-                 max_waiting: int = 256, max_connections: int = 800):
-        """sessions: started. OSError if we cannot listen at the address."""
+    def __init__(self, address: tuple[str, int], sessions: Sessions, api_keys: Sequence[str] = (),
+                 max_waiting: int = 256, max_connections: int = 800, allow_origins: Sequence[str] = ()):
+        """sessions: started. api_keys, allow_origins: see Guard. ValueError for a key or an origin that
+        cannot be used, OSError if we cannot listen at the address."""
         self.sessions, self.engine = sessions, sessions.engine
         config = sessions.engine.config
-        self.api_keys = [(key.encode(), prefix_of(key)) for key in api_keys]    # none: anybody may come
+        self.guard = Guard(address[0], api_keys, allow_origins)
         self.model_names = Path(config.model).resolve().name, config.model
         self.api = API(sessions, self.model_names)
-        self.metrics = Metrics(self.engine, self.model_names[0])
+        self.private = len(self.guard.keys) > 1             # then no key learns about another's turns
+        self.metrics = {prefix: Metrics(self.engine, self.model_names[0], self.private)
+                        for prefix in self.guard.prefixes}
+        self.broadcast = live.Broadcast(self.engine, self.private)
+        self.watchers = threading.BoundedSemaphore(MAX_WATCHERS)
         self.recent_turns = deque(maxlen=TURNS_SHOWN)       # that are done, for /cache
         self.lock = threading.Lock()                        # guards at_work
         self.at_work = 0                                    # turns that run or wait
@@ -146,23 +169,19 @@ class Server(ThreadingHTTPServer):
 
     # ---- turns
 
-    def finish_turn(self, turn: LiveTurn) -> Answer:
-        """Waits until the turn is in the history, and shows where its context came from."""
+    def finish_turn(self, prefix: str, turn: LiveTurn) -> Answer:
+        """Waits until the turn is in the history, and shows where its context came from. prefix: its key's,
+        see Guard."""
         reply = turn.result()
         if reply.finish_reason == "cancelled":
             return reply
-        self.metrics.count(turn, reply)
+        self.metrics[prefix].count(turn, reply)
         milliseconds = round(1000 * (turn.request.times[0] - turn.submitted))
         self.recent_turns.append(dict(
             conversation=turn.conversation, response=f"resp_{turn.id}", **reply.usage,
             first_token_ms=milliseconds, finish_reason=reply.finish_reason))
-        print(f"{reply.sources} · first token {milliseconds} ms", flush=True)
+        print(f"{reply.sources} · first token {milliseconds} ms")
         return reply
-
-
-def prefix_of(key: str) -> str:
-    """All conversations of this API key have names that begin so. The key itself is stored nowhere."""
-    return f"{hashlib.sha256(key.encode()).hexdigest()[:16]}/"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -187,13 +206,16 @@ class Handler(BaseHTTPRequestHandler):
         has_body = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
         if has_body and self.command != "POST":
             self.close_connection = True                # we do not read this body
-        path, _, query = self.path.partition("?")
         try:
+            path, query = self.read_target()
             if self.server.stop_at:
                 reason = self.server.engine.failure or "try again in a moment"
                 raise APIError(503, f"the server is stopping: {reason}")
-            prefix = "" if path in ("/", "/health") else self.prefix()
-            operation, names = find_operation(self.command, path)
+            self.server.guard.check_site(self.headers)
+            if self.command == "OPTIONS" and "Access-Control-Request-Method" in self.headers:
+                return self.send_preflight()
+            prefix = "" if path in ("/", "/health") else self.server.guard.prefix(self.headers)
+            operation, names = find_operation("GET" if self.command == "HEAD" else self.command, path)
             if self.command == "POST":
                 given = self.read_json(operation)
             else:
@@ -218,19 +240,9 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.counted(turns):
             answer = getattr(self.server.api, operation.name)(*arguments)
             if isinstance(answer, Writer):
-                self.write(answer)
+                self.write(prefix, answer)
             else:
                 self.send(200, answer)
-
-    def prefix(self) -> str:
-        """The prefix of all that this client may see. We compare with every key, in constant time."""
-        scheme, _, key = self.headers.get("Authorization", "").partition(" ")
-        key = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
-        prefixes = [prefix for wanted, prefix in self.server.api_keys if hmac.compare_digest(key, wanted)]
-        if self.server.api_keys and not prefixes:
-            raise APIError(401, "the API key is missing or wrong: send the header Authorization: Bearer KEY",
-                           code="invalid_api_key")
-        return prefixes[0] if prefixes else ""
 
     def read_json(self, operation: Operation) -> Any:
         """The body. A chat's conversation_id may stand in a header, as vLLM's benchmarks send it."""
@@ -247,15 +259,28 @@ class Handler(BaseHTTPRequestHandler):
         return given
 
     def read_body(self, operation: Operation) -> bytes:
-        length = self.headers.get("Content-Length")
-        if "Transfer-Encoding" in self.headers or length is None and operation.needs_body:
+        """APIError unless all of the body has come, and its length is beyond doubt."""
+        lengths = self.headers.get_all("Content-Length", [] if operation.needs_body else ["0"])
+        if "Transfer-Encoding" in self.headers or not lengths:
             raise APIError(411, "send the whole body with its Content-Length: we do not read chunked bodies")
-        length = length or "0"
-        if not re.fullmatch("[0-9]{1,18}", length):
-            raise APIError(400, f"Content-Length must be a number of bytes, got {length:.100}")
-        if int(length) > MAX_BODY_BYTES:
+        given = ", ".join(lengths)
+        if not re.fullmatch("[0-9]{1,18}", given):
+            raise APIError(400, f"Content-Length must be one number of bytes, got {given:.100}")
+        length = int(given)
+        if length > MAX_BODY_BYTES:
             raise APIError(413, f"the body has {length} bytes; we accept at most {MAX_BODY_BYTES}")
-        return self.rfile.read(int(length))
+        body = self.rfile.read(length)
+        if len(body) < length:
+            raise APIError(400, f"the body ended after {len(body)} of {length} bytes")
+        return body
+
+    def read_target(self) -> tuple[str, str]:
+        """The path and the query. A client that takes us for a proxy sends http://HOST/path: HOST counts."""
+        target = urlsplit(self.path)
+        if target.netloc:
+            del self.headers["Host"]
+            self.headers["Host"] = target.netloc
+        return target.path or "/", target.query
 
     # ---- operations that are the server's own
 
@@ -263,7 +288,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send(200, dict(status="ok"))
 
     def metrics(self, prefix):
-        self.send(200, self.server.metrics.text(), "text/plain; version=0.0.4; charset=utf-8")
+        self.send(200, self.server.metrics[prefix].text(), "text/plain; version=0.0.4; charset=utf-8")
 
     def openapi(self, prefix):
         self.send(200, openapi())
@@ -272,32 +297,40 @@ class Handler(BaseHTTPRequestHandler):
         file = Path(live.__file__).with_name("chat.html")
         if not file.exists():
             raise APIError(404, "there is no chat.html in serving/")
-        self.send(200, file.read_text("utf-8"), "text/html; charset=utf-8")
+        page = file.read_text("utf-8")
+        self.send(200, page, "text/html; charset=utf-8", page_policy(page))
 
     def cache(self, prefix):
         engine = self.server.engine
         turns = live.outside(prefix, list(self.server.recent_turns), "conversation")
-        self.send(200, dict(live.picture(engine, prefix), **live.scale(engine), turns=turns))
+        picture = live.part_for(prefix, live.picture(engine), self.server.private)
+        self.send(200, dict(picture, **live.scale(engine), turns=turns))
 
     def cache_events(self, prefix):
         def over() -> bool:
             return bool(self.server.stop_at) or has_hung_up(self.connection)
-        self.begin_stream()
-        for event in live.follow(self.server.engine, prefix, over):
-            self.send_event(event)
-        self.send_piece(b"")
+        if not self.server.watchers.acquire(blocking=False):
+            raise APIError(503, f"{MAX_WATCHERS} others watch already: try again later")
+        try:
+            self.begin_stream()
+            for event in self.server.broadcast.follow(prefix, over) if self.command == "GET" else ():
+                self.send_piece(f"data: {event}\n\n".encode())
+            self.send_piece(b"")
+        finally:
+            self.server.watchers.release()
 
     # ---- an answer goes out
 
-    def write(self, writer: Writer):
+    def write(self, prefix: str, writer: Writer):
         """In one piece, or as a stream, whose last events are sent after the history has stored the turns. If
         something goes wrong on the way, the last event says so."""
+        finish = partial(self.server.finish_turn, prefix)
         with cancelled_if_gone(self.connection, writer.turns):
             if not writer.stream:
-                return self.send(200, writer.whole(*map(self.server.finish_turn, writer.turns)))
+                return self.send(200, writer.whole(*map(finish, writer.turns)))
             self.begin_stream()
             try:
-                for event in writer.events(self.server.finish_turn):
+                for event in writer.events(finish):
                     self.send_event(event)
             except HUNG_UP:
                 raise
@@ -305,11 +338,15 @@ class Handler(BaseHTTPRequestHandler):
                 self.send_event(writer.failure(as_api_error(error)))
             self.send_piece(b"")
 
-    def send(self, status: int, content: dict | str, content_type: str = "application/json"):
+    def send(self, status: int, content: dict | str, content_type: str = "application/json",
+             policy: str | None = None):
+        """policy: the Content-Security-Policy of a page."""
         body = (content if isinstance(content, str) else json.dumps(content)).encode()
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
+        if policy:
+            self.send_header("Content-Security-Policy", policy)
         if status in (429, 503):
             self.send_header("Retry-After", "1")
         if status >= 400:
@@ -320,6 +357,17 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, code, message=None, explain=None):
         """For a request that http.server itself refuses."""
         self.send(code, APIError(code, message or "we cannot read this request").body)
+
+    def send_preflight(self):
+        """A browser asks whether the page of another site may send its request."""
+        self.send_response(204)
+        self.end_headers()
+
+    def end_headers(self):
+        if hasattr(self, "headers"):                    # http.server refuses some requests before it has them
+            for name, value in self.server.guard.cors(self.headers).items():
+                self.send_header(name, value)
+        super().end_headers()
 
     def begin_stream(self):
         self.send_response(200)
@@ -340,7 +388,8 @@ class Handler(BaseHTTPRequestHandler):
         """A piece of a stream; an empty one ends the stream."""
         if self.request_version == "HTTP/1.1":
             data = b"%x\r\n%b\r\n" % (len(data), data)
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
     def log_request(self, code="-", size="-"):
         if code != "-" and code >= 400:
@@ -385,9 +434,9 @@ def cancelled_if_gone(connection: socket.socket, turns: list[LiveTurn]):
 def has_hung_up(connection: socket.socket) -> bool:
     """Has the client closed its end? Early bytes of its next request do not count as closing."""
     try:
-        with selectors.DefaultSelector() as selector:
-            selector.register(connection, selectors.EVENT_READ)
-            return bool(selector.select(0)) and not connection.recv(1, socket.MSG_PEEK)
+        poll = select.poll()                            # needs no descriptor of its own, epoll would
+        poll.register(connection, select.POLLIN)
+        return bool(poll.poll(0)) and not connection.recv(1, socket.MSG_PEEK)
     except (OSError, ValueError):                       # it was reset, or we have closed it
         return True
 
@@ -412,6 +461,9 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY",
                         help="a key that clients must send; of several, each has conversations of its own "
                              "(default: no key is needed)")
+    parser.add_argument("--allow-origin", action="append", default=[], metavar="ORIGIN",
+                        help="a site whose pages may use this server, such as https://chat.example; *: all "
+                             "sites (default: only the server's own page)")
     flag("--max-waiting", 256, "turns that may wait while --max-running others run; one more gets a 429")
     flag("--max-connections", 800, "connections that may be open; one more gets a 503")
     flag("--history-max-age-days", 30.0, "a conversation that is idle for longer is forgotten")
@@ -457,7 +509,7 @@ def open_server(flags: argparse.Namespace) -> Server:
     sessions = Sessions(options.pop("model"), history=flags.history, system_prompt=flags.system_prompt,
                         **options)
     server = Server((flags.host, flags.port), sessions.start(), flags.api_key, flags.max_waiting,
-                    flags.max_connections)
+                    flags.max_connections, flags.allow_origin)
     history_limits = 86400 * flags.history_max_age_days, flags.history_max_bytes
     threading.Thread(target=server.prune_history, args=history_limits, daemon=True).start()
     return server
@@ -468,6 +520,7 @@ def serve_until_stopped(server: Server):
     def stop(*_):                                       # the first SIGTERM; a second one interrupts
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         server.drain()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, stop)
     try:
         server.serve_forever()
@@ -479,13 +532,23 @@ def serve_until_stopped(server: Server):
         server.sessions.close()
 
 
+def settle_in():
+    """Once all is loaded. Every connection needs a descriptor, so we take as many as the system gives us. The
+    garbage collector need not look at what is there now: it stays."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError, OSError):                 # "no limit" may be more than the system allows
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    gc.collect()
+    gc.freeze()
+    sys.stdout, sys.stderr = PatientStream(sys.stdout), PatientStream(sys.stderr)
+
+
 def main():
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
     try:
         flags = parse_flags()
         server = open_server(flags)
-        print(banner(server), flush=True)
+        settle_in()
+        print(banner(server))
         serve_until_stopped(server)
         print("stopped")
     except (ValueError, OSError, OverflowError) as error:

@@ -18,6 +18,7 @@ import json
 import time
 import traceback
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import count
 
 from sampling import LIMITS
@@ -192,9 +193,8 @@ class API:
     def _cache_of(self, prefix: str, found: ConversationRecord) -> dict:
         """Where the conversation's tokens are, as live.py shows it."""
         id = found.name.removeprefix(prefix)
-        for portrait in live.picture(self.engine, prefix)["conversations"]:
-            if portrait["id"] == id:
-                return portrait
+        if portrait := self.engine.call(partial(live.portrait_of, self.engine, found.name)):
+            return dict(portrait, id=id)
         head = self.history.head(found.name)
         return dict(id=id, tokens=head.length if head else 0, gpu=0, cpu=0, running=False, waiting=False,
                     chunks="", idle_seconds=round(time.time() - found.active, 3))

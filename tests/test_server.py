@@ -358,19 +358,6 @@ def test_early_bytes_of_the_next_request(server):
     assert answer.endswith(b'{"status": "ok"}')
 
 
-def test_api_key(checkpoint):
-    with serving(Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0),
-                 api_keys=["señor"]) as server:
-        with connect(server.url, "wrong") as client, pytest.raises(openai.AuthenticationError):
-            ask(client, [user("Hi")])
-        for header in ({}, {"Authorization": "señor".encode()}, {"Authorization": "Basic señor".encode()}):
-            statuses = [fetch(server, "GET", path, headers=header)[0]
-                        for path in ("/v1/models", "/metrics", "/cache", "/health")]
-            assert statuses == [401, 401, 401, 200]
-        header = {"Authorization": "Bearer señor".encode()}
-        assert fetch(server, "GET", "/v1/models", headers=header)[0] == 200
-
-
 # ---- clients that leave, an engine that fails
 
 @pytest.mark.parametrize("n", [1, 3])
