@@ -20,16 +20,17 @@ PARTING_SECONDS = 1         # for what still waits when the process ends
 class PatientStream(io.TextIOBase):
     """In place of sys.stdout or sys.stderr: write() never waits and never fails."""
 
-    def __init__(self, stream: TextIO):
-        stream.flush()
-        self._file, self._stream_encoding = stream.fileno(), stream.encoding
+    def __init__(self, stream: TextIO | None):
+        """stream: None if the process was started without it."""
+        self._stream = stream or open(os.devnull, "w")
+        self._stream.flush()
         self._waiting = queue.Queue(MOST_PIECES)
         threading.Thread(target=self._write_all, daemon=True).start()
         atexit.register(self._part)
 
     def write(self, text: str) -> int:
         with suppress(queue.Full):
-            self._waiting.put_nowait(text.encode(self._stream_encoding, "backslashreplace"))
+            self._waiting.put_nowait(text.encode(self._stream.encoding, "backslashreplace"))
         return len(text)
 
     def _write_all(self):
@@ -37,7 +38,7 @@ class PatientStream(io.TextIOBase):
             data = self._waiting.get()
             with suppress(OSError):
                 while data:
-                    data = data[os.write(self._file, data):]
+                    data = data[os.write(self._stream.fileno(), data):]
             self._waiting.task_done()
 
     def _part(self):

@@ -7,6 +7,8 @@ import random
 import select
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -19,9 +21,10 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import server as server_module
 from serving.operations import OPERATIONS, ChatBody, ReplyBody, ResponseBody
+from serving.output import MOST_PIECES, PatientStream
 from serving.sessions import Sessions
 from server import Handler
-from clients import CONTEXT, ask, connect, eventually, fetch, posting, serving, user
+from clients import CONTEXT, ROOT, ask, connect, eventually, fetch, posting, serving, user
 
 openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
 
@@ -286,6 +289,61 @@ def test_a_full_disk(checkpoint, tmp_path):
         second = say("two")
         assert second.usage.input_tokens < first.usage.total_tokens + 10
         assert len(client.conversations.items.list(name).data) == 4 and idle(server)
+
+
+# ---- nobody reads what we print
+
+def full_pipe():
+    """Its two ends. Nobody reads, so that one more byte would block."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, bytes(4096))
+    os.set_blocking(writing, True)
+    return reading, writing
+
+
+@pytest.mark.parametrize("output", ["no reader", "full disk", "stopped reader"])
+def test_what_cannot_be_printed_is_lost(output):
+    reading, writing = full_pipe() if output == "stopped reader" else os.pipe()
+    if output == "no reader":
+        os.close(reading)
+    stream = PatientStream(open("/dev/full" if output == "full disk" else writing, "w"))
+    begin = time.monotonic()
+    for n in range(3 * MOST_PIECES):
+        print("gpu 96 · cpu 64", file=stream, flush=True)
+    assert time.monotonic() - begin < 10
+
+
+def test_what_can_be_printed_is_printed():
+    reading, writing = os.pipe()
+    stream = PatientStream(open(writing, "w", encoding="ascii"))
+    print("gpu 96 · cpu 64", file=stream)
+    assert os.fdopen(reading, "rb").readline() == b"gpu 96 \\xb7 cpu 64\n"
+
+
+def test_a_server_whose_output_nobody_takes(checkpoint):
+    """Its stdout has a reader that has stopped, its stderr is closed."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = [sys.executable, ROOT / "server.py", "--model", checkpoint, "--port", port,
+               "--history", ":memory:", "--gpu-cache-tokens", str(CONTEXT)]
+    with (subprocess.Popen(command, stdout=full_pipe()[1], preexec_fn=lambda: os.close(2)) as process,
+          connect(f"http://127.0.0.1:{port}") as client):
+        def listens():
+            with contextlib.suppress(openai.APIConnectionError):
+                return client.models.list()
+        try:
+            eventually(listens, 60)
+            for stream in (False, True):
+                assert ask(client, [user("Hi")], stream, max_tokens=2)[2]
+            with pytest.raises(openai.BadRequestError):     # a line of http.server's
+                ask(client, [])
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
 
 
 # ---- nonsense
