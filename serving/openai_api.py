@@ -143,13 +143,9 @@ class API:
         return listing([item(message) for message in new])
 
     def list_items(self, prefix: str, id: str, query: ItemsQuery) -> dict:
-        items = [item(message) for message in self.history.items(self._conversation(prefix, id).name)]
-        if query.order == "desc":
-            items.reverse()
-        if query.after:
-            ids = [entry["id"] for entry in items]
-            items = items[ids.index(query.after) + 1:] if query.after in ids else []
-        return listing(items[:query.limit], has_more=len(items) > query.limit)
+        name = self._conversation(prefix, id).name
+        items = self.history.items(name, query.after, query.order == "desc", query.limit + 1)
+        return listing(list(map(item, items[:query.limit])), has_more=len(items) > query.limit)
 
     def retrieve_item(self, prefix: str, id: str, item_id: str) -> dict:
         for message in self.history.items(self._conversation(prefix, id).name):

@@ -44,6 +44,8 @@ from engine import Engine, Handle, Outbox, Reply
 from serving.history import History, StaleTurn, Turn, new_id
 from serving.tokenizer import TextStream, Tokenizer, load_tokenizer
 
+MOST_PRUNED = 1000      # conversations, at once
+
 
 @dataclass(frozen=True)
 class Answer(Reply):
@@ -181,13 +183,14 @@ class Sessions:
         if not isinstance(history, History):
             raw = f"raw token ids below {engine.worker.vocab_size}"
             fingerprint = self.tokenizer.fingerprint if self.tokenizer else raw
-            history = History(str(history or ":memory:"), fingerprint)
+            history = History(str(history or ":memory:"), fingerprint, engine.worker.vocab_size)
         self.history = history
         self.turns: dict[str, LiveTurn] = {}        # by the conversation that each of them has claimed
         self.claiming = threading.Lock()
         self.writer: ThreadPoolExecutor | None = None       # the writing thread
         self.system = self._designate(system_prompt) if system_prompt else []
         engine.forgets_cold = True                  # since the history has the tokens
+        self.started = time.time() - time.monotonic()       # by our clock, when the system's showed 0
 
     def start(self) -> "Sessions":
         """From now on one thread steps the engine, and another one writes the history."""
@@ -490,13 +493,21 @@ class Sessions:
                 live.cancel()
         self._write(lambda: [self.engine.forget(name) for name in self.history.delete(turn.id)])
 
-    def prune(self, max_age: float, max_bytes: float):
-        """Forget idle conversations, the least recently active first, until none is older (seconds) and the
-        history is small enough, or until the oldest is being answered; the next call goes on."""
-        while name := self.history.oldest(time.time() - max_age, max_bytes):
-            if self.answering(name):
+    def prune(self, max_age: float, max_bytes: float, owner: str = ""):
+        """Forget idle conversations of an owner (see History.oldest), the least recently active first, until
+        none is older (seconds) and the history is small enough. Those that are being answered stay. The next
+        call goes on after MOST_PRUNED.
+
+        If the clock jumps ahead, we do not believe it, since everything would be too old at once."""
+        before, busy = min(time.time(), self.started + time.monotonic()) - max_age, []
+        for _ in range(MOST_PRUNED):
+            name = self.history.oldest(before, max_bytes, owner, busy)
+            if name is None:
                 return
-            self.forget(name)
+            if self.answering(name):
+                busy.append(name)
+            else:
+                self.forget(name)
 
     def update(self, conversation: str, metadata: dict | None = None, new: list[dict] = ()) -> bool:
         """Set the metadata, or add messages that the next turn will begin with. False if there is no such
