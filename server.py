@@ -41,7 +41,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -56,7 +56,7 @@ from serving.metrics import Metrics
 from serving.openai_api import API, Writer, as_api_error
 from serving.operations import APIError, ChatBody, Operation, ReplyBody, find_operation, openapi, parse
 from serving.output import PatientStream
-from serving.sessions import Answer, LiveTurn, Sessions
+from serving.sessions import Answer, Answering, LiveTurn, Sessions
 
 MAX_BODY_BYTES = 2 * 2**20
 REQUEST_SECONDS = 30        # for a whole request to arrive
@@ -64,7 +64,8 @@ WRITE_SECONDS = 30          # for a client to take what we write
 DRAIN_SECONDS = 30          # after SIGTERM, for the turns at work
 POLL_SECONDS = 0.1          # between two checks whether a client has hung up
 LINGER_SECONDS = 2          # for a client that still sends when we have answered
-PRUNE_SECONDS = 60          # between two checks of the history's age and size
+PRUNE_SECONDS = 60          # between two checks of the history's age
+FIRST_PRUNE_SECONDS = 3600  # before the first one
 TURNS_SHOWN = 100           # at /cache
 MAX_WATCHERS = 32           # of the live picture
 TOO_MANY_CONNECTIONS = (b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n"
@@ -81,7 +82,8 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(self, address: tuple[str, int], sessions: Sessions, api_keys: Sequence[str] = (),
-                 max_waiting: int = 256, max_connections: int = 800, allow_origins: Sequence[str] = ()):
+                 max_waiting: int = 256, max_connections: int = 800, allow_origins: Sequence[str] = (),
+                 history_max_bytes: float = float("inf")):
         """sessions: started. api_keys, allow_origins: see Guard. ValueError for a key or an origin that
         cannot be used, OSError if we cannot listen at the address."""
         self.sessions, self.engine = sessions, sessions.engine
@@ -90,6 +92,7 @@ class Server(ThreadingHTTPServer):
         self.model_names = Path(config.model).resolve().name, config.model
         self.api = API(sessions, self.model_names)
         self.private = len(self.guard.keys) > 1             # then no key learns about another's turns
+        self.history_share = history_max_bytes / len(self.guard.prefixes)       # of each key
         self.metrics = {prefix: Metrics(self.engine, self.model_names[0], self.private)
                         for prefix in self.guard.prefixes}
         self.broadcast = live.Broadcast(self.engine, self.private)
@@ -158,11 +161,13 @@ class Server(ThreadingHTTPServer):
         if self.stop_at and (not self.at_work or now > self.stop_at):
             raise Drained
 
-    def prune_history(self, max_age: float, max_bytes: float):
-        """Until the engine fails, in a thread of its own. A failed attempt is repeated."""
+    def prune_history(self, max_age: float):
+        """Until the engine fails, in a thread of its own. A failed attempt is repeated. In the first hour
+        nothing is too old: if the clock was wrong at the start, there is time to set it right."""
+        time.sleep(min(max_age, FIRST_PRUNE_SECONDS))
         while not self.engine.failure:
             try:
-                self.sessions.prune(max_age, max_bytes)
+                self.sessions.prune(max_age, float("inf"))
             except Exception as error:
                 traceback.print_exception(error)
             time.sleep(PRUNE_SECONDS)
@@ -235,14 +240,26 @@ class Handler(BaseHTTPRequestHandler):
         if hasattr(Handler, operation.name):            # it is our own, and takes no fields
             return getattr(self, operation.name)(prefix)
         fields = parse(operation, given)
+        if operation.method == "POST":                  # it may write: nobody gets more than its share
+            self.server.sessions.prune(float("inf"), self.server.history_share, prefix)
         arguments = [prefix, *names, fields] if operation.fields.model_fields else [prefix, *names]
         turns = getattr(fields, "n", 1) if isinstance(fields, ReplyBody) else 0
         with self.server.counted(turns):
-            answer = getattr(self.server.api, operation.name)(*arguments)
+            answer = self.when_free(getattr(self.server.api, operation.name), *arguments)
             if isinstance(answer, Writer):
                 self.write(prefix, answer)
             else:
                 self.send(200, answer)
+
+    def when_free(self, answer: Callable, *arguments) -> dict | Writer:
+        """Waits while the conversation is being answered. ConnectionError if the client hangs up."""
+        while True:
+            try:
+                return answer(*arguments)
+            except Answering as error:
+                while not error.turn.wait(POLL_SECONDS):
+                    if has_hung_up(self.connection):
+                        raise ConnectionError("the client has hung up")
 
     def read_json(self, operation: Operation) -> Any:
         """The body. A chat's conversation_id may stand in a header, as vLLM's benchmarks send it."""
@@ -467,7 +484,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     flag("--max-waiting", 256, "turns that may wait while --max-running others run; one more gets a 429")
     flag("--max-connections", 800, "connections that may be open; one more gets a 503")
     flag("--history-max-age-days", 30.0, "a conversation that is idle for longer is forgotten")
-    flag("--history-max-bytes", 2**30, "while the history is larger, the longest idle is forgotten")
+    flag("--history-max-bytes", 2**30, "while the history is larger, the longest idle is forgotten; of "
+         "several keys each has an equal share")
     parser.add_argument("--history", metavar="FILE",
                         help="the file that keeps all conversations (default: one for each model, beside "
                              "server.py)")
@@ -509,9 +527,9 @@ def open_server(flags: argparse.Namespace) -> Server:
     sessions = Sessions(options.pop("model"), history=flags.history, system_prompt=flags.system_prompt,
                         **options)
     server = Server((flags.host, flags.port), sessions.start(), flags.api_key, flags.max_waiting,
-                    flags.max_connections, flags.allow_origin)
-    history_limits = 86400 * flags.history_max_age_days, flags.history_max_bytes
-    threading.Thread(target=server.prune_history, args=history_limits, daemon=True).start()
+                    flags.max_connections, flags.allow_origin, flags.history_max_bytes)
+    max_age = 86400 * flags.history_max_age_days
+    threading.Thread(target=server.prune_history, args=(max_age,), daemon=True).start()
     return server
 
 

@@ -79,6 +79,7 @@ class API:
             max_tokens=body.max_output_tokens,
             truncate=body.truncation == "auto",
             note=dict(note, created_at=int(time.time())),
+            wait=False,                                 # the server waits, and sees if the client hangs up
             **options)
         return ResponseWriter(turn, prefix, self.model, body.stream)
 

@@ -56,6 +56,14 @@ class Busy(Exception):
     """The conversation is being answered."""
 
 
+class Answering(Busy):
+    """Another turn has the conversation. Who does not want to wait in respond() waits for that turn."""
+
+    def __init__(self, turn: "LiveTurn"):
+        super().__init__(f"conversation {turn.conversation!r} is being answered")
+        self.turn = turn
+
+
 @dataclass(frozen=True)
 class Plan:
     """The token ids that a turn appends, and to what."""
@@ -113,9 +121,10 @@ class LiveTurn:
             raise self.error
         return self.reply
 
-    def wait(self):
-        """Wait until the turn has settled, however it ends."""
-        self.texts.wait_closed()
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until the turn has settled, however it ends, but no longer than so many seconds. True if it
+        has settled."""
+        return self.texts.wait_closed(seconds)
 
     def cancel(self):
         """End the turn early, so that it leaves no trace. It has settled when this returns; its finish_reason
@@ -239,9 +248,12 @@ class Sessions:
 
     def respond(self, new: list[dict], conversation: str | None = None, *, after: Turn | None = None,
                 prefix: str | None = None, instructions: str | None = None, truncate: bool = False,
-                note: dict | None = None, stop: str | list[str] = (), **options) -> LiveTurn:
+                note: dict | None = None, wait: bool = True, stop: str | list[str] = (),
+                **options) -> LiveTurn:
         """A client sends only new messages: to a conversation, which may be busy or not exist yet, or after
         any turn. Two answers to the same turn are two branches.
+
+        wait: until a conversation is no longer busy. False: Answering if it is.
 
         prefix: how the name of a conversation begins that is made for it; None: none is made, and nothing is
         kept. instructions: the system message of this turn alone; by default the system prompt.
@@ -249,7 +261,7 @@ class Sessions:
         for the reply. note: kept with the turn. options: see `submit`."""
         with self._beginning(stop) as live:
             if conversation is not None:
-                self._claim(live, conversation)     # from here on we see how the reply before has ended
+                self._claim(live, conversation, wait)       # now we see how the reply before has ended
                 if record := self.history.record(conversation):
                     after, new = self.history.head(conversation), record.waiting + new
             elif prefix is not None:
@@ -365,11 +377,13 @@ class Sessions:
             self._release(live, error=error)
             raise
 
-    def _claim(self, live: LiveTurn, name: str):
+    def _claim(self, live: LiveTurn, name: str, wait: bool = True):
         """The conversation is the turn's alone, once the turn that has it now has settled. If several turns
         wait for it, any of them may be next."""
         require(isinstance(name, str), "conversation", "a string or None", name)
         while (claimant := self._claim_if_free(live, name)) is not live:
+            if not wait:
+                raise Answering(claimant)
             claimant.wait()
 
     def _claim_if_free(self, live: LiveTurn, name: str) -> LiveTurn:

@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import random
+import re
+import resource
 import select
 import signal
 import socket
@@ -13,6 +15,8 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
 from statistics import quantiles
 from urllib.parse import quote
 
@@ -20,6 +24,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import server as server_module
+from serving import live
 from serving.operations import OPERATIONS, ChatBody, ReplyBody, ResponseBody
 from serving.output import MOST_PIECES, PatientStream
 from serving.sessions import Sessions
@@ -170,6 +175,96 @@ def test_clients_that_vanish_in_mid_stream(server, clients):
     free_before = before["slots_free"], before["cpu_chunks_free"]
     assert (after["slots_free"], after["cpu_chunks_free"]) >= free_before
     assert history.conversations() == conversations
+
+
+def test_who_hangs_up_while_its_earlier_turn_is_answered(server, client):
+    """That turn goes on; the one that waits for it never begins."""
+    name = client.conversations.create().id
+    first = client.responses.create(model="ascii", input="long", conversation=name, stream=True,
+                                    max_output_tokens=1500, extra_body=dict(ignore_eos=True))
+    events = iter(first)
+    next(events)
+    with socket.create_connection(server.server_address, timeout=30) as connection:
+        connection.sendall(posting(dict(input="More", conversation=name), "/v1/responses"))
+        eventually(lambda: server.at_work == 2)
+    eventually(lambda: server.at_work == 1)
+    assert [event.type for event in events][-1] == "response.incomplete"
+    eventually(lambda: idle(server))
+    assert len(client.conversations.items.list(name).data) == 2
+
+
+def test_out_of_descriptors_is_no_hang_up(zygote, checkpoint, tmp_path):
+    """Turns that run go on, and the server comes back."""
+    pid, url = zygote.start(checkpoint, tmp_path / "history")
+    with connect(url) as client, contextlib.ExitStack() as stack:
+        stream = client.responses.create(model="ascii", input="Hi", max_output_tokens=1000, stream=True,
+                                         extra_body=dict(ignore_eos=True))
+        events = iter(stream)
+        next(events)
+        used = len(os.listdir(f"/proc/{pid}/fd"))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + 2, used + 2))
+        address = re.search(r"//([\d.]+):(\d+)", url).groups()
+        for _ in range(10):                                 # 8 of them find no descriptor
+            stack.enter_context(socket.create_connection(address, timeout=30))
+        assert [event.type for event in events][-1] == "response.incomplete"
+        begin = processor_seconds(pid)
+        time.sleep(1)
+        assert processor_seconds(pid) - begin < 0.5         # it does not try again and again at once
+    with connect(url) as client:
+        assert ask(client, [user("Hi")])[0]
+    os.kill(pid, signal.SIGTERM)
+    assert zygote.exit_code() == 0
+
+
+def processor_seconds(pid):
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# ---- many watchers
+
+def watch(server):
+    connection = socket.create_connection(server.server_address, timeout=30)
+    connection.sendall(b"GET /cache/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    return connection
+
+
+def test_one_picture_for_all_watchers(server, client, monkeypatch):
+    """Ten watchers see what one sees, for the price of one."""
+    pictures = []
+    draw = live.picture
+    monkeypatch.setattr(live, "picture", lambda engine: pictures.append(time.monotonic()) or draw(engine))
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(watch(server)) for _ in range(10)]
+        files = [stack.enter_context(connection.makefile("rb")) for connection in connections]
+        for file in files:
+            assert file.readline().startswith(b"HTTP/1.1 200")
+        for n in range(5):
+            ask(client, [user(f"watch {n}")])
+        conversation = ask(client, [user("the last")])[3]
+
+        def last_seen(file):
+            """The strip of that conversation in the first event that has it."""
+            for line in file:
+                if line.startswith(b"data: ") and conversation.encode() in line:
+                    entries = json.loads(line[6:])["conversations"]
+                    return next(entry["tokens"] for entry in entries if entry["id"] == conversation)
+        assert len(set(map(last_seen, files))) == 1
+    assert all(later - earlier > 0.09 for earlier, later in pairwise(pictures))
+    eventually(lambda: not server.broadcast.drawing and not server.engine.watchers)
+
+
+def test_too_many_watchers(server, monkeypatch):
+    monkeypatch.setattr(server, "watchers", threading.BoundedSemaphore(2))
+    with watch(server) as one, watch(server) as two:
+        assert one.recv(12) == two.recv(12) == b"HTTP/1.1 200"
+        with watch(server) as three:
+            assert three.recv(12) == b"HTTP/1.1 503"
+
+    def another():
+        with watch(server) as connection:
+            return connection.recv(12) == b"HTTP/1.1 200"
+    eventually(another)
 
 
 # ---- the end

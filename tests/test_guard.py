@@ -166,3 +166,20 @@ def test_a_key_learns_nothing_about_the_turns_of_another(checkpoint):
         used = cache["stats"]["slots_total"] - cache["stats"]["slots_free"]
         assert used == cache["conversations"][0]["gpu"]
         assert f'vllm:prompt_tokens_total{{model_name="ascii"}} {usage.prompt_tokens}.0' in metrics
+
+
+def test_a_key_that_stores_too_much_loses_its_own_conversations(checkpoint):
+    """At its next write, not a minute later; the other key loses nothing."""
+    sessions = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=CONTEXT)
+    with serving(sessions, api_keys=["ada", "bob"], history_max_bytes=400_000) as server:
+        def create(key, size):
+            body = dict(items=[dict(type="message", role="user", content="x" * size)])
+            header = {"Authorization": f"Bearer {key}"}
+            status, content = fetch(server, "POST", "/v1/conversations", body, header)
+            assert status == 200
+            return content["id"]
+        kept = create("bob", 1000)
+        names = [create("ada", 60_000) for _ in range(20)]
+        stored = [name.partition("/")[2] for name in sessions.history.conversations()]
+        assert kept in stored and names[-1] in stored and names[0] not in stored
+        assert 3 <= len(stored) - 1 <= 200_000 // 60_000 + 1

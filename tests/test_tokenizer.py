@@ -317,6 +317,16 @@ def test_failing_template(tmp_path, template, message):
         ours.turn([], CHAT[:2], None)
 
 
+def test_a_million_blanks():
+    """Are refused, where tiktoken would panic; fewer are as good as any text."""
+    tokenizer = load_tokenizer(Path(__file__).parent.parent / "tiny_chat")
+    for blank in " \n\u3000":
+        text = f"a{blank * 50_000}b"
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        with pytest.raises(ValueError, match="blanks in a row"):
+            tokenizer.encode(f"a{blank * 1_000_000}b")
+
+
 def test_refusals(tmp_path):
     ours = save(tmp_path, byte_level())
     for before, new, message in [([], [], "new messages"), (CHAT[:2], CHAT[3:4], "assistant"),
