@@ -112,6 +112,13 @@ class Server(ThreadingHTTPServer):
 
     # ---- limits, and the end
 
+    def get_request(self):
+        try:
+            return super().get_request()
+        except OSError:                                     # perhaps the system gives us no more descriptors
+            time.sleep(POLL_SECONDS)                        # or we would try again without a pause
+            raise
+
     def process_request(self, request, client_address):
         if self.connections.acquire(blocking=False):
             try:

@@ -197,7 +197,7 @@ def test_out_of_descriptors_is_no_hang_up(zygote, checkpoint, tmp_path):
     """Turns that run go on, and the server comes back."""
     pid, url = zygote.start(checkpoint, tmp_path / "history")
     with connect(url) as client, contextlib.ExitStack() as stack:
-        stream = client.responses.create(model="ascii", input="Hi", max_output_tokens=1000, stream=True,
+        stream = client.responses.create(model="ascii", input="Hi", max_output_tokens=300, stream=True,
                                          extra_body=dict(ignore_eos=True))
         events = iter(stream)
         next(events)

@@ -1,6 +1,7 @@
 """Oracles: the tokenizers library, and transformers' apply_chat_template."""
 import json
 import random
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -394,7 +395,6 @@ def test_text_is_held_back_no_longer_than_needed(tmp_path):
 
 
 def test_the_embedded_checkpoint():
-    from pathlib import Path
     ours = load_tokenizer(Path(__file__).parent.parent / "tiny_chat")
     if ours is None:
         pytest.skip("tiny_chat has not been trained yet")
