@@ -104,18 +104,14 @@ class Broadcast:
         self.lock = threading.Lock()                            # guards the next two
         self.queues: dict[Queue, str] = {}                      # a watcher's -> its prefix
         self.drawing = False                                    # is there a thread?
+        self.recent = deque(maxlen=MOST_MOVES)                  # transfers since the last picture
         self.changed = threading.Event()                        # a step has run, or a watcher has come
 
     def follow(self, prefix: str, over: Callable[[], bool]) -> Iterator[str]:
         """Yields events, as JSON: the picture and the `transfers` since the last one, whenever a step has
         changed it, otherwise once a second. Ends when over() is true, or when the engine fails."""
         events = Queue()
-        with self.lock:
-            self.queues[events] = prefix
-            if not self.drawing:
-                self.drawing = True
-                threading.Thread(target=self._draw, daemon=True).start()
-        self.changed.set()
+        self._come(events, prefix)
         try:
             while not over():
                 with suppress(Empty):
@@ -123,23 +119,38 @@ class Broadcast:
                         return
                     yield event
         finally:
-            with self.lock:
-                del self.queues[events]
+            self._leave(events)
+
+    def _come(self, events: Queue, prefix: str):
+        with self.lock:
+            if not self.queues:
+                self.engine.watchers.append(self._see)
+            self.queues[events] = prefix
+            if not self.drawing:
+                self.drawing = True
+                threading.Thread(target=self._draw, daemon=True).start()
+        self.changed.set()
+
+    def _leave(self, events: Queue):
+        with self.lock:
+            del self.queues[events]
+            if not self.queues:
+                self.engine.watchers.remove(self._see)
+
+    def _see(self, batch: Batch):
+        """The engine calls this with each batch."""
+        if batch:
+            self.recent.extend(moves(batch))
+            self.changed.set()
 
     def _draw(self):
-        recent = deque(maxlen=MOST_MOVES)
-
-        def watch(batch: Batch):
-            if batch:
-                recent.extend(moves(batch))
-                self.changed.set()
+        """In a thread: as long as anybody watches."""
         before = {}                                             # the letters of each conversation
-        self.engine.watchers.append(watch)
         try:
             while self._anybody_watches():
                 self.changed.clear()
                 begin = time.monotonic()
-                transfers = [recent.popleft() for _ in range(len(recent))]
+                transfers = [self.recent.popleft() for _ in range(len(self.recent))]
                 now = picture(self.engine)
                 after = {entry["id"]: entry["chunks"] for entry in now["conversations"]}
                 transfers += drops(before, after, self.engine.config.chunk_size)
@@ -148,9 +159,10 @@ class Broadcast:
                 rest = 9 * (time.monotonic() - begin)
                 time.sleep(min(max(rest, EVENT_SECONDS), STILL_SECONDS))
                 self.changed.wait(STILL_SECONDS)
-        finally:
-            self.engine.watchers.remove(watch)
-            for events in self._watchers():                     # the engine has failed
+        except Exception:                                       # the engine has failed
+            with self.lock:
+                self.drawing = False
+            for events in self._watchers():
                 events.put(None)
 
     def _anybody_watches(self) -> bool:

@@ -251,7 +251,7 @@ def test_one_picture_for_all_watchers(server, client, monkeypatch):
                     return next(entry["tokens"] for entry in entries if entry["id"] == conversation)
         assert len(set(map(last_seen, files))) == 1
     assert all(later - earlier > 0.09 for earlier, later in pairwise(pictures))
-    eventually(lambda: not server.broadcast.drawing and not server.engine.watchers)
+    eventually(lambda: not server.engine.watchers and not server.broadcast.drawing)
 
 
 def test_too_many_watchers(server, monkeypatch):
