@@ -15,7 +15,7 @@ the KV-token of that position lies.
 
 Invariant: the KV-token of every position that a span sees is in the cache when the kernel starts.
 """
-from __future__ import annotations      # `tl` is absent where triton is
+from __future__ import annotations      # where triton is absent, `tl.constexpr` is, too
 
 import os
 from dataclasses import dataclass, field
@@ -31,7 +31,10 @@ try:
     import triton.language as tl
     jit = triton.jit
 except ImportError:     # on macOS and Windows the reference serves
-    triton, jit = None, lambda function: function
+    triton = tl = None
+
+    def jit(function=None, **options):
+        return function or jit
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"     # triton asks once: when a kernel is defined
 LOG2_E = 1.4426950408889634
@@ -139,7 +142,7 @@ class SpanTensors:
         planned and uploaded at the first call; all layers share it."""
         key = group, kv_heads, dtype
         if key not in self.plans:
-            plan = make_plan(self.host, group, *tiling(kv_heads, dtype, self.device))
+            plan = make_plan(self.host, group, wanted_items(kv_heads, dtype, self.device))
             self.plans[key] = plan.with_arrays(upload(plan.arrays(), self.device))
         return self.plans[key]
 
@@ -162,6 +165,7 @@ class TileShape(NamedTuple):
     keys: int
     warps: int
     stages: int         # K and V are copied stages - 1 strips ahead
+    resident: int       # programs that a processor runs at a time, for D 128 on an H100 or A100
 
 
 # A span takes the first shape that holds all its rows, or else the last. We found these shapes by
@@ -169,11 +173,11 @@ class TileShape(NamedTuple):
 # two stages they would wait for its end). Hopper's tensor cores want 64 rows and more, and its
 # shared memory holds 227 KB. Elsewhere all shapes stay within the 99 KB of consumer GPUs. Exact
 # float32 has no tensor cores: it is for checking.
-HOPPER = TileShape(16, 64, 4, 3), TileShape(64, 64, 4, 3), TileShape(128, 128, 8, 3)
-AMPERE = TileShape(16, 64, 4, 3), TileShape(64, 32, 4, 4), TileShape(128, 32, 8, 4)
-FLOAT32 = (TileShape(16, 32, 8, 2),)
+HOPPER = TileShape(16, 64, 4, 3, 3), TileShape(64, 64, 4, 3, 2), TileShape(128, 128, 8, 3, 1)
+AMPERE = TileShape(16, 64, 4, 3, 2), TileShape(64, 32, 4, 4, 2), TileShape(128, 32, 8, 4, 1)
+FLOAT32 = (TileShape(16, 32, 8, 2, 3),)
+Wanted = dict[TileShape, int]       # how many work items of each shape, per KV head, fill the GPU
 PIECES_AT_ONCE = 32         # partial results that are merged at a time
-ITEMS_PER_PROCESSOR = 3
 MIN_PIECE = 256             # positions: finer pieces cost more to merge than they gain
 
 # The columns of a work item. The kernel reads them into variables of the same names.
@@ -213,12 +217,18 @@ class Plan(NamedTuple):
         launches = [(shape, moved) for (shape, _), moved in zip(self.launches, items)]
         return self._replace(launches=launches, merges=merges)
 
-    def padded(self, num_items: int, num_merges: int) -> Plan:
-        """The same plan, of one launch, in as much room as any plan of up to these sizes needs. A
-        captured graph launches the same number of programs, with the same memory, each time."""
-        (shape, items), = self.launches
-        return Plan([(shape, with_zeros(items, num_items))], with_zeros(self.merges, num_merges),
-                    partial_rows=num_items * shape.rows)
+    def padded(self, size: int, group: int, wanted: Wanted) -> Plan:
+        """The same plan, of up to `size` decodes, in as much room as any `size` decodes need. A
+        captured graph launches the same number of programs, with the same memory, each time.
+
+        A tile is split if its share of the wanted items is two or more. So at most wanted // 2
+        tiles are split, into at most `wanted` pieces. Size 64, group 4, HOPPER, 10 wanted: 64 tiles
+        of 4 rows, 74 items, 5 x 4 merges and 10 x 4 partial rows."""
+        (shape, items), = self.launches     # decodes have equally many query rows: one shape
+        tiles, rows = size * ceil_div(group, shape.rows), min(group, shape.rows)
+        split = min(tiles, wanted[shape] // 2)
+        return Plan([(shape, with_zeros(items, tiles + wanted[shape]))],
+                    with_zeros(self.merges, split * rows), partial_rows=wanted[shape] * rows)
 
 
 def with_zeros(array: np.ndarray, length: int) -> np.ndarray:
@@ -228,37 +238,38 @@ def with_zeros(array: np.ndarray, length: int) -> np.ndarray:
     return longer
 
 
-def tiling(kv_heads: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple, int]:
-    """The tile shapes for that device, and how many work items per KV head fill it."""
+def wanted_items(kv_heads: int, dtype: torch.dtype, device: torch.device) -> Wanted:
+    """The tile shapes for that device, the smallest first, and how many work items of each, per KV
+    head, the device can run at a time."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     processors = gpu.multi_processor_count if gpu else 100
     if dtype == torch.float32:
         shapes = FLOAT32
     else:
         shapes = HOPPER if gpu and gpu.major == 9 else AMPERE
-    return shapes, max(1, processors * ITEMS_PER_PROCESSOR // kv_heads)
+    return {shape: max(1, processors * shape.resident // kv_heads) for shape in shapes}
 
 
-def make_plan(host: np.ndarray, group: int, shapes: tuple[TileShape, ...], wanted: int,
-              min_piece: int = MIN_PIECE) -> Plan:
+def make_plan(host: np.ndarray, group: int, wanted: Wanted, min_piece: int = MIN_PIECE) -> Plan:
     """Plan the attention of spans, host [3, S] (table_row, q_len, kv_len), on the host. Each shape
     of tile is a launch of its own and must fill the GPU by itself, so the tiles of each shape are
-    cut into about `wanted` work items.
+    cut into about as many work items as wanted.
 
-    group 4, one span with q_len 50 and kv_len 1050, HOPPER, wanted 8: 200 query rows in tiles of
+    group 4, one span with q_len 50 and kv_len 1050, HOPPER, 8 wanted: 200 query rows in tiles of
     128 and 72. They see 1032 and 1050 positions, each split into 3 pieces. So there are 6 items,
     200 merges and 3 x 200 partial rows.
     """
     table_row, q_len, kv_len = host
     q_start = np.cumsum(q_len) - q_len
     spans = np.stack([table_row, q_len, kv_len, q_start])                       # [4, S]
+    shapes = list(wanted)
     # The first shape that holds all rows, or else the last. Of 16, 64 and 128: 50 rows take shape 1 (64).
     shape_of = np.searchsorted([shape.rows for shape in shapes[:-1]], q_len * group)
     launches, merges, partial_rows = [], [np.zeros((0, len(MERGE)), np.int32)], 0
     for index in sorted(set(shape_of.tolist())):
         shape = shapes[index]
         tiles = cut_into_tiles(spans[:, shape_of == index], group, shape.rows)
-        pieces, length = split_context(tiles.kv_end, wanted, min_piece, shape.keys)
+        pieces, length = split_context(tiles.kv_end, wanted[shape], min_piece, shape.keys)
         split = pieces > 1
         needed = np.where(split, pieces * tiles.rows(), 0)                      # [n] partial rows
         first_partial = np.where(split, partial_rows + np.cumsum(needed) - needed, -1)

@@ -1,7 +1,7 @@
 """The step loop: token ids in, token ids out (paper §4.1).
 
-    submit -> inbox -> | step: schedule, execute, account | -> outbox -> readers
-                         the owner's thread                    any threads
+    submit -> inbox -> | step: schedule, launch, settle | -> outbox -> readers
+                         the owner's thread                  any threads
 
 One thread at a time is the *owner*: it alone steps, and it alone changes the books of the scheduler and the
 cache. After `start()` the owner is a thread of the engine's own. Without `start()` the owner is whoever waits
@@ -34,7 +34,7 @@ from config import Config, require
 from eviction import POLICIES, RecomputeCost
 from kv_cache import Conversation
 from sampling import Sampling
-from scheduler import SOURCES, Batch, Request, Result, Scheduler
+from scheduler import SOURCES, Batch, Request, Result, Scheduler, TooLong
 from sharing import SharingCache
 from worker import load_worker
 
@@ -91,20 +91,30 @@ class Engine:
         # Of these, the ones whose request has ended. We tell their readers only after account(), because
         # on_end may call the scheduler and the cache again.
         self.ended: deque[Handle] = deque()
+        # Batches that were launched and not settled, each with the function that waits for its result. While
+        # a device computes one, we schedule the next: `depth` is how many stay behind a step. A worker
+        # without a device of its own has nothing to compute meanwhile.
+        self.flights: deque[tuple[Batch, Callable[[], Result]]] = deque()
+        self.depth: int = getattr(worker, "depth", 0)
         self.worker_failures = 0            # in a row
         self.failure: Exception | None = None       # why the engine has stopped
 
     # ---- the loop
 
     def step(self) -> Batch:
-        """One iteration: schedule, execute, account. Everyone uses it, the simulation too."""
+        """One iteration: schedule, launch, settle. Everyone uses it, the simulation too.
+
+        The books run ahead in launch order, as the device's stream does: while the device computes this
+        batch, we settle the one before it."""
         with self._owning():
             self.take_inbox()
             batch = self.scheduler.schedule(self.clock())
             for watcher in self.watchers:
                 watcher(batch)
-            if result := self._execute(batch):
-                self.scheduler.account(batch, result, self.clock())
+            if batch or self.cache.in_flight and not self.flights:
+                self._launch(batch)
+            while len(self.flights) > self._ahead(batch):
+                self._settle(*self.flights.popleft())
             self._tell_ended()
             if self.forgets_cold:
                 for conversation in self.cache.cold_conversations():
@@ -113,33 +123,54 @@ class Engine:
                 self.cache.check_integrity()
             return batch
 
-    def _execute(self, batch: Batch) -> Result | None:
-        """The worker's result. None if there is nothing to do, or if the worker has failed."""
-        if not batch and not self.cache.in_flight:
-            return None
+    def _launch(self, batch: Batch):
         try:
-            result = self.worker.execute(batch)
+            wait = self._start(batch)
         except Exception as error:
-            self.worker_failures += 1
-            if self.worker_failures == MAX_FAILURES:
-                raise
             self._recover(batch, error)
-            return None
+            return
+        self.flights.append((batch, wait))
+        self.scheduler.launched(batch)
+
+    def _start(self, batch: Batch) -> Callable[[], Result]:
+        if self.depth:
+            return self.worker.launch(batch)
+        result = self.worker.execute(batch)
+        return lambda: result
+
+    def _ahead(self, batch: Batch) -> int:
+        """How many flights may stay behind this batch. None if the host has nothing to compute meanwhile, or
+        needs to know the tokens of this batch before it can launch the next one."""
+        if self.depth and batch.spans and not any(span.request.sampling.looks_back for span in batch.spans):
+            return self.depth
+        return 0
+
+    def _settle(self, batch: Batch, wait: Callable[[], Result]):
+        try:
+            result = wait()
+        except Exception as error:
+            self._recover(batch, error)
+            return
         if batch.spans:
             self.worker_failures = 0
-        return result
+        self.scheduler.account(batch, result, self.clock())
 
     def _recover(self, batch: Batch, error: Exception):
-        """Go on after a failure of the worker.
+        """Go on after the worker has failed with a batch.
 
-        We trust nothing in the tiers any more, so all KV goes. The requests of this batch fail. All other
-        requests are recomputed, since we still have their tokens.
+        We trust nothing in the tiers any more, so all KV goes. The requests of this batch and of all flights
+        fail. All other requests are recomputed, since we still have their tokens.
 
         If the device is lost for good, this call fails too, and the engine stops at once. MAX_FAILURES stops
         an engine whose device recovers but whose batches keep failing."""
+        self.worker_failures += 1
+        if self.worker_failures == MAX_FAILURES:
+            raise error
         traceback.print_exception(error)
         self._drain_copies(batch.step)
-        for request in {span.request for span in batch.spans}:
+        lost = [batch, *(batch for batch, _ in self.flights)]
+        self.flights.clear()
+        for request in {span.request for batch in lost for span in batch.spans}:
             self.scheduler.cancel(request, self.clock(), RuntimeError(f"the worker has failed: {error!r}"))
         for request in list(self.scheduler.running):
             self.scheduler.suspend(request, self.clock())
@@ -233,14 +264,16 @@ class Engine:
     # ---- turns
 
     def submit(self, prompt: list[int], conversation: str | None = None, *, context: Sequence[int] = (),
-               parent: str | None = None, max_tokens: int | None = None, ignore_eos: bool = False,
-               like: "Handle | None" = None, reached_stop: Callable[[int], bool] | None = None,
+               parent: str | None = None, max_tokens: int | None = None, min_tokens: int | None = None,
+               ignore_eos: bool = False, like: "Handle | None" = None,
+               reached_stop: Callable[[int], bool] | None = None,
                on_end: Callable[["Handle"], None] | None = None, **sampling) -> "Handle":
         """Append token ids to a conversation and generate a reply. Returns a handle at once.
 
         prompt: at least one token id. conversation: its name; None for a one-off request, of which nothing is
-        kept. max_tokens: by default as many as fit. ignore_eos: a stop token does not end the reply.
-        sampling: the fields of sampling.Sampling, None for the default.
+        kept. max_tokens: by default as many as fit. min_tokens: no earlier token ends the reply.
+        ignore_eos: a stop token does not end the reply. sampling: the fields of sampling.Sampling, None for
+        the default.
 
         A caller who keeps token ids elsewhere has more to say. context: the token ids that the conversation
         had before, in case that the engine does not hold it (any more). parent: a conversation that begins
@@ -251,13 +284,14 @@ class Engine:
 
         ValueError for what cannot be served."""
         sampling = Sampling(**{name: value for name, value in sampling.items() if value is not None})
-        self._check(prompt, conversation, max_tokens, sampling)
+        self._check(prompt, conversation, max_tokens, min_tokens, sampling)
         self._check_length(prompt, conversation, context, max_tokens)
         handle = Handle(self, conversation, sampling, on_end)
 
         stop_ids = frozenset() if ignore_eos else self.worker.stop_ids
         # None: the owner will open the conversation.
-        request = Request(None, list(prompt), max_tokens, stop_ids, reached_stop, sampling, outbox=handle)
+        request = Request(None, list(prompt), max_tokens, min_tokens or 0, stop_ids, reached_stop, sampling,
+                          outbox=handle)
         with self.posting:
             if self.failure:
                 raise self.failure
@@ -283,7 +317,7 @@ class Engine:
         """Submit, and wait for the reply."""
         return self.submit(prompt, conversation, **options).result()
 
-    def _check(self, prompt, conversation, max_tokens, sampling: Sampling):
+    def _check(self, prompt, conversation, max_tokens, min_tokens, sampling: Sampling):
         vocabulary = self.worker.vocab_size
         require(hasattr(prompt, "__len__") and len(prompt) > 0, "prompt", "a list of at least one token id",
                 prompt)
@@ -294,14 +328,17 @@ class Engine:
                 conversation)
         require(max_tokens is None or type(max_tokens) is int and max_tokens >= 1, "max_tokens",
                 "an int of at least 1", max_tokens)
+        most = max_tokens or self.scheduler.limit
+        require(min_tokens is None or type(min_tokens) is int and 0 <= min_tokens <= most, "min_tokens",
+                f"an int from 0 to {most}, which is max_tokens or the limit", min_tokens)
 
     def _check_length(self, prompt, conversation, context, max_tokens):
         """A context that is still growing in a turn ahead of this one is checked again at admission."""
         held = self.cache.conversations.get(conversation)
         length, limit = len(held.tokens if held else context) + len(prompt), self.scheduler.limit
         if length + (max_tokens or 1) > limit:
-            raise ValueError(f"the conversation has {length} tokens with this prompt and max_tokens is "
-                             f"{max_tokens or 'not given'}: together they exceed the limit of {limit} tokens")
+            raise TooLong(f"the conversation has {length} tokens with this prompt and max_tokens is "
+                          f"{max_tokens or 'not given'}: together they exceed the limit of {limit} tokens")
 
     def _open(self, name: str | None, context: Sequence[int], parent: str | None) -> Conversation:
         held = self.cache.conversations

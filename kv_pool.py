@@ -13,10 +13,16 @@ A copy out waits for the copies in of its step because both ways at once are slo
 measured a loss of 18-20%. The next step's copies in may overlap it: they go first, because a step
 waits for them.
 
+Neighbouring tokens of a chunk lie in slots anywhere, so a copy moves single tokens. To call the
+driver for each of them would take longer than the copies. So one kernel reads one tier and writes
+the other, for all tokens of a layer: the GPU reaches the host's memory, which is pinned, by itself.
+
 Invariants: a slot is overwritten only when earlier steps have read it; a copy out reads only what
 earlier steps have written; a ticket has landed only when its copy has ended. Without CUDA the same
 code runs in order: every copy has ended when the call returns.
 """
+from __future__ import annotations      # `tl` is absent where triton is
+
 import math
 import mmap
 import time
@@ -25,12 +31,15 @@ from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from attention_kernel import jit, tl, triton
 from kv_cache import Ticket
+
+COPYING_PROGRAMS = 16       # of the copying kernel: each takes a processor of the GPU from the model
+TILE_BYTES = 16 * 1024      # that each of them has on the way at once; for 50 GB/s all need some 100 KB
 
 
 @dataclass(eq=False)
@@ -38,8 +47,8 @@ class Flight:
     """Copies in one direction that were started together. begin, end, reached and arrived are
     events."""
     direction: str                  # "in" or "out"
-    tickets: list[Ticket]           # by place
-    nbytes: int                     # of the tokens' KV; the copies move whole places
+    tickets: list[Ticket]
+    nbytes: int
     begin: object
     end: object = None
     arrived: list = field(default_factory=list)     # one for each layer, on the way in
@@ -56,32 +65,18 @@ class Flight:
         return sum(max(0.0, ms) for ms in waited) / 1e3
 
 
-class Route(NamedTuple):
-    """Where the t tokens of n tickets lie during their copy: in places of the CPU tier, in a
-    staging tensor on the GPU, and in slots."""
-    runs: list[tuple[slice, slice]]     # (rows of staging, neighbouring places): each is one copy
-    staging: Tensor                     # [n, 2, chunk, H_kv, D] one layer of all places
-    by_token: Tensor                    # [n * 2 * chunk, H_kv, D] the same memory
-    slots: Tensor                       # [t] of each token
-    k: Tensor                           # [t] the row of by_token that holds its K
-    v: Tensor                           # [t] and its V
-
-
 class KVPool:
-    """Both tiers of all layers.
-
-    Every copy passes through a staging tensor on the GPU: there neighbouring places are one large
-    copy from or to the host, whereas slots, which lie anywhere, are gathered or scattered."""
+    """Both tiers of all layers. The CPU tier has a row for each token of each place: that of token i
+    of place p is row p * chunk_size + i."""
 
     def __init__(self, layers: int, heads: int, head_dim: int, num_slots: int, num_places: int,
                  chunk_size: int, device, dtype: torch.dtype, pipeline: bool = True):
         """heads: KV heads. pipeline=False: the model starts when everything has arrived."""
         cuda = torch.device(device).type == "cuda"
         slots = layers, 2, num_slots, heads, head_dim                       # 2: K and V
-        # In each layer a place is contiguous, [2, chunk, heads, dim]: one copy moves it.
-        places = layers, num_places, 2, chunk_size, heads, head_dim
+        rows = layers, 2, num_places * chunk_size, heads, head_dim
         self.gpu = torch.empty(slots, device=device, dtype=dtype)
-        self.cpu = pinned(places, dtype, owner=self) if cuda else torch.empty(places, dtype=dtype)
+        self.cpu = pinned(rows, dtype, owner=self) if cuda else torch.empty(rows, dtype=dtype)
         self.chunk_size, self.pipeline = chunk_size, pipeline
         self.flights: list[Flight] = []         # by time of issue
         self.arriving: Flight | None = None     # the latest one in, until a step has waited for all layers
@@ -90,15 +85,13 @@ class KVPool:
         if cuda:
             self.stream, self.on = torch.cuda.current_stream, torch.cuda.stream
             self.event = partial(torch.cuda.Event, enable_timing=True)
-            self.stream_in, self.stream_out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self.stream_in = torch.cuda.Stream(device, priority=-1)     # before the model's kernels
+            self.stream_out = torch.cuda.Stream(device)
+            nothing = torch.empty(0, dtype=torch.int64, device=device)
+            copy_tokens(self.cpu[0], nothing, self.gpu[0], nothing)     # compiles the kernel
         else:
             self.stream, self.on, self.event = InOrder, nullcontext, InOrder
             self.stream_in, self.stream_out = InOrder(), InOrder()
-
-    def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor):
-        """Write k, v [T, H_kv, D] of new tokens into slots [T]."""
-        self.gpu[layer, 0].index_copy_(0, slots, k)
-        self.gpu[layer, 1].index_copy_(0, slots, v)
 
     def wait(self, layer: int):
         """Let the current stream, not the host, wait until this layer of the latest swap-in has
@@ -121,37 +114,30 @@ class KVPool:
         gives the tickets back later. No tickets: nothing happens.
 
         stream_in first waits for the current stream, because earlier steps may still use what the
-        slots held before. The copies are one `_flight` and take one `_route`: each run of places
-        goes into `staging`, and store() takes K and V of all tokens from `by_token` to the slots.
+        slots held before. The copies are one `_flight`, and `_ends` says where they begin and end.
         The flight notes an event when a layer has arrived, and it is `arriving` from then on."""
         if not tickets:
             return
         self.stream_in.wait_stream(self.stream())       # earlier steps may still use these slots
         with self._flight("in", tickets, self.stream_in) as flight:
-            route = self._route(flight.tickets)
+            slots, rows = self._ends(tickets)
             for layer in range(len(self.gpu)):
-                for staged, places in route.runs:
-                    route.staging[staged].copy_(self.cpu[layer, places], non_blocking=True)
-                self.store(layer, route.slots, route.by_token[route.k], route.by_token[route.v])
+                copy_tokens(self.cpu[layer], rows, self.gpu[layer], slots)
                 flight.arrived.append(self.now())
         self.arriving = flight
 
     def swap_out(self, tickets: list[Ticket], written=None):
         """Start the copies GPU -> CPU, the other way round, behind what is being swapped in at the
-        moment. written: an event after which the slots hold what earlier steps wrote; by default
-        now. stream_out waits for that event and for stream_in, and never for the step that computes
-        meanwhile. No tickets: nothing happens."""
+        moment; nobody waits for a single layer, so all are one copy. written: an event after which
+        the slots hold what earlier steps wrote; by default now. stream_out waits for that event and
+        for stream_in, and never for the step that computes meanwhile. No tickets: nothing happens."""
         if not tickets:
             return
         self.stream_out.wait_event(written or self.now())       # earlier steps may still write these slots
         self.stream_out.wait_stream(self.stream_in)             # both ways at once are slower
-        with self._flight("out", tickets, self.stream_out) as flight:
-            route = self._route(flight.tickets)
-            for layer in range(len(self.gpu)):
-                route.by_token.index_copy_(0, route.k, self.gpu[layer, 0][route.slots])
-                route.by_token.index_copy_(0, route.v, self.gpu[layer, 1][route.slots])
-                for staged, places in route.runs:
-                    self.cpu[layer, places].copy_(route.staging[staged], non_blocking=True)
+        with self._flight("out", tickets, self.stream_out):
+            slots, rows = self._ends(tickets)
+            copy_tokens(self.gpu.flatten(0, 1), slots, self.cpu.flatten(0, 1), rows)
 
     def now(self):
         """An event at this point of the current stream."""
@@ -187,7 +173,6 @@ class KVPool:
         """The flight of these tickets, for copies that the caller starts on `stream`, which is the
         current stream meanwhile. If the caller fails halfway, the copies that it has started are
         still waited for: the flight is recorded all the same."""
-        tickets = sorted(tickets, key=lambda ticket: ticket.place)
         nbytes = sum(ticket.filled for ticket in tickets) * self.gpu[:, :, 0].nbytes
         with self._count_host_time(), self.on(stream):
             flight = Flight(direction, tickets, nbytes, begin=self.now())
@@ -197,24 +182,18 @@ class KVPool:
                 flight.end = self.now()
                 self.flights.append(flight)
 
-    def _route(self, tickets: list[Ticket]) -> Route:
-        """For tickets in the order of their places. All layers share one staging tensor. This is
-        safe because one stream runs their copies in order.
+    def _ends(self, tickets: list[Ticket]) -> Tensor:
+        """The slot [t] and the row of the CPU tier [t] of each token, together [2, t].
 
-        chunk 4, tickets at places 4 (filled 4) and 5 (filled 2):
-            runs [(0:2, 4:6)], k = [0, 1, 2, 3, 8, 9], v = k + 4
-        """
-        staging = self.gpu.new_empty(len(tickets), *self.cpu.shape[2:])
-        slots, k = [], []
-        for n, ticket in enumerate(tickets):
-            first = n * 2 * self.chunk_size             # a place holds the K of its tokens, then their V
+        chunk_size 4, a ticket of place 5 with slots 9 and 2: [[9, 2], [20, 21]]"""
+        slots, rows = [], []
+        for ticket in tickets:
+            first = ticket.place * self.chunk_size
             slots += ticket.slots
-            k += range(first, first + ticket.filled)
+            rows += range(first, first + ticket.filled)
         # Not pinned, the upload would make the host wait for the stream.
-        indices = torch.tensor([slots, k], pin_memory=self.gpu.is_cuda)
-        slots, k = indices.to(self.gpu.device, non_blocking=True)
-        runs = neighbours([ticket.place for ticket in tickets])
-        return Route(runs, staging, staging.flatten(0, 2), slots, k, k + self.chunk_size)
+        ends = torch.tensor([slots, rows], pin_memory=self.gpu.is_cuda)
+        return ends.to(self.gpu.device, non_blocking=True)
 
     @contextmanager
     def _count_host_time(self):
@@ -224,17 +203,42 @@ class KVPool:
         self.overhead_seconds += time.perf_counter() - start
 
 
-def neighbours(places: list[int]) -> list[tuple[slice, slice]]:
-    """Ascending places -> runs of neighbouring ones, each as (indices in the list, places).
-    [4, 5, 9] -> [0:2], places [4:6], and [2:3], places [9:10]."""
-    runs = []
-    for n, place in enumerate(places):
-        if n and place == places[n - 1] + 1:
-            indices, run = runs.pop()
-            runs.append((slice(indices.start, n + 1), slice(run.start, place + 1)))
-        else:
-            runs.append((slice(n, n + 1), slice(place, place + 1)))
-    return runs
+def copy_tokens(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: Tensor):
+    """target[:, target_rows] = source[:, source_rows]; source and target [n, rows, H_kv, D] with n
+    for K and V, of one layer or more; source_rows and target_rows [t] int64. On CUDA one of source
+    and target is pinned memory of the host."""
+    if not source_rows.is_cuda:
+        target.index_copy_(1, target_rows, source.index_select(1, source_rows))
+        return
+    width = math.prod(source.shape[2:])
+    tile_width = triton.next_power_of_2(width)
+    tile_tokens = max(1, TILE_BYTES // source.element_size() // tile_width)
+    copy_kernel[COPYING_PROGRAMS,](
+        source, source_rows, target, target_rows, len(source), len(source_rows), source.shape[1],
+        target.shape[1], WIDTH=width, TILE_T=tile_tokens, TILE_W=tile_width,
+        enable_fp_fusion=True)                          # given, or else triton warns
+
+
+# One kernel fits all swaps, whatever the values of the arguments and wherever the rows begin.
+@jit(do_not_specialize=["halves", "tokens", "source_size", "target_size"],
+     do_not_specialize_on_alignment=["source_rows", "target_rows"])
+def copy_kernel(source, source_rows, target, target_rows, halves, tokens, source_size, target_size,
+                WIDTH: tl.constexpr, TILE_T: tl.constexpr, TILE_W: tl.constexpr):
+    """copy_tokens by a few programs that take the tiles in turns. A tile has TILE_T tokens of one
+    half: of the K or the V of a layer. source [halves, source_size, WIDTH], target likewise.
+
+        2 halves of 10 tokens, TILE_T 8:    tiles 0 and 1 are K of tokens 0-7 and 8-9, 2 and 3 are V
+    """
+    tiles = (tokens + TILE_T - 1) // TILE_T
+    column = tl.arange(0, TILE_W)[None, :]
+    for tile in range(tl.program_id(0), halves * tiles, tl.num_programs(0)):
+        half = (tile // tiles).to(tl.int64)
+        token = tile % tiles * TILE_T + tl.arange(0, TILE_T)
+        source_row = half * source_size + tl.load(source_rows + token, mask=token < tokens, other=0)
+        target_row = half * target_size + tl.load(target_rows + token, mask=token < tokens, other=0)
+        inside = (token < tokens)[:, None] & (column < WIDTH)
+        values = tl.load(source + source_row[:, None] * WIDTH + column, mask=inside)
+        tl.store(target + target_row[:, None] * WIDTH + column, values, mask=inside)
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype, owner) -> Tensor:

@@ -3,13 +3,13 @@
 The batch is ragged (the paper's unified batching, §4.2): the tokens of all spans lie packed in one
 dimension T, whatever request and phase they belong to. Except for attention, a decoder computes
 each token by itself, so T is the only batch dimension there is. Tokens meet in attention alone, and
-the caller hands that in as a function: `attend(layer, q, k, v)` stores K and V and lets every query
-see what its span sees. So this file knows nothing of caches, spans or batches, and a test can run
-it with ten lines of dense attention.
+the caller hands that in as a function: `attend(layer, q, k, v, rotation)` rotates q and k, stores K
+and V, and lets every query see what its span sees. So this file knows nothing of caches, spans or
+batches, and a test can run it with ten lines of dense attention.
 
     tokens [T] -> embeddings -> layer 0 ... layer L-1 -> norm -> hidden [T, width] -> logits
                                    |
-                                   attend(0, q, k, v)
+                                   attend(0, q, k, v, rotation)
 
 Architectures differ in a ModelConfig: its switches are everything that Llama does otherwise than
 GPT (norm, gated, bias, rope_theta). checkpoint.py fills the parameters.
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]        # see Model.forward
+Attend = Callable[..., Tensor]          # see Model.forward
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "gelu_new": partial(F.gelu, approximate="tanh"),
                "silu": F.silu}
 NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
@@ -97,30 +97,19 @@ def rotary_frequencies(config: ModelConfig, device) -> Tensor:
     return frequencies * (kept + (1 - kept) / factor)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding: dimensions i and i + D/2 of a head are a point in a plane, which is turned
-    by its token's i-th angle. So q . k depends on the distance between two tokens and not on where
-    they stand.
-
-    x [T, heads, D], cos and sin [T, 1, D/2] of the angles, in float32 -> [T, heads, D], computed
-    in float32 and returned in x's type."""
-    a, b = x.chunk(2, dim=-1)                                               # [T, heads, D/2] each
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).type_as(x)
-
-
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int):
+    """The projections around attention."""
+
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.layer = layer
         self.heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]       # of q, k, v
         self.head_dim = config.head_dim
         self.qkv = nn.Linear(config.width, sum(self.heads) * self.head_dim, bias=config.bias)
         self.out = nn.Linear(config.width, config.width, bias=config.bias)
 
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:                 # [T, width]
+    def q_k_v(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:            # x [T, width]
         qkv = self.qkv(x).view(len(x), sum(self.heads), self.head_dim)      # [T, H + 2 H_kv, D]
-        q, k, v = qkv.split(self.heads, dim=1)                              # [T, H, D], [T, H_kv, D] twice
-        return self.out(attend(self.layer, q, k, v).flatten(1))             # [T, width]
+        return qkv.split(self.heads, dim=1)                                 # [T, H, D], [T, H_kv, D] twice
 
 
 class MLP(nn.Module):
@@ -140,15 +129,18 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int):
+    def __init__(self, config: ModelConfig):
         super().__init__()
         self.attn_norm = NORMS[config.norm](config.width, config.norm_eps)
-        self.attn = Attention(config, layer)
+        self.attn = Attention(config)
         self.mlp_norm = NORMS[config.norm](config.width, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:                 # [T, width]
-        x = x + self.attn(self.attn_norm(x), attend)
+    def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:     # x [T, width]
+        return self.attn.q_k_v(self.attn_norm(x))                           # [T, H, D], [T, H_kv, D] twice
+
+    def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:       # [T, width], [T, H, D]
+        x = x + self.attn.out(attended.flatten(1))                          # [T, width]
         return x + self.mlp(self.mlp_norm(x))                               # [T, width]
 
 
@@ -166,7 +158,7 @@ class Model(nn.Module):
         self.tokens = embedding(config.vocab_size, config.width)
         if config.rope_theta is None:
             self.positions = embedding(config.max_context + config.position_offset, config.width)
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = NORMS[config.norm](config.width, config.norm_eps)
         if not config.tied_embeddings:
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
@@ -175,31 +167,32 @@ class Model(nn.Module):
         """tokens [T], positions [T] (each token's place in its own sequence) -> hidden [T, width],
         after the final norm.
 
-        attend(layer, q [T, H, D], k [T, H_kv, D], v [T, H_kv, D]) -> [T, H, D] is called once per
-        layer, in order. It scales the scores by D ** -0.5. q, k and v can be views into one
-        projection: the heads of one token are contiguous, the tokens are not."""
+        attend(layer, q [T, H, D], k [T, H_kv, D], v [T, H_kv, D], rotation) -> [T, H, D] is called
+        once per layer, in order. It rotates q and k, and caches k rotated. It scales the scores by
+        D ** -0.5. rotation: cos and sin of the angles, [T, D/2] each; None if the model does not
+        rotate. q, k and v can be views into one projection: the heads of one token are contiguous,
+        the tokens are not."""
         x = self.tokens(tokens)                                             # [T, width]
         if self.config.rope_theta is None:
             x = x + self.positions(positions + self.config.position_offset)  # [T, width]
-        else:
-            attend = self.rotary(attend, positions)
-        for layer in self.layers:
-            x = layer(x, attend)                                            # [T, width]
-        return self.norm(x)
+        return self.through_layers(x, partial(attend, rotation=self.rotation(positions)))
 
-    def rotary(self, attend: Attend, positions: Tensor) -> Attend:
-        """attend(), with q and k rotated first by their tokens' positions. So keys are cached
-        rotated."""
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of the angles by which rotary_store.rotate turns q and k: [T, D/2] each, in
+        float32. None if the model has learned positions."""
+        if self.config.rope_theta is None:
+            return None
         frequencies = rotary_frequencies(self.config, positions.device)     # [D/2]
-        angles = positions[:, None, None] * frequencies                     # [T, 1, D/2]
-        cos, sin = angles.cos(), angles.sin()
-        return lambda layer, q, k, v: attend(layer, *self.rotate_both(q, k, cos, sin), v)
+        angles = positions[:, None] * frequencies                           # [T, D/2]
+        return angles.cos(), angles.sin()
 
-    @staticmethod
-    def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k of one layer, rotated. A method, so that worker.fuse can replace it by a compiled
-        one."""
-        return rotate(q, cos, sin), rotate(k, cos, sin)
+    def through_layers(self, x: Tensor, attend: Attend) -> Tensor:
+        """Embeddings -> hidden states, both [T, width]. A method, so that worker.fuse can replace it
+        by one that is compiled."""
+        for number, layer in enumerate(self.layers):
+            attended = attend(number, *layer.before_attention(x))           # [T, H, D]
+            x = layer.after_attention(x, attended)                          # [T, width]
+        return self.norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
         """Hidden states [N, width] -> logits [N, vocab_size] in float32. Pass only the rows that

@@ -4,8 +4,9 @@ operations.
     logits -> repetition penalty -> reply penalties -> bias -> temperature -> top_k -> top_p -> min_p
            -> noise -> argmax
 
-Each stage is a function of the rows [n, vocab] whose requests ask for it. A stage that nobody asks
-for costs nothing: a greedy batch is one argmax.
+Each stage changes the rows [n, vocab] whose requests ask for it. A stage that nobody asks for costs
+nothing: a greedy batch is one argmax. All that the stages must know is uploaded in one copy, and on a
+GPU the host never looks at a result to decide what to do next. So the host waits once, in read().
 
 A random draw is an argmax, too. Let every token with probability p wait for a time E / p, where E
 is drawn from Exp(1). The token that arrives first is a draw from p: it is the one with the largest
@@ -15,7 +16,10 @@ Invariant: E is a function of (seed, position, token id) alone, hashed in intege
 a seed repeats whatever else is in the batch, after a suspension, and on any device.
 """
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +56,11 @@ class Sampling:
     logit_bias: dict[int, float] = field(default_factory=dict)      # token id -> added to its logit
     logprobs: int | None = None         # report log probabilities: the token's, and the k largest
 
+    @cached_property
+    def looks_back(self) -> bool:
+        """Must the host know all earlier tokens before it can ask for the next one?"""
+        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
+
     def __post_init__(self):
         for name, (low, high) in LIMITS.items():
             value = getattr(self, name)
@@ -70,144 +79,201 @@ def within(value, low, high) -> bool:
     return type(value) in (int, type(low)) and low <= value <= high
 
 
-def sample(logits: Tensor, requests: list[Request]) -> tuple[list[int], list | None]:
+def sample(logits: Tensor, requests: list[Request]) -> list[Tensor]:
     """A token from each row of logits [N, vocab] float32, for its request. The logits are used up.
 
-    The second result is None, unless a request asks for log probabilities: then there is an entry
-    for each row, None or (the token's, [(token id, its log probability), ...] of the most likely).
-    Log probabilities are those before penalties, bias and temperature: they say what the model
-    believes, not what the draw was asked for."""
-    asking = [i for i, request in enumerate(requests) if request.sampling.logprobs is not None]
-    believed = logits[asking].log_softmax(-1) if asking else None               # [asking, vocab]
-    for is_asked_for, apply in STAGES:
-        rows = [i for i, request in enumerate(requests) if is_asked_for(request.sampling)]
-        if rows:
-            logits[rows] = apply(logits[rows], [requests[i] for i in rows])
+    The results stay on the device: the tokens [N], and, if requests ask for log probabilities, the
+    report() of these. Log probabilities are those before penalties, bias and temperature: they say
+    what the model believes, not what the draw was asked for."""
+    reported = rows_that(requests, lambda sampling: sampling.logprobs is not None)
+    asked = [(stage, rows) for stage in STAGES if (rows := rows_that(requests, stage.is_asked_for))]
+    groups = [[np.array(rows), *stage.tell([requests[i] for i in rows])] for stage, rows in asked]
+    told = upload_groups([*groups, [np.array(reported, int)]], logits.device) if asked or reported else []
+    if reported:
+        reported_rows, = told[-1]
+        believed = logits[reported_rows].log_softmax(-1)                        # [reported, vocab]
+    for (stage, rows), (rows_on_device, *columns) in zip(asked, told):
+        if len(rows) == len(requests):
+            logits = stage.change(logits, *columns)
+        else:
+            logits[rows_on_device] = stage.change(logits[rows_on_device], *columns)
     tokens = logits.argmax(-1)                                                  # [N]
-    if not asking:
+    if not reported:
+        return [tokens]
+    top = max(requests[i].sampling.logprobs for i in reported)
+    return [tokens, *report(believed, tokens[reported_rows], top)]
+
+
+def rows_that(requests: list[Request], ask: Callable) -> list[int]:
+    """The rows of the requests whose sampling asks for something."""
+    return [i for i, request in enumerate(requests) if ask(request.sampling)]
+
+
+def report(logprobs: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each row of logprobs [n, vocab]: that of its token, tokens [n]; and the token ids of the
+    `top` largest, and these."""
+    best = logprobs.topk(min(top, logprobs.shape[1]))                           # [n, top]
+    return logprobs.gather(1, tokens[:, None])[:, 0], best.indices, best.values
+
+
+def read(requests: list[Request], tokens: Tensor, *report: Tensor) -> tuple[list[int], list | None]:
+    """The results of sample(), when they have come to the host, as numbers: the tokens, and what each
+    request has asked to know of its own.
+
+    The second is None, unless a request asks for log probabilities: then there is an entry for each
+    request, None or (the token's, [(token id, its log probability), ...] of the most likely)."""
+    if not report:
         return tokens.tolist(), None
-    reports = [None] * len(requests)
-    tops = [requests[i].sampling.logprobs for i in asking]
-    for i, one in zip(asking, report(believed, tokens[asking], tops)):
-        reports[i] = one
+    rows, reports = zip(*(part.tolist() for part in report)), []
+    for top in (request.sampling.logprobs for request in requests):
+        if top is None:
+            reports.append(None)
+        else:
+            own, ids, values = next(rows)
+            reports.append((own, list(zip(ids[:top], values[:top]))))
     return tokens.tolist(), reports
 
 
-def report(logprobs: Tensor, tokens: Tensor, tops: list[int]) -> list[tuple]:
-    """For each row of logprobs [n, vocab]: that of its token, tokens [n], and (token id, value) of
-    as many of the largest as tops[row] says."""
-    best = logprobs.topk(min(max(tops), logprobs.shape[1]))                     # [n, largest top]
-    own = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
-    rows = zip(own, best.indices.tolist(), best.values.tolist(), tops)
-    return [(value, list(zip(ids[:top], values[:top]))) for value, ids, values, top in rows]
+# ---- stages: they may overwrite the logits [n, vocab] that they change
+
+class Stage(NamedTuple):
+    """A change to the logits of the n requests that ask for it."""
+    is_asked_for: Callable[[Sampling], object]      # true or false
+    tell: Callable[[list[Request]], list]           # what the change must know of them: arrays, and ints
+    change: Callable[..., Tensor]                   # (their logits [n, vocab], *told) -> [n, vocab]
 
 
-# ---- stages: (logits [n, vocab], their n requests) -> [n, vocab]; they may overwrite the logits
+def tell_values(*names: str) -> Callable[[list[Request]], list]:
+    """A stage's `tell`: the sampling values of these names."""
+    return lambda requests: [column(requests, name) for name in names]
 
-def penalize_repetition(logits: Tensor, requests: list[Request]) -> Tensor:
+
+def tell_context(requests: list[Request]) -> list:
+    return [*entries([request.conversation.tokens for request in requests]),
+            column(requests, "repetition_penalty")]
+
+
+def penalize_repetition(logits: Tensor, rows: Tensor, tokens: Tensor, penalty: Tensor) -> Tensor:
     """By the tokens of the whole context. A token that occurs twice is penalized once."""
-    rows, tokens = entries([request.conversation.tokens for request in requests], logits.device)
-    values, penalty = logits[rows, tokens], column(requests, "repetition_penalty", logits)[rows, 0]
+    values, penalty = logits[rows, tokens], penalty[rows]
     penalized = torch.where(values > 0, values / penalty, values * penalty)
     return logits.index_put_((rows, tokens), penalized)
 
 
-def penalize_reply(logits: Tensor, requests: list[Request]) -> Tensor:
+def tell_reply(requests: list[Request]) -> list:
+    return [*entries([request.generated for request in requests]),
+            column(requests, "presence_penalty"), column(requests, "frequency_penalty")]
+
+
+def penalize_reply(logits: Tensor, rows: Tensor, tokens: Tensor, presence: Tensor,
+                   frequency: Tensor) -> Tensor:
     """By the tokens of the reply: once for each token, and once more for each of its occurrences."""
-    rows, tokens = entries([request.generated for request in requests], logits.device)
-    presence = column(requests, "presence_penalty", logits)[rows, 0]
-    frequency = column(requests, "frequency_penalty", logits)[rows, 0]
-    logits.index_put_((rows, tokens), logits[rows, tokens] - presence)
-    return logits.index_put_((rows, tokens), -frequency, accumulate=True)
+    logits.index_put_((rows, tokens), logits[rows, tokens] - presence[rows])
+    return logits.index_put_((rows, tokens), -frequency[rows], accumulate=True)
 
 
-def add_bias(logits: Tensor, requests: list[Request]) -> Tensor:
+def tell_bias(requests: list[Request]) -> list:
     biases = [request.sampling.logit_bias for request in requests]
     values = [value for bias in biases for value in bias.values()]
-    values = torch.tensor(values, dtype=logits.dtype, device=logits.device)
-    rows_and_tokens = entries([list(bias) for bias in biases], logits.device)
-    return logits.index_put_(rows_and_tokens, values, accumulate=True)
+    return [*entries([list(bias) for bias in biases]), np.array(values, np.float32)]
 
 
-def apply_temperature(logits: Tensor, requests: list[Request]) -> Tensor:
+def add_bias(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> Tensor:
+    return logits.index_put_((rows, tokens), values, accumulate=True)
+
+
+def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
     """Below 1e-5 a draw is greedy anyway, and floats would overflow."""
-    return logits.div_(column(requests, "temperature", logits).clamp(min=1e-5))
+    return logits.div_(temperature[:, None].clamp(min=1e-5))
 
 
-def keep_top_k(logits: Tensor, requests: list[Request]) -> Tensor:
+def tell_top_k(requests: list[Request]) -> list:
+    top_k = column(requests, "top_k", np.int32)
+    return [top_k, int(top_k.max())]
+
+
+def keep_top_k(logits: Tensor, top_k: Tensor, largest: int) -> Tensor:
     """In this and the next two stages, tokens that tie with the last one kept are kept, too."""
-    top_k = [min(request.sampling.top_k, logits.shape[1]) for request in requests]
-    ranked = logits.topk(max(top_k)).values                                     # [n, largest k], descending
-    last = torch.tensor(top_k, device=logits.device)[:, None] - 1               # [n, 1]
+    ranked = logits.topk(min(largest, logits.shape[1])).values                  # [n, largest], descending
+    last = top_k[:, None].long().clamp_(max=ranked.shape[1]) - 1                # [n, 1]
     return logits.masked_fill_(logits < ranked.gather(1, last), -torch.inf)
 
 
-def keep_top_p(logits: Tensor, requests: list[Request]) -> Tensor:
+def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     share = logits.softmax(1)                                                   # [n, vocab]
-    least = least_share(share, column(requests, "top_p", logits))               # [n, 1]
-    return logits.masked_fill_(share < least, -torch.inf)
+    width = 64 if logits.device.type == "cpu" else logits.shape[1]
+    return logits.masked_fill_(share < least_share(share, top_p[:, None], width), -torch.inf)
 
 
-def least_share(share: Tensor, top_p: Tensor, width: int = 64) -> Tensor:
+def least_share(share: Tensor, top_p: Tensor, width: int) -> Tensor:
     """The smallest share of the probability, [n, 1], among the fewest tokens that together hold
     top_p [n, 1]; share [n, vocab].
 
-    These tokens are mostly few. So we rank only the best `width` of each row, and do it again with
-    16 times as many for the rows where these do not suffice.
+    These tokens are mostly few, and to rank few is cheaper. So we rank only the best `width` of each
+    row, and do it again with 16 times as many for the rows where these do not suffice. On a GPU the
+    host would have to wait to know these rows: there `width` is that of the vocabulary.
 
         shares 0.5, 0.3, 0.1, 0.1 and top_p 0.7:  the first two hold 0.8 -> 0.3
     """
     best = share.topk(min(width, share.shape[1])).values                        # [n, width], descending
     before = best.cumsum(1) - best                                              # held by the better tokens
     least = best.gather(1, (before < top_p).sum(1, keepdim=True) - 1)           # [n, 1]
-    short = (before[:, -1] < top_p[:, 0]).nonzero()[:, 0]                       # rows
-    if width < share.shape[1] and len(short):
-        least[short] = least_share(share[short], top_p[short], 16 * width)
+    if width < share.shape[1]:
+        short = (before[:, -1] < top_p[:, 0]).nonzero()[:, 0]                   # rows
+        if len(short):
+            least[short] = least_share(share[short], top_p[short], 16 * width)
     return least
 
 
-def keep_min_p(logits: Tensor, requests: list[Request]) -> Tensor:
-    floor = logits.amax(1, keepdim=True) + column(requests, "min_p", logits).log()      # [n, 1]
+def keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
+    floor = logits.amax(1, keepdim=True) + min_p[:, None].log()                 # [n, 1]
     return logits.masked_fill_(logits < floor, -torch.inf)
 
 
-def add_noise(logits: Tensor, requests: list[Request]) -> Tensor:
+def tell_noise(requests: list[Request]) -> list:
+    return [noise_keys([request.sampling.seed for request in requests],
+                       [request.total for request in requests])]
+
+
+def add_noise(logits: Tensor, keys: Tensor) -> Tensor:
     """log p - log E, up to a constant per row."""
-    seeds = [request.sampling.seed for request in requests]
-    positions = [request.total for request in requests]
-    noise = uniform(seeds, positions, logits.shape[1], logits.device)           # [n, vocab]
-    waiting = noise.neg_().log1p_().neg_()                                      # [n, vocab] from Exp(1)
+    waiting = uniform(keys, logits.shape[1]).neg_().log1p_().neg_()             # [n, vocab] from Exp(1)
     return logits.sub_(waiting.log_())
 
 
-# (who asks for it, the stage). Greedy rows need no top_k, top_p or min_p: these do not change the argmax.
+# Greedy rows need no top_k, top_p or min_p: these do not change the argmax.
 STAGES = (
-    (lambda sampling: sampling.repetition_penalty != 1, penalize_repetition),
-    (lambda sampling: sampling.presence_penalty or sampling.frequency_penalty, penalize_reply),
-    (lambda sampling: sampling.logit_bias, add_bias),
-    (lambda sampling: sampling.temperature not in (0, 1), apply_temperature),
-    (lambda sampling: sampling.temperature and sampling.top_k, keep_top_k),
-    (lambda sampling: sampling.temperature and sampling.top_p < 1, keep_top_p),
-    (lambda sampling: sampling.temperature and sampling.min_p, keep_min_p),
-    (lambda sampling: sampling.temperature, add_noise))
+    Stage(lambda sampling: sampling.repetition_penalty != 1, tell_context, penalize_repetition),
+    Stage(lambda sampling: sampling.presence_penalty or sampling.frequency_penalty, tell_reply,
+          penalize_reply),
+    Stage(lambda sampling: sampling.logit_bias, tell_bias, add_bias),
+    Stage(lambda sampling: sampling.temperature not in (0, 1), tell_values("temperature"),
+          apply_temperature),
+    Stage(lambda sampling: sampling.temperature and sampling.top_k, tell_top_k, keep_top_k),
+    Stage(lambda sampling: sampling.temperature and sampling.top_p < 1, tell_values("top_p"), keep_top_p),
+    Stage(lambda sampling: sampling.temperature and sampling.min_p, tell_values("min_p"), keep_min_p),
+    Stage(lambda sampling: sampling.temperature, tell_noise, add_noise))
 
 
 # ---- what the stages are made of
 
-def uniform(seeds: list[int], positions: list[int], vocab_size: int, device: torch.device) -> Tensor:
-    """Numbers [N, vocab_size] from (0, 1) in float32, each a function of its seed (64 bits), its
-    position and its token id. They are most precise near 0, where the tokens that win a race are."""
-    words = [[seed >> 32, seed, position] for seed, position in zip(seeds, positions)]
-    words = torch.tensor(words, device=device).to(torch.int32)                  # [N, 3], the lower 32 bits
-    key = torch.ones(len(seeds), dtype=torch.int32, device=device)              # [N]
-    for word in words.unbind(1):
-        key = mix(key ^ word)
-    token = mix(torch.arange(vocab_size, dtype=torch.int32, device=device))     # [vocab]
-    bits = mix(token ^ mix(key)[:, None]) & 0x7FFFFFFF                          # [N, vocab]
+def noise_keys(seeds: list[int], positions: list[int]) -> np.ndarray:
+    """int32, a function of the seed (64 bits) and the position: [n]."""
+    seed, key = np.array(seeds), np.ones(len(seeds), np.int32)
+    for word in (seed >> 32, seed, np.array(positions)):
+        key = mix(key ^ word.astype(np.int32))                                  # of its lower 32 bits
+    return mix(key)
+
+
+def uniform(keys: Tensor, vocab_size: int) -> Tensor:
+    """Numbers [N, vocab_size] from (0, 1) in float32, each a function of its key, keys [N], and its
+    token id. They are most precise near 0, where the tokens that win a race are."""
+    token = mix(torch.arange(vocab_size, dtype=torch.int32, device=keys.device))        # [vocab]
+    bits = mix(token ^ keys[:, None]) & 0x7FFFFFFF                              # [N, vocab]
     return bits.float().add_(0.5).mul_(2**-31 - 2**-55)                         # rounded, still below 1
 
 
-def mix(x: Tensor) -> Tensor:
+def mix(x: Tensor | np.ndarray) -> Tensor | np.ndarray:
     """A bijection of 32-bit integers that leaves nothing of their order (Wellons' lowbias32).
 
     It gives the same bits on any device: products of int32 wrap, and the masks remove the signs
@@ -220,17 +286,28 @@ def mix(x: Tensor) -> Tensor:
     return x
 
 
-def column(requests: list[Request], name: str, like: Tensor) -> Tensor:
-    """The sampling value of that name of each request: [n, 1], of the type and on the device of
-    `like`."""
-    values = [getattr(request.sampling, name) for request in requests]
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+def column(requests: list[Request], name: str, dtype=np.float32) -> np.ndarray:
+    """The sampling value of that name of each request: [n]."""
+    return np.array([getattr(request.sampling, name) for request in requests], dtype)
 
 
-def entries(sequences: list, device: torch.device) -> tuple[Tensor, Tensor]:
+def entries(sequences: list) -> tuple[np.ndarray, np.ndarray]:
     """Row and column in [n, vocab] of every token of n sequences.
     [[7, 5], [9]] -> [0, 0, 1] and [7, 5, 9]."""
     rows = np.repeat(np.arange(len(sequences)), [len(tokens) for tokens in sequences])
-    columns = np.concatenate(sequences).astype(np.int32)        # of empty lists numpy makes floats
-    rows, columns = upload([rows, columns], device)
-    return rows, columns
+    return rows, np.concatenate(sequences).astype(np.int32)         # of empty lists numpy makes floats
+
+
+def upload_groups(groups: list[list], device: torch.device) -> list[list]:
+    """The groups with a tensor on the device for each array: int32 for integers, or float32. All
+    arrays are uploaded in one copy. Numbers stay numbers."""
+    arrays = [member for group in groups for member in group if isinstance(member, np.ndarray)]
+    bits = [array.view(np.int32) if array.dtype == np.float32 else array for array in arrays]
+    tensors = iter(upload(bits, device))
+
+    def uploaded(member):
+        if not isinstance(member, np.ndarray):
+            return member
+        tensor = next(tensors)
+        return tensor.view(torch.float32) if member.dtype == np.float32 else tensor
+    return [[uploaded(member) for member in group] for group in groups]

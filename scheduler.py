@@ -13,7 +13,16 @@ of a long prefill is a span that stops early. `Request.missing()` lists the runs
 them left to right while its token budget lasts. One batch mixes all of them; only the ablation
 `separate_phases` asks which is which.
 
-Invariant: everything that a span reads is cached, arriving, or computed in this very batch.
+The books run ahead in launch order, as the device's stream does. Right after the launch of a batch,
+`launched` books the KV that it will compute, and a PLACEHOLDER for each token that it will sample. So the
+next batch can be composed, and launched behind the first one, before the host knows these tokens. `account`
+fills them in later and ends requests.
+
+    a's tokens     ... 17 42 PLACEHOLDER        step 8 is launched: it samples the token at position 34
+    schedule       step 9  a[34:35]             on the device the token is there when step 9 begins
+    account        ... 17 42 99 PLACEHOLDER     step 8 has sampled 99; step 9 is under way
+
+Invariant: everything that a span reads is cached, arriving, or computed in this batch or an earlier one.
 """
 import heapq
 import itertools
@@ -26,7 +35,12 @@ from typing import NamedTuple
 
 from kv_cache import Conversation, KVCache, Ticket
 
+PLACEHOLDER = -1        # in place of a token that the device samples, while the host does not know it
 SOURCES = ("gpu", "cpu", "recomputed", "new")      # where the KV of a context comes from, at admission
+
+
+class TooLong(ValueError):
+    """A context exceeds the limit."""
 
 
 @dataclass(eq=False)
@@ -35,6 +49,7 @@ class Request:
     conversation: Conversation
     prompt: list[int]
     max_tokens: int | None = None                  # None: as many as fit
+    min_tokens: int = 0                            # no earlier token ends the reply
     stop_ids: frozenset[int] = frozenset()
     reached_stop: Callable[[int], bool] | None = None       # asked after each token: does the reply end here?
     sampling: object = None                        # the worker's business
@@ -44,6 +59,7 @@ class Request:
     times: list[float] = field(default_factory=list)        # when each of them was sampled
     logprobs: list = field(default_factory=list)   # what the worker reports of each of them, if asked to
     before: tuple[int, int] | None = None          # the conversation's length and `known` before this turn
+    longest: int | None = None                     # how long its context may become, prompt and reply
     usage: dict | None = None                      # by SOURCES, fixed at first admission
     admitted: float | None = None                  # when that was
     prefilling: bool = False                       # admitted, and no token sampled since
@@ -62,6 +78,11 @@ class Request:
     def total(self) -> int:
         """Positions of its context so far, the prompt included."""
         return len(self.conversation.tokens) + (0 if self.joined else len(self.prompt))
+
+    @property
+    def unsettled(self) -> bool:
+        """Is its last token a placeholder?"""
+        return self.conversation.tokens[-1] == PLACEHOLDER
 
     def missing(self) -> list[tuple[int, int]]:
         """The maximal runs [start, end) of positions that have no KV and none arriving, left to right.
@@ -103,6 +124,7 @@ class Batch:
         self.step = step
         self.budget = budget                       # tokens that still fit
         self.spans: list[Span] = []
+        self.sampling: list[Span] = []             # since its launch: those behind which a token is sampled
         self.swap_in: list[Ticket] = []
         self.swap_out: list[Ticket] = []
         self.table_updates: list[tuple] = []       # (row, start, slots): what changed in the slot table
@@ -144,7 +166,7 @@ def _runs(tickets: list[Ticket]) -> str:
 
 class Result(NamedTuple):
     """What the worker made of a batch."""
-    tokens: list[int]                              # one for each span that samples, in order
+    tokens: list[int]                              # one for each span of batch.sampling
     landed: list[Ticket]                           # copies that have ended, of this step or an earlier one
     logprobs: list | None = None                   # one for each token; None where nobody asked for it
 
@@ -202,11 +224,11 @@ class Scheduler:
     # ---- one step
 
     def schedule(self, now: float) -> Batch:
-        """The next batch. It is empty if there is nothing to do, or nothing but to wait for copies in
-        flight."""
+        """The next batch. It is empty if there is nothing to do, or nothing but to wait for copies or tokens
+        that are on their way."""
         while True:
             batch = self.compose(now)
-            if batch or not self.unfinished or self.cache.in_flight:
+            if batch or not self.unfinished or self._waits():
                 batch.table_updates = self.cache.take_table_updates()
                 return batch
             # Nothing can run, and nothing is on its way. Either composing has made slots available, by
@@ -219,7 +241,8 @@ class Scheduler:
         """One try at a batch.
 
         1. Running requests, decodes first. Each needs slots for the tokens that it has grown by. A request
-           that finds none sits out this step: it is starved.
+           that finds none sits out this step: it is starved. A request whose context is as long as it may
+           become has nothing left to compute.
         2. The queue, first come first served, while the budget, rows and slots last. Nobody overtakes the
            head, even if a later request would fit.
         3. Copies to the CPU ahead of need, so that starved requests and the head of the queue find slots
@@ -234,6 +257,8 @@ class Scheduler:
         others come in a later step."""
         batch, starved = Batch(self.steps, self.max_batch_tokens), 0
         for request in decodes_first(self.running):
+            if len(request.conversation.tokens) == request.longest:
+                continue
             if self.cache.grow(request.conversation, now):
                 batch.take(request)
             else:
@@ -248,26 +273,33 @@ class Scheduler:
         batch.swap_out = self.plan_swap_out(starved, now)
         return batch
 
-    def account(self, batch: Batch, result: Result, now: float):
-        """Book what a batch has done. Each sampled token goes into its request's outbox; None follows the
-        last one."""
+    def launched(self, batch: Batch):
+        """Book what a batch will have done before any batch that is launched after it."""
         self.steps += 1
+        for span in batch.spans:
+            request, start, end = span
+            tokens = request.conversation.tokens
+            self.cache.computed(request.conversation, start, end)
+            if end == len(tokens):
+                tokens.append(PLACEHOLDER)
+                request.prefilling = False
+                batch.sampling.append(span)
+
+    def account(self, batch: Batch, result: Result, now: float):
+        """Book the result of the oldest batch that was launched. Each sampled token goes into its request's
+        outbox; None follows the last one. If a request has ended since the launch, its token is nobody's."""
         for ticket in result.landed:
             self.cache.complete(ticket)
-        sampling = []
-        for request, start, end in batch.spans:
-            self.cache.computed(request.conversation, start, end)
-            if end == len(request.conversation.tokens):
-                sampling.append(request)
-        self.stats["generated_tokens"] += len(sampling)
-        for request, logprob in zip(sampling, result.logprobs or ()):
+        for (request, *_), logprob in zip(batch.sampling, result.logprobs or ()):
             request.logprobs.append(logprob)
-        for request, token in zip(sampling, result.tokens, strict=True):
-            request.conversation.tokens.append(token)
+        for (request, _, position), token in zip(batch.sampling, result.tokens, strict=True):
+            if request.finish_reason:
+                continue
+            request.conversation.tokens[position] = token
             request.generated.append(token)
             request.times.append(now)
-            request.prefilling = False
             request.outbox.put(token)
+            self.stats["generated_tokens"] += 1
             if reason := self.ended_by(request, token):
                 self.finish(request, reason, now)
 
@@ -286,6 +318,7 @@ class Scheduler:
             request.before = before
             if request.max_tokens is None:
                 request.max_tokens = self.limit - request.total
+            request.longest = request.total + request.max_tokens
 
     def head(self) -> Request | None:
         """The request to admit next. None: the queue is empty, or its first request waits for another one
@@ -296,7 +329,7 @@ class Scheduler:
         while self.queue:
             request = self.queue[0]
             if not request.joined and request.total + (request.max_tokens or 1) > self.limit:
-                self.cancel(request, now, ValueError(
+                self.cancel(request, now, TooLong(
                     f"the conversation has {request.total} tokens with this prompt and max_tokens="
                     f"{request.max_tokens}: they do not fit the limit of {self.limit}"))
             if not request.finish_reason:
@@ -330,7 +363,7 @@ class Scheduler:
 
     def give_way(self, now: float):
         """Suspend the latest arrival: every running request is starved, no slot is available, no idle chunk
-        is left to copy or to drop, and no copy is in flight.
+        is left to copy or to drop, and neither a copy nor a token is on its way.
 
         This ends. Each call makes `running` one shorter, and a request that is alone always fits, because the
         limit is at most the number of slots. The oldest request is never suspended, so it finishes; then the
@@ -348,13 +381,17 @@ class Scheduler:
 
     def ended_by(self, request: Request, token: int) -> str | None:
         """The finish_reason, if this token is the last of the reply."""
-        if token in request.stop_ids or request.reached_stop and request.reached_stop(token):
+        may_stop = len(request.generated) >= request.min_tokens
+        if may_stop and token in request.stop_ids or request.reached_stop and request.reached_stop(token):
             return "stop"
         return "length" if len(request.generated) >= request.max_tokens else None
 
     def finish(self, request: Request, reason: str, now: float):
         """The turn has ended: its conversation is idle, and its KV stays."""
         self._leave(request, now)
+        if request.unsettled:           # one more step was launched before we knew: take it back
+            length = len(request.conversation.tokens) - 1
+            self.cache.truncate(request.conversation, length, length - 1)
         self.cache.policy.ended(request.conversation)
         if self.stateless:
             self.cache.drop_all(request.conversation)
@@ -374,6 +411,10 @@ class Scheduler:
         known = max(request.before[1], gpu + cpu)
         request.usage = dict(zip(SOURCES, (gpu, cpu, known - gpu - cpu, request.total - known)))
         self.stats.update({"prompt_tokens_" + source: n for source, n in request.usage.items()})
+
+    def _waits(self) -> bool:
+        """Is a copy on its way, or a token?"""
+        return bool(self.cache.in_flight) or any(request.unsettled for request in self.running)
 
     def _reserve(self) -> int:
         return self.reserve_slots if self.running else 0

@@ -54,7 +54,7 @@ from serving import live
 from serving.guard import Guard, page_policy
 from serving.metrics import Metrics
 from serving.openai_api import API, Writer, as_api_error
-from serving.operations import APIError, ChatBody, Operation, ReplyBody, find_operation, openapi, parse
+from serving.operations import APIError, Operation, ReplyBody, find_operation, openapi, parse
 from serving.output import PatientStream
 from serving.sessions import Answer, Answering, LiveTurn, Sessions
 
@@ -68,6 +68,7 @@ PRUNE_SECONDS = 60          # between two checks of the history's age
 FIRST_PRUNE_SECONDS = 3600  # before the first one
 TURNS_SHOWN = 100           # at /cache
 MAX_WATCHERS = 32           # of the live picture
+SESSION_HEADERS = "X-Session-ID", "X-Session-Affinity", "session_id"     # vLLM's, routers', agents'
 TOO_MANY_CONNECTIONS = (b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n"
                         b"Connection: close\r\n\r\n")
 HUNG_UP = ConnectionError, TimeoutError     # there is no client left to answer
@@ -104,7 +105,11 @@ class Server(ThreadingHTTPServer):
         self.connections = threading.BoundedSemaphore(max_connections)
         self.deadlines: dict[socket.socket, float] = {}     # of the requests that are arriving
         self.stop_at: float | None = None                   # once it drains
-        super().__init__(address, Handler)
+        try:
+            super().__init__(address, Handler)
+        except OSError as error:
+            place = "{}:{}".format(*address)
+            raise OSError(f"we cannot listen at {place}: {error.strerror}; use another --port") from error
 
     @property
     def url(self) -> str:
@@ -238,7 +243,7 @@ class Handler(BaseHTTPRequestHandler):
             raise
         except Exception as error:
             error = as_api_error(error)
-            self.send(error.status, error.body)
+            self.send(error.status, error.body, headers=error.headers)
 
     do_GET = do_POST = do_HEAD = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = answer_request
 
@@ -269,7 +274,7 @@ class Handler(BaseHTTPRequestHandler):
                         raise ConnectionError("the client has hung up")
 
     def read_json(self, operation: Operation) -> Any:
-        """The body. A chat's conversation_id may stand in a header, as vLLM's benchmarks send it."""
+        """The body. The client's name for its conversation may stand in a header."""
         body = self.read_body(operation)
         if not body and not operation.needs_body:
             return {}
@@ -278,8 +283,9 @@ class Handler(BaseHTTPRequestHandler):
             json.dumps(given, ensure_ascii=False).encode()      # ValueError for half of a surrogate pair
         except (ValueError, RecursionError) as error:
             raise APIError(400, f"the body is not valid JSON: {error}") from error
-        if operation.fields is ChatBody and isinstance(given, dict) and given.get("conversation_id") is None:
-            given["conversation_id"] = self.headers.get("X-Session-ID")
+        if issubclass(operation.fields, ReplyBody) and isinstance(given, dict):
+            names = [given.get("session_id"), *map(self.headers.get, SESSION_HEADERS)]
+            given["session_id"] = next((name for name in names if name is not None), None)
         return given
 
     def read_body(self, operation: Operation) -> bytes:
@@ -322,7 +328,7 @@ class Handler(BaseHTTPRequestHandler):
         if not file.exists():
             raise APIError(404, "there is no chat.html in serving/")
         page = file.read_text("utf-8")
-        self.send(200, page, "text/html; charset=utf-8", page_policy(page))
+        self.send(200, page, "text/html; charset=utf-8", {"Content-Security-Policy": page_policy(page)})
 
     def cache(self, prefix):
         engine = self.server.engine
@@ -363,18 +369,18 @@ class Handler(BaseHTTPRequestHandler):
             self.send_piece(b"")
 
     def send(self, status: int, content: dict | str, content_type: str = "application/json",
-             policy: str | None = None):
-        """policy: the Content-Security-Policy of a page."""
+             headers: dict[str, str] | None = None):
         body = (content if isinstance(content, str) else json.dumps(content)).encode()
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
-        if policy:
-            self.send_header("Content-Security-Policy", policy)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
         if status in (429, 503):
             self.send_header("Retry-After", "1")
         if status >= 400:
             self.send_header("Connection", "close")
+            self.log_message('"%s" %d %s', self.requestline, status, content["error"]["message"])
         self.end_headers()
         self.wfile.write(b"" if self.command == "HEAD" else body)
 
@@ -416,8 +422,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def log_request(self, code="-", size="-"):
-        if code != "-" and code >= 400:
-            super().log_request(code, size)
+        """Nothing: a turn prints its own line, and an error is logged with its reason."""
 
     def finish(self):
         """Reads for a moment what the client still sends. If we closed at once, the client's system would
@@ -488,6 +493,9 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--allow-origin", action="append", default=[], metavar="ORIGIN",
                         help="a site whose pages may use this server, such as https://chat.example; *: all "
                              "sites (default: only the server's own page)")
+    parser.add_argument("--name", default="", metavar="NAME",
+                        help="of this one among several servers behind a router, for example s1: the ids "
+                             "that it makes begin with the name (default: no name)")
     flag("--max-waiting", 256, "turns that may wait while --max-running others run; one more gets a 429")
     flag("--max-connections", 800, "connections that may be open; one more gets a 503")
     flag("--history-max-age-days", 30.0, "a conversation that is idle for longer is forgotten")
@@ -532,7 +540,7 @@ def open_server(flags: argparse.Namespace) -> Server:
         require(getattr(flags, name) >= least, name, f"at least {least}", getattr(flags, name))
     options = Config.given(flags)
     sessions = Sessions(options.pop("model"), history=flags.history, system_prompt=flags.system_prompt,
-                        **options)
+                        name=flags.name, **options)
     server = Server((flags.host, flags.port), sessions.start(), flags.api_key, flags.max_waiting,
                     flags.max_connections, flags.allow_origin, flags.history_max_bytes)
     max_age = 86400 * flags.history_max_age_days

@@ -15,6 +15,10 @@ wait for the host to launch many small kernels. So the worker captures these lau
 for a few sizes of batch (CUDA graphs), and pads each such batch to one of the sizes. Padding has a
 row and a slot of its own.
 
+A launch does not wait for the device, so the last token of a context may be one that the device has
+yet to sample. The host says PLACEHOLDER, and the device takes the token that it last sampled in that
+row of the slot table.
+
 A batch without spans only moves chunks. Invariant: a token depends on its context, its seed and its
 position. The other spans of the batch change logits by rounding only.
 """
@@ -24,6 +28,7 @@ import time
 from array import array
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -33,14 +38,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from attention_kernel import (Plan, SpanTensors, ceil_div, enumerate_each, join, make_plan,
-                              multi_token_attention, runs_triton, split_like, tiling, upload)
+from attention_kernel import (Plan, SpanTensors, enumerate_each, join, make_plan, multi_token_attention,
+                              runs_triton, split_like, upload, wanted_items)
 from checkpoint import load_model, random_model
 from eviction import RecomputeCost
+from kv_cache import Conversation
 from kv_pool import KVPool
-from model import Model
-from sampling import sample
-from scheduler import Batch, Request, Result, Span
+from model import Attend, Layer, Model
+from rotary_store import rotate_and_store
+from sampling import Sampling, read, sample
+from scheduler import PLACEHOLDER, Batch, Request, Result, Span
 
 SMALL_MODEL = 10_000_000    # parameters; below, threads on a CPU wait for one another longer than they work
 
@@ -125,24 +132,39 @@ class Worker:
         self.slot_table = any_slots.repeat(max_running + 1, 1)          # [max_running + 1, max_context]
         self.padding_row = max_running
         self.slot_table[self.padding_row] = num_slots
+        self.sampled = self.slot_table.new_zeros(max_running + 1)       # the last token sampled in each row
+        self.depth = int(self.device.type == "cuda")                    # see Engine
         self.graphs: dict[int, tuple[Inputs, Callable]] = {}    # by size; the function returns logits
 
-    @torch.inference_mode()
     def execute(self, batch: Batch) -> Result:
-        """Run the batch's spans and start its transfers. A batch without spans still writes the
-        slot table; with nothing to compute it waits for a copy in flight, if there is one."""
+        """Run the batch's spans and start its transfers. With nothing to compute, wait for a copy in
+        flight, if there is one."""
+        return self.launch(batch)()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> Callable[[], Result]:
+        """Tell the device to execute the batch, behind everything that was launched before. Returns a
+        function that waits for the result. A batch without spans still writes the slot table."""
         packed = pack(batch.spans)
         size = self._graph_size(batch, packed)
         inputs = self._inputs(packed, batch.table_updates, size)
         self.pool.swap_in(batch.swap_in)
         if not batch.spans:
             self.pool.swap_out(batch.swap_out)
-            return Result([], self.pool.landed(wait=True))
+            return lambda: Result([], self.pool.landed(wait=True))
         earlier = self.pool.now()                       # earlier steps have written what is swapped out
         logits = self._logits(inputs, size)                                     # [N, vocab]
         self.pool.swap_out(batch.swap_out, earlier)     # the host starts these copies while the GPU computes
-        tokens, logprobs = sample(logits, packed.sampling)
-        return Result(tokens, self.pool.landed(wait=False), logprobs)
+        sampled = sample(logits, packed.sampling)
+        self.sampled[inputs.table_rows[inputs.sample_at]] = sampled[0].int()
+        on_host = [part.to("cpu", non_blocking=True) for part in sampled]       # into pinned memory
+        done = self.pool.now()
+
+        def wait() -> Result:
+            done.synchronize()
+            tokens, logprobs = read(packed.sampling, *on_host)
+            return Result(tokens, self.pool.landed(wait=False), logprobs)
+        return wait
 
     def stats(self) -> dict:
         return self.pool.stats()
@@ -176,6 +198,7 @@ class Worker:
         # An entry named twice has the same slot both times.
         self.slot_table[changed_rows, changed_positions] = new_slots
         *planned, tokens, positions, table_rows = split_like(flat, graph_reads)
+        tokens.copy_(torch.where(tokens == PLACEHOLDER, self.sampled[table_rows], tokens))
         spans.plans[self.group, self.kv_heads, self.dtype] = plan.with_arrays(planned)
         return Inputs(tokens, positions, table_rows, spans, sample_at, flat)
 
@@ -184,13 +207,9 @@ class Worker:
         plan has as much room as any `size` decodes can need."""
         if not runs_triton(self.device, self.dtype):
             return Plan([], np.zeros((0, 4), np.int32), 0)
-        shapes, wanted = tiling(self.kv_heads, self.dtype, self.device)
-        plan = make_plan(host, self.group, shapes, wanted)
-        if not size:
-            return plan
-        (shape, _), = plan.launches                     # decodes have equally many query rows: one shape
-        tiles = size * ceil_div(self.group, shape.rows)
-        return plan.padded(num_items=wanted + tiles, num_merges=size * self.group)
+        wanted = wanted_items(self.kv_heads, self.dtype, self.device)
+        plan = make_plan(host, self.group, wanted)
+        return plan.padded(size, self.group, wanted) if size else plan
 
     def _logits(self, inputs: Inputs, size: int) -> Tensor:
         """One forward over all spans -> logits [N, vocab] behind the tokens at which one is
@@ -205,15 +224,29 @@ class Worker:
     def _forward(self, inputs: Inputs) -> Tensor:
         slots = self.slot_table[inputs.table_rows, inputs.positions].long()     # [T]
 
-        def attend(layer, q, k, v):     # [T, H, D], [T, H_kv, D] twice -> [T, H, D]
-            self.pool.store(layer, slots, k, v)
-            self.pool.wait(layer)
+        def attend(layer, q, k, v, rotation):       # [T, H, D], [T, H_kv, D] twice -> [T, H, D]
             k_cache, v_cache = self.pool.gpu[layer]     # [slots, H_kv, D] each
+            q = rotate_and_store(q, k, v, k_cache, v_cache, slots, rotation)
+            self.pool.wait(layer)
             return multi_token_attention(q, k_cache, v_cache, self.slot_table, inputs.spans)
 
         return self.model(inputs.tokens, inputs.positions, attend)              # [T, width]
 
-    # ---- graphs
+    # ---- before the first request
+
+    @torch.inference_mode()
+    def warm_up(self):
+        """Use every kernel once, so that none of them has to be compiled while a request waits.
+
+        For each shape of tile, a step computes the fewest tokens that take it, one more than the
+        next smaller shape holds. They are padding, and they stand at the end of a whole context, so
+        that their tiles are split and merged if that ever happens."""
+        held = [0, *(shape.rows for shape in wanted_items(self.kv_heads, self.dtype, self.device))]
+        for rows in held[:-1]:
+            q_len = min(rows // self.group + 1, self.max_context)
+            span = [self.padding_row], [self.max_context - q_len], [self.max_context]
+            packed = Packed(*span, array("i", [0]) * q_len, sample_at=[q_len - 1], sampling=[])
+            self._logits(self._inputs(packed, [], size=0), size=0)
 
     @torch.inference_mode()
     def capture(self, make_graph: Callable):
@@ -251,7 +284,10 @@ class Worker:
             run = partial(multi_token_attention, q, *self.pool.gpu[0], self.slot_table, spans)
             return config.num_layers * self._seconds(run, repeats)
 
-        rest = self._seconds(lambda: self.model(tokens, positions, lambda layer, q, k, v: q), repeats)
+        def no_attention(layer, q, k, v, rotation):
+            return q
+
+        rest = self._seconds(partial(self.model, tokens, positions, no_attention), repeats)
         return RecomputeCost({length: attention(length) for length in lengths}, rest)
 
     def _seconds(self, run: Callable, repeats: int) -> float:
@@ -320,22 +356,36 @@ def tier_sizes(config, model: Model) -> tuple[int, int]:
 
 @torch.inference_mode()
 def free_memory(model: Model, max_batch_tokens: int, max_running: int) -> int:
-    """Bytes of the GPU that neither the weights nor the largest step need. It runs such a step to
-    find out. It does not measure the partial results of attention, the staging of swaps, or
-    graphs: the tenth that tier_sizes leaves free is for these."""
-    device = next(model.parameters()).device
-    tokens = torch.zeros(max_batch_tokens, dtype=torch.int32, device=device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    """Bytes of the GPU that neither the weights nor the largest steps need. It runs these to find
+    out: a step of all tokens, sampling included, and a step of decodes alone, because graphs have
+    memory of their own. The tenth that tier_sizes leaves free is for what is small: the partial
+    results of attention, the columns of a batch, fragments."""
     try:
-        model.logits(model(tokens, tokens, lambda layer, q, k, v: q.clone())[:max_running])
+        step = peak_memory(partial(largest_step, model, max_batch_tokens, max_running))
+        graph = peak_memory(partial(largest_step, model, max_running, max_running))
     except torch.cuda.OutOfMemoryError as error:
         raise ValueError(f"a step of max_batch_tokens={max_batch_tokens} does not fit beside the weights, "
                          f"choose less: {error}") from error
-    step = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    return free - step
+    free, _ = torch.cuda.mem_get_info(next(model.parameters()).device)
+    return free - step - graph
+
+
+def largest_step(model: Model, num_tokens: int, max_running: int):
+    """Run the model on num_tokens, and draw a token for each of max_running requests."""
+    tokens = torch.zeros(num_tokens, dtype=torch.int32, device=next(model.parameters()).device)
+    hidden = model(tokens, tokens, lambda layer, q, k, v, rotation: q.clone())
+    logits = model.logits(hidden[:max_running])
+    drawn = Request(Conversation("", 0, [0], 1, toward=1), [], sampling=Sampling(temperature=1.0, top_p=0.9))
+    sample(logits, [drawn] * len(logits))
+
+
+def peak_memory(run: Callable) -> int:
+    """Bytes of the current GPU that run() allocates at most, at a time."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def host_memory() -> int:
@@ -348,22 +398,42 @@ def host_memory() -> int:
 
 # ---- faster on CUDA: the worker stays plain, and this is applied from outside
 
+# Without its patterns. One of them takes the sum with the residual out of the norm's kernel, into the
+# matrix product before it. There CUDA first copies the residual, which is a launch more.
+INDUCTOR = partial(torch.compile, options={"pattern_matcher": False})
+
+
 def speed_up(worker: Worker):
     """On CUDA, compile and capture the small kernels that the GPU would otherwise wait for the host
     to launch."""
     if worker.device.type == "cuda" and runs_triton(worker.device, worker.dtype):
-        if worker.model.config.rope_theta is not None:
-            fuse(worker.model)
+        fuse(worker.model)
+        worker.warm_up()
         try_capture(worker, partial(make_cuda_graph, pool=torch.cuda.graph_pool_handle()))
 
 
-def fuse(model: Model, backend="inductor"):
-    """Rotating q and k takes sixteen small kernels, half of all in a Llama layer. Compiled, it
-    takes one, or two where k has fewer heads. torch compiles three times, for all layers at once:
-    at the first call, for any other number of tokens, and for a single one. If compiling fails,
-    torch logs why and the model runs as it was."""
+def fuse(model: Model, compiler: Callable = INDUCTOR):
+    """Compile all that lies between the attentions of two neighbouring layers as one function. Its
+    layers are arguments, so that torch compiles it for all of them at once: at the first call, for
+    any other number of tokens, and for a single one. If compiling fails, torch logs why and the
+    model runs as it was.
+
+    A Llama layer then launches ten kernels: four matrix products; two sums with norms and the
+    activation of the MLP between them; rotate_and_store, attention and its merge."""
     torch._dynamo.config.suppress_errors = True
-    model.rotate_both = torch.compile(model.rotate_both, backend=backend)
+
+    @compiler
+    def between(layer: Layer, x: Tensor, attended: Tensor, following: Layer) -> tuple[Tensor, ...]:
+        x = layer.after_attention(x, attended)
+        return x, *following.before_attention(x)
+
+    def through_layers(x: Tensor, attend: Attend) -> Tensor:        # computes what the model's own does
+        q_k_v = model.layers[0].before_attention(x)
+        for number, (layer, following) in enumerate(pairwise(model.layers)):
+            x, *q_k_v = between(layer, x, attend(number, *q_k_v), following)
+        last = len(model.layers) - 1
+        return model.norm(model.layers[last].after_attention(x, attend(last, *q_k_v)))
+    model.through_layers = through_layers
 
 
 def try_capture(worker: Worker, make_graph: Callable):

@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from eviction import POLICIES, RecomputeCost
 from experiments import microbench
+from experiments.fleet import ROUTERS, play_fleet
 from experiments.policies import EXPERIMENTS
 from experiments.remote import RemoteEngine
 from experiments.run import (STATELESS, Panel, System, at_scale, build, drive, longest_context, planned, play,
@@ -112,16 +113,20 @@ def adapted(panels: list[Panel], options) -> list[Panel]:
 
 
 def play_curves(systems: tuple[str, ...], panels: list[Panel], options) -> dict[tuple, list[dict]]:
-    """(panel, system) -> its curve. Simulations run on all cores at once, measured runs one by one."""
+    """(panel, system) -> its curve."""
     tasks = [(panel, system, options) for panel in panels for system in systems]
-    progress = partial(tqdm, total=len(tasks), unit="curve", leave=False, disable=None)
-    jobs = min(options.jobs, len(tasks)) if options.simulate else 1
-    if jobs > 1:
-        with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-            curves = list(progress(pool.map(play_curve, tasks)))
-    else:
-        curves = list(progress(map(play_curve, tasks)))
+    curves = mapped(play_curve, tasks, options)
     return {(panel, system): curve for (panel, system, _), curve in zip(tasks, curves)}
+
+
+def mapped(function: Callable, tasks: list, options) -> list:
+    """function(task) for each task. Simulations run on all cores at once, measured runs one by one."""
+    progress = partial(tqdm, total=len(tasks), unit="run", leave=False, disable=None)
+    jobs = min(options.jobs, len(tasks)) if options.simulate else 1
+    if jobs == 1:
+        return list(progress(map(function, tasks)))
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        return list(progress(pool.map(function, tasks)))
 
 
 def play_curve(task: tuple[Panel, str, argparse.Namespace]) -> list[dict]:
@@ -210,6 +215,22 @@ def policy_ratios(by_policy: dict[str, dict], options) -> list[dict]:
             ours = row["recomputed_tokens"] / max(retention["recomputed_tokens"], 1)
             ratios.append(ratio(f"{load}: recomputed tokens, {policy} / retention", ours, options))
     return ratios
+
+
+def fleet(options) -> Found:
+    """Servers behind a router, each under the same load. Ratios compare the routers with one server."""
+    if not at_scale(options):
+        raise ValueError("a fleet is simulated, not measured: add --simulate, and no profile of this machine")
+    panel, = adapted([Panel("opt-13b", "sharegpt", (2.0,))], options)
+    alone = play_fleet((panel, 1, "consistent hashing", options))
+    tasks = [(panel, servers, router, options) for servers in (4, 16, 64) for router in ROUTERS]
+    rows = [alone | dict(system="one server"), *mapped(play_fleet, tasks, options)]
+    ratios = []
+    for row in rows[1:]:
+        slower = row["normalized_latency_ms"] / alone["normalized_latency_ms"]
+        name = f"{row['servers']} servers, {row['system']}: normalized latency / one server"
+        ratios.append(ratio(name, slower, options))
+    return Found(rows, ratios)
 
 
 # ---- single costs
@@ -376,6 +397,11 @@ FIGURES = {
                 [ONE_GPU[0]._replace(think=think, paper=None) for think in (60.0, 120.0, 300.0, 600.0)],
                 [HERE[0]._replace(think=think) for think in (0.1, 0.4, 1.6)]),
         "stateless and Pensieve, by the users' think time (6 minutes; simulated: 40)"),
+    "fleet": Figure(
+        fleet, "1, 4, 16 and 64 servers behind three kinds of routers (simulated only: half an hour)",
+        "servers", "normalized_latency_ms",
+        ("system", "servers", "hit_rate", "busiest_server", "throughput", "normalized_latency_ms",
+         "p99_ttft_ms", "mean_ttft_ms")),
     "draft": latency_figure(
         partial(sweep, ("stateless", "pensieve", "draft"), DRAFT, HERE),
         "the system of the paper's draft, on its datasets (3 minutes; simulated: hours)"),

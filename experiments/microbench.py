@@ -250,7 +250,7 @@ def one_way(bench: Bench, model: str, pool: KVPool, slots: list[int], chunks: in
     """Copies of chunks in shuffled slots: in, out, and both at once.
 
     The limit is one large copy of as many bytes, from and to pinned memory."""
-    host = torch.empty_like(pool.cpu[:, :chunks], pin_memory=bench.cuda)
+    host = torch.empty_like(pool.cpu[:, :, :CHUNK * chunks], pin_memory=bench.cuda)
     there = torch.empty_like(host, device=bench.device)
     neighbours = tickets(range(chunks), slots)
     scattered = tickets(range(0, 2 * chunks, 2), slots)
@@ -523,6 +523,7 @@ def timed_step(engine: Engine) -> tuple[float, float]:
     scheduled = time.perf_counter()
     result = engine.worker.execute(batch)
     executed = time.perf_counter()
+    engine.scheduler.launched(batch)
     engine.scheduler.account(batch, result, engine.clock())
     accounted = time.perf_counter()
     return (scheduled - begin) + (accounted - executed), engine.clock() - now

@@ -74,9 +74,11 @@ PRAGMA user_version = {SCHEMA_VERSION}"""
 # The columns are the fields of Turn.
 TURNS = ("SELECT id, parent, coalesce(name, conversation), length, last_token, note, hash, turn.created "
          "FROM turn LEFT JOIN conversation ON head = id")
-# SQL for the turn before a turn, in two senses: as far as the model reads, as far as the conversation goes.
+# SQL for the turn before a turn, in three senses: as far as the model reads, as far as the conversation goes,
+# and none, for a turn alone.
 CONTEXT = "CASE WHEN carried IS NULL THEN parent END"
 ANCESTRY = "parent"
+ALONE = "NULL"
 
 
 class Turn(NamedTuple):
@@ -310,7 +312,7 @@ class History:
             turn_id = (after or "").removeprefix("msg_").partition("_")[0]
             found, items = after is None, []
             for place in places[places.index(turn_id) if turn_id in places else 0:]:
-                new = record.waiting if place is None else items_of(db, place)
+                new = record.waiting if place is None else items_of(db, ALONE, place)
                 for item in reversed(new) if newest_first else new:
                     if found:
                         items.append(item)
@@ -318,6 +320,34 @@ class History:
                 if limit is not None and len(items) >= limit:
                     break
         return items[:limit]
+
+    def items_of(self, turn_id: str, way: str = ANCESTRY) -> list[dict]:
+        """The same for a turn, its reply included, and for all turns before it; or for the turn ALONE.
+
+        StaleTurn if it is gone."""
+        with self._reading() as db:
+            return items_of(db, way, turn_id)
+
+    def delete_item(self, conversation: str, item_id: str) -> list[str]:
+        """Delete one of a conversation's visible messages.
+
+        The conversation ends before the turn of that message now, and its other messages from there on wait
+        for its next turn. Returns the names of the conversations that are shorter now; none: there is no such
+        message."""
+        with self._writing() as db:
+            if (record := find_record(db, conversation)) is None:
+                return []
+            head, items = record.head, record.waiting
+            while head and item_id not in [item["id"] for item in items]:
+                items = items_of(db, ALONE, head) + items
+                head = find_turn(db, "id = :id", id=head).parent
+            remaining = [item for item in items if item["id"] != item_id]
+            if remaining == items:
+                return []
+            db.execute("""
+                UPDATE conversation SET head = ?, waiting = ?, metadata = coalesce(metadata, '{}'), active = ?
+                WHERE name = ?""", (head, json.dumps(remaining), time.time(), conversation))
+            return [conversation] + release(db, record.head)
 
     def oldest(self, before: float, max_bytes: float, owner: str = "",
                spared: Iterable[str] = ()) -> str | None:
@@ -529,13 +559,15 @@ def chain(db: sqlite3.Connection, way: str, turn_id: str, columns: str) -> list[
     return rows
 
 
-def items_of(db: sqlite3.Connection, turn_id: str) -> list[dict]:
-    """The visible messages that a turn added, each with its id. No messages if the turn is deleted."""
-    text, carried, hidden = db.execute("SELECT messages, coalesce(carried, 0), hidden FROM turn WHERE id = ?",
-                                       (turn_id,)).fetchone()
-    messages = [] if hidden else json.loads(text)[carried:]
-    ids = [f"msg_{turn_id}_{i}" for i in range(len(messages) - 1)] + [f"msg_{turn_id}"]
-    return [dict(id=id) | message for id, message in zip(ids, messages)]
+def items_of(db: sqlite3.Connection, way: str, turn_id: str) -> list[dict]:
+    """The visible messages that were new in each of these turns, with their ids."""
+    items = []
+    for turn_id, text, carried, hidden in chain(db, way, turn_id,
+                                                "id, messages, coalesce(carried, 0), hidden"):
+        messages = [] if hidden else json.loads(text)[carried:]
+        ids = [f"msg_{turn_id}_{i}" for i in range(len(messages) - 1)] + [f"msg_{turn_id}"]
+        items += [dict(id=id) | message for id, message in zip(ids, messages)]
+    return items
 
 
 def new_id() -> str:

@@ -36,7 +36,7 @@ GAUGES = {
     "slots_free": "Slots that hold nothing.",
     "cpu_chunks_total": "Places for chunks in the CPU tier.",
     "cpu_chunks_free": "Places that hold nothing.",
-    "swap_hidden_share": "Share of the time of swapping in during which the model ran.",
+    "swap_hidden_share": "Share of the seconds of copies, in and out, that computation hid; a lower bound.",
 }
 COUNTERS = {
     "prompt_tokens_gpu": "Prompt tokens whose KV was on the GPU.",

@@ -4,7 +4,7 @@ A client has two ways to talk:
 
     chat completions    It sends its whole history every time. We recognise the history by its text.
     responses           It sends only its new messages, and names what they follow: a response (by
-                        previous_response_id), or a conversation.
+                        previous_response_id), or a conversation. Or it sends its whole history here, too.
 
 A response is a turn of the history: `resp_X` is turn X. The settings of its request and its usage are kept as
 the turn's note. Two responses that follow the same response are two branches. `instructions` hold for one
@@ -22,11 +22,11 @@ from functools import partial
 from itertools import count
 
 from sampling import LIMITS
-from scheduler import SOURCES
+from scheduler import SOURCES, TooLong
 from serving import live
-from serving.history import ConversationRecord, StaleTurn, Turn, new_id
-from serving.operations import (APIError, ChatBody, ConversationBody, Item, ItemsBody, ItemsQuery, Message,
-                                MetadataBody, ReplyBody, ResponseBody)
+from serving.history import ALONE, ConversationRecord, StaleTurn, Turn, new_id
+from serving.operations import (APIError, ChatBody, ConversationBody, Item, ItemReference, ItemsBody,
+                                ItemsQuery, Message, MetadataBody, ResponseBody)
 from serving.sessions import Answer, Busy, LiveTurn, Sessions
 
 
@@ -47,41 +47,35 @@ class API:
     # ---- replies
 
     def create_chat_completion(self, prefix: str, body: ChatBody) -> "ChatWriter":
-        options = self._engine_options(body)
+        self.retrieve_model(prefix, body.model)
+        options = body.engine_options()
         options["max_tokens"] = body.max_completion_tokens or body.max_tokens
         if body.logprobs:
             options["logprobs"] = body.top_logprobs or 0
         elif body.top_logprobs is not None:
             raise APIError(400, "top_logprobs needs logprobs: true", "top_logprobs")
         messages = [plain(message) for message in body.messages]
-        hint = body.conversation_id and prefix + body.conversation_id
         first_options, *other_options = options_of_choices(options, body.n)
-        first = self.sessions.submit_chat(messages, hint, prefix, **first_options)
+        first = self.sessions.respond(messages, hint=body.hint(prefix), prefix=prefix, keep=body.store,
+                                      **first_options)
         others = [self.sessions.another(first, prefix, **options) for options in other_options]
         return ChatWriter([first, *others], prefix, self.model, body)
 
     def create_response(self, prefix: str, body: ResponseBody) -> "ResponseWriter":
-        options = self._engine_options(body)
-        name = body.conversation and body.conversation.id
-        if name and (body.previous_response_id or not body.store):
-            raise APIError(400, "conversation cannot be combined with previous_response_id or store: false",
-                           "conversation")
-        if body.include or body.top_logprobs is not None:
+        options = body.engine_options()
+        if "message.output_text.logprobs" in body.include or body.top_logprobs is not None:
             options["logprobs"] = body.top_logprobs or 0
-        previous = body.previous_response_id and self._finished(prefix, body.previous_response_id)
         note = body.model_dump(include=set(ECHOED), exclude_unset=True)
-        turn = self.sessions.respond(
-            [plain(message) for message in body.input],
-            conversation=name and self._conversation(prefix, name).name,
-            after=previous,
-            prefix=prefix if body.store else None,
-            instructions=body.instructions,
-            max_tokens=body.max_output_tokens,
-            truncate=body.truncation == "auto",
-            note=dict(note, created_at=int(time.time())),
-            wait=False,                                 # the server waits, and sees if the client hangs up
-            **options)
+        turn = self.sessions.respond(**self._question(prefix, body), keep=body.store,
+                                     note=dict(note, created_at=int(time.time())),
+                                     wait=False,        # the server waits, and sees if the client hangs up
+                                     **options)
         return ResponseWriter(turn, prefix, self.model, body.stream)
+
+    def count_input_tokens(self, prefix: str, body: ResponseBody) -> dict:
+        """What the response would be the answer to. Nothing is generated."""
+        plan = self.sessions.plan(**self._question(prefix, body))
+        return dict(object="response.input_tokens", input_tokens=plan.context + len(plan.prompt))
 
     def retrieve_response(self, prefix: str, id: str) -> dict:
         if unfinished := self._unfinished(prefix, id):
@@ -92,7 +86,11 @@ class API:
         text = messages[-1]["content"] if messages else ""
         status, item_status = STATUS[note["finish_reason"]]
         return response(turn.id, self.model, turn.conversation.removeprefix(prefix), note, status,
-                        [reply_item(turn.id, text, item_status)], note["usage"])
+                        [reply_item(turn.id, text, item_status)], note["usage"], ended=turn.created)
+
+    def list_input_items(self, prefix: str, id: str, query: ItemsQuery) -> dict:
+        """All messages before the reply, those of earlier responses included."""
+        return page_of(self.history.items_of(self._finished(prefix, id).id)[:-1], query)
 
     def delete_response(self, prefix: str, id: str) -> dict:
         turn = self._unfinished(prefix, id)
@@ -112,7 +110,7 @@ class API:
     # ---- conversations
 
     def create_conversation(self, prefix: str, body: ConversationBody) -> dict:
-        id = f"conv_{new_id()}"
+        id = f"conv_{self.sessions.new_id()}"
         self.history.create(prefix + id, body.metadata, map(identified, body.items))
         return self.retrieve_conversation(prefix, id)
 
@@ -134,12 +132,7 @@ class API:
 
     def create_items(self, prefix: str, id: str, body: ItemsBody) -> dict:
         new = [identified(message) for message in body.items]
-        try:
-            known = self.sessions.update(prefix + id, new=new)
-        except Busy as error:
-            raise APIError(409, f"a response is being written in conversation {id}: add items when it is "
-                                "done", code="conversation_locked") from error
-        if not known:
+        if not self.sessions.update(prefix + id, new=new):
             raise missing("conversation", id)
         return listing([item(message) for message in new])
 
@@ -154,24 +147,60 @@ class API:
                 return item(message)
         raise missing("item", item_id)
 
+    def delete_item(self, prefix: str, id: str, item_id: str) -> dict:
+        if not self.sessions.delete_item(prefix + id, item_id):
+            raise missing("item", item_id)
+        return self.retrieve_conversation(prefix, id)
+
+    # ---- models
+
     def list_models(self, prefix: str) -> dict:
-        model = dict(id=self.model, object="model", created=self.created, owned_by="nano-pensieve",
-                     root=self.names[-1], max_model_len=self.engine.scheduler.limit)
-        return listing([model])
+        return listing([self.retrieve_model(prefix, self.model)])
+
+    def retrieve_model(self, prefix: str, id: str | None) -> dict:
+        """The model that we serve. APIError for any other."""
+        if id and id not in self.names:
+            raise APIError(404, f"there is no model {id!r:.100} here: use {self.model!r}", "model",
+                           "model_not_found")
+        return dict(id=self.model, object="model", created=self.created, owned_by="nano-pensieve",
+                    root=self.names[-1], max_model_len=self.engine.scheduler.limit)
 
     # ---- what the operations share
 
-    def _engine_options(self, body: ReplyBody) -> dict:
-        """APIError for a model that is not ours."""
-        if body.model and body.model not in self.names:
-            raise APIError(404, f"there is no model {body.model!r} here: use {self.model!r}", "model",
-                           "model_not_found")
-        return body.engine_options()
+    def _question(self, prefix: str, body: ResponseBody) -> dict:
+        """What a response answers, as keywords of Sessions.plan."""
+        self.retrieve_model(prefix, body.model)
+        name, previous = body.conversation and body.conversation.id, body.previous_response_id
+        if name and (previous or not body.store):
+            raise APIError(400, "conversation cannot be combined with previous_response_id or store: false",
+                           "conversation")
+        return dict(messages=[self._message(prefix, entry) for entry in body.input],
+                    conversation=name and self._conversation(prefix, name).name,
+                    after=previous and self._finished(prefix, previous),
+                    hint=body.hint(prefix),
+                    prefix=prefix,
+                    instructions=body.instructions,
+                    truncate=body.truncation == "auto",
+                    max_tokens=body.max_output_tokens)
+
+    def _message(self, prefix: str, entry: Item | ItemReference) -> dict:
+        """The message, or the one that is referred to."""
+        if isinstance(entry, Item):
+            return plain(entry)
+        turn = self._turn(prefix, entry.id.removeprefix("msg_").partition("_")[0])
+        for message in self.history.items_of(turn.id, ALONE) if turn else ():
+            if message["id"] == entry.id:
+                return dict(role=message["role"], content=message["content"])
+        raise missing("item", entry.id)
+
+    def _turn(self, prefix: str, turn_id: str) -> Turn | None:
+        turn = self.history.turn(turn_id)
+        return turn if turn and turn.conversation.startswith(prefix) else None
 
     def _finished(self, prefix: str, id: str) -> Turn:
         """The turn of a response that is in the history."""
-        turn = self.history.turn(id.removeprefix("resp_")) if id.startswith("resp_") else None
-        if not turn or not turn.conversation.startswith(prefix):
+        turn = self._turn(prefix, id.removeprefix("resp_")) if id.startswith("resp_") else None
+        if not turn:
             raise missing("finished response", id)
         return turn
 
@@ -203,6 +232,10 @@ def as_api_error(error: Exception) -> APIError:
         return error
     if isinstance(error, StaleTurn):                    # somebody has deleted the turn in the meantime
         return APIError(404, str(error))
+    if isinstance(error, Busy):
+        return APIError(409, str(error), code="conversation_locked")
+    if isinstance(error, TooLong):
+        return APIError(400, str(error), code="context_length_exceeded")
     if isinstance(error, ValueError):                   # the engine refuses an argument
         return APIError(400, str(error))
     traceback.print_exception(error)
@@ -238,7 +271,12 @@ def identified(message: Item) -> dict:
 
 # The fields of a request that its response repeats, with their defaults.
 ECHOED = dict(instructions=None, metadata={}, max_output_tokens=None, previous_response_id=None,
-              temperature=0.0, top_p=1.0, truncation="disabled", store=True)
+              temperature=0.0, top_p=1.0, presence_penalty=0.0, frequency_penalty=0.0, top_logprobs=0,
+              truncation="disabled", store=True, tool_choice="none", parallel_tool_calls=False, user=None,
+              safety_identifier=None, prompt_cache_key=None)
+# The fields that are always the same, since there is nothing to choose.
+FIXED = dict(background=False, tools=[], max_tool_calls=None, reasoning=None, service_tier="default",
+             text=dict(format=dict(type="text")))
 # finish_reason of a turn -> status of its response, and of the item that holds the reply
 STATUS = dict(stop=("completed", "completed"), length=("incomplete", "incomplete"),
               cancelled=("cancelled", "incomplete"))
@@ -261,6 +299,16 @@ def listing(data: list[dict], has_more: bool = False) -> dict:
     return dict(object="list", data=data, has_more=has_more, first_id=first_id, last_id=last_id)
 
 
+def page_of(messages: list[dict], query: ItemsQuery) -> dict:
+    items = [item(message) for message in messages]
+    if query.order == "desc":
+        items.reverse()
+    if query.after:
+        ids = [entry["id"] for entry in items]
+        items = items[ids.index(query.after) + 1:] if query.after in ids else []
+    return listing(items[:query.limit], has_more=len(items) > query.limit)
+
+
 def prompt_details(usage: dict) -> dict:
     """Where the prompt's tokens came from: gpu + cpu + recomputed + new is their number."""
     sources = {source: usage[source] for source in SOURCES}
@@ -275,15 +323,16 @@ def response_usage(usage: dict) -> dict:
 
 
 def response(turn_id: str, model: str, conversation: str | None, note: dict, status: str,
-             output: list[dict] = (), usage: dict | None = None, error: dict | None = None) -> dict:
-    """note: the turn's, which has the settings of the request. usage: the engine's."""
-    incomplete = dict(reason="max_output_tokens") if status == "incomplete" else None
+             output: list[dict] = (), usage: dict | None = None, error: dict | None = None,
+             ended: float | None = None) -> dict:
+    """note: the turn's, which has the settings of the request. usage: the engine's. ended: when the turn
+    settled."""
     return dict(
-        id=f"resp_{turn_id}", object="response", created_at=note["created_at"], model=model, status=status,
-        error=error, incomplete_details=incomplete, output=list(output),
-        usage=usage and response_usage(usage), conversation=conversation and dict(id=conversation),
-        background=False, parallel_tool_calls=False, tool_choice="none", tools=[],
-        text=dict(format=dict(type="text")),
+        FIXED, id=f"resp_{turn_id}", object="response", created_at=note["created_at"], model=model,
+        status=status, completed_at=int(ended) if status == "completed" else None, error=error,
+        incomplete_details=dict(reason="max_output_tokens") if status == "incomplete" else None,
+        output=list(output), usage=usage and response_usage(usage),
+        conversation=conversation and dict(id=conversation),
         **{name: note.get(name, default) for name, default in ECHOED.items()})
 
 
@@ -321,30 +370,28 @@ class ChatWriter(Writer):
     recognise whichever the client sends back. Their common prompt is computed once."""
 
     def __init__(self, turns: list[LiveTurn], prefix: str, model: str, body: ChatBody):
-        self.turns, self.stream, self.include_usage = turns, body.stream, body.stream_options.include_usage
+        self.turns, self.stream, self.options = turns, body.stream, body.stream_options
         self.envelope = dict(id=f"chatcmpl-{turns[0].id}", created=int(time.time()), model=model,
-                             conversation_id=turns[0].conversation.removeprefix(prefix))
+                             conversation_id=conversation_of(turns[0], prefix))
 
     def whole(self, *replies):
         choices = [dict(index=index, message=dict(role="assistant", content=reply.text, refusal=None),
                         finish_reason=finish_reason(reply), logprobs=self.logprobs(index, 0, None))
                    for index, reply in enumerate(replies)]
-        return dict(self.envelope, object="chat.completion", usage=self.usage(replies), choices=choices)
+        return dict(self.envelope, object="chat.completion", usage=self.usage(), choices=choices)
 
     def events(self, finish):
         """All choices are generated at once, but sent one after another."""
-        replies = []
         for index, turn in enumerate(self.turns):
             yield self.chunk(index, dict(role="assistant", content=""), 0, 0)
             start = 0
             for text, end in turn.progress():
                 yield self.chunk(index, dict(content=text), start, end)
                 start = end
-            replies.append(finish(turn))
-            last = self.chunk(index, {}, start, None, finish_reason(replies[-1]))
+            last = self.chunk(index, {}, start, None, finish_reason(finish(turn)))
             yield last
-        if self.include_usage:
-            yield dict(last, choices=[], usage=self.usage(replies))
+        if self.options.include_usage:
+            yield dict(last, choices=[], usage=self.usage())
         yield "[DONE]"
 
     def failure(self, error):
@@ -355,19 +402,31 @@ class ChatWriter(Writer):
         """With the log probabilities of the tokens [start, end)."""
         logprobs = self.logprobs(index, start, end)
         choice = dict(index=index, delta=delta, finish_reason=finish_reason, logprobs=logprobs)
-        usage = dict(usage=None) if self.include_usage else {}
+        usage = {}
+        if self.options.include_usage:
+            usage = dict(usage=self.usage(index, end) if self.options.continuous_usage_stats else None)
         return dict(self.envelope, object="chat.completion.chunk", choices=[choice], **usage)
 
     def logprobs(self, index: int, start: int, end: int | None) -> dict | None:
         turn = self.turns[index]
         return None if turn.logprobs is None else dict(content=logprobs_of(turn, start, end), refusal=None)
 
-    def usage(self, replies: list[Answer]) -> dict:
-        """The prompt counts once, as the first choice found it."""
-        usage = replies[0].usage
-        prompt, generated = usage["prompt_tokens"], sum(reply.usage["completion_tokens"] for reply in replies)
+    def usage(self, index: int = -1, end: int | None = None) -> dict | None:
+        """When choice `index` has been sent up to its token `end`, and the choices before it as a whole. The
+        prompt counts once, as the first choice found it. None before we know how."""
+        request = self.turns[0].request
+        if not (request and request.usage):
+            return None
+        prompt = sum(request.usage.values())
+        generated = len(self.turns[index].token_ids[:end])
+        generated += sum(len(turn.token_ids) for turn in self.turns[:index])
         return dict(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated,
-                    prompt_tokens_details=prompt_details(usage))
+                    prompt_tokens_details=prompt_details(request.usage))
+
+
+def conversation_of(turn: LiveTurn, prefix: str) -> str | None:
+    """Its client's name. None: nothing is kept of the turn."""
+    return turn.conversation and turn.conversation.removeprefix(prefix)
 
 
 def finish_reason(reply: Answer) -> str:
@@ -382,14 +441,14 @@ class ResponseWriter(Writer):
 
     def __init__(self, turn: LiveTurn, prefix: str, model: str, stream: bool = False):
         self.turn, self.turns, self.model, self.stream = turn, [turn], model, stream
-        self.conversation = turn.conversation and turn.conversation.removeprefix(prefix)
+        self.conversation = conversation_of(turn, prefix)
         self.note = dict(created_at=int(time.time())) | turn.note
         self.numbers = count()
 
     def whole(self, reply):
         status, item_status = STATUS[reply.finish_reason]
         item = reply_item(self.turn.id, reply.text, item_status, logprobs_of(self.turn))
-        return self.response(status, [item], reply.usage)
+        return self.response(status, [item], reply.usage, ended=self.turn.settled)
 
     def events(self, finish):
         yield from self.opening()
@@ -401,7 +460,7 @@ class ResponseWriter(Writer):
         yield from self.closing(self.whole(finish(self.turn)))
 
     def failure(self, error):
-        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        code = error.code or ("server_error" if error.status >= 500 else "invalid_prompt")
         told = dict(code=code, message=str(error))
         return self.event("failed", response=self.response("failed", error=told))
 
@@ -427,6 +486,6 @@ class ResponseWriter(Writer):
         """An event of the item's only part."""
         return self.event(kind, item_id=f"msg_{self.turn.id}", output_index=0, content_index=0, **fields)
 
-    def response(self, status: str, output: list[dict] = (), usage: dict | None = None,
-                 error: dict | None = None) -> dict:
-        return response(self.turn.id, self.model, self.conversation, self.note, status, output, usage, error)
+    def response(self, status: str, output: list[dict] = (), usage: dict | None = None, **ending) -> dict:
+        return response(self.turn.id, self.model, self.conversation, self.note, status, output, usage,
+                        **ending)

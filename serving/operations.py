@@ -5,7 +5,8 @@ describes it in /openapi.json. We refuse every field that is not here by its nam
 silently ignores an option gives a wrong answer:
 
     {"messages": [...], "temperature": 3}     400  temperature should be less than or equal to 2, got 3
-    {"messages": [...], "tools": [...]}       400  tools is not supported here: leave it out
+    {"messages": [...], "tools": [{...}]}     400  tools is not supported here: leave it out
+    {"messages": [...], "tools": []}          200  an empty field asks for nothing
 
 openai_api.py answers the operations; server.py answers those that are its own (health, metrics, cache ...).
 """
@@ -15,7 +16,8 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import unquote
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError,
+                      model_validator)
 from pydantic.json_schema import models_json_schema
 from pydantic_core import PydanticCustomError
 
@@ -27,30 +29,39 @@ MAX_FAULTS = 5      # told of one request
 class APIError(Exception):
     """Is answered in OpenAI's shape. param: the field at fault."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None,
+                 headers: dict[str, str] | None = None):
         super().__init__(message)
         kind = "invalid_request_error" if status < 500 else "server_error"
         if status == 429:
             kind = "rate_limit_error"
-        self.status = status
+        self.status, self.code, self.headers = status, code, headers or {}
         self.body = dict(error=dict(message=message, type=kind, param=param, code=code))
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Kinds of fields.
 
-def without_nulls(value: Any) -> Any:
-    """A member that is null counts as left out."""
+def says_nothing(value: Any) -> bool:
+    """Is it null, or a list or an object with nothing but nulls in it?"""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return value is None or isinstance(value, list) and all(member is None for member in value)
+
+
+def without_empty(value: Any) -> Any:
+    """Clients fill in fields that they do not use: `tools: []`, `audio: null`, `reasoning: {"effort": null}`.
+    A member that says nothing counts as left out, whether we know its name or not."""
     if not isinstance(value, dict):
         return value
-    return {name: member for name, member in value.items() if member is not None}
+    return {name: member for name, member in value.items() if not says_nothing(member)}
 
 
 class Fields(BaseModel):
     """A JSON object. Unknown fields are refused, and nothing is converted: "5" is not a number. A field with
     a default may be left out."""
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    _leave_out_nulls = model_validator(mode="before")(without_nulls)
+    _leave_out_empty = model_validator(mode="before")(without_empty)
 
 
 def string_or(kind: type, name: str, wrap: Callable[[str], Any]) -> type:
@@ -85,7 +96,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=100)]
 TokenId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=BIAS[0], le=BIAS[1])]
 Key, Value = Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]
-Metadata = Annotated[dict[Key, Value], Field(max_length=16), BeforeValidator(without_nulls)]
+Metadata = Annotated[dict[Key, Value], Field(max_length=16), BeforeValidator(without_empty)]
 
 
 class TextPart(Fields):
@@ -113,6 +124,22 @@ class Item(Fields):
     content: string_or(Annotated[list[ItemPart], Field(max_length=1000)], "a list of parts", text_part)
     id: Name = None
     status: Text = None
+    phase: Text = None          # of an agent's work; it changes nothing
+
+
+class ItemReference(Fields):
+    """Stands for a message that we have: one of a client's, or a reply of ours."""
+    type: Literal["item_reference"]
+    id: Name
+
+
+def kind_of_item(given: Any) -> str:
+    is_reference = isinstance(given, dict) and given.get("type") == "item_reference"
+    return "[reference]" if is_reference else "[message]"
+
+
+InputItem = Annotated[Annotated[Item, Tag("[message]")] | Annotated[ItemReference, Tag("[reference]")],
+                      Discriminator(kind_of_item)]
 
 
 class TextFormat(Fields):
@@ -125,6 +152,7 @@ class TextOptions(Fields):
 
 class StreamOptions(Fields):
     include_usage: bool = False
+    continuous_usage_stats: bool = False        # the usage so far in every chunk
 
 
 class ConversationId(Fields):
@@ -145,8 +173,9 @@ class EngineOptions(Fields):
     repetition_penalty: float = limited("repetition_penalty")
     seed: int = limited("seed")
     ignore_eos: bool = False
+    min_tokens: int = Field(None, ge=0)
     stop: string_or(Annotated[list[StopString], Field(max_length=4)], "a list", lambda text: [text]) = None
-    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=1024), BeforeValidator(without_nulls)] = None
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=1024), BeforeValidator(without_empty)] = None
 
     def engine_options(self) -> dict:
         """Those that the client has given."""
@@ -157,13 +186,30 @@ class EngineOptions(Fields):
 
 
 class ReplyBody(EngineOptions):
-    """What both ways to ask for a reply have in common. user and metadata change nothing."""
+    """What both ways to ask for a reply have in common."""
     model: Annotated[str, Field(min_length=1, max_length=1000)] = None
     stream: bool = False
     store: bool = True
     top_logprobs: int = limited("logprobs")
+
+    # Other servers' names for the client's conversation. Only hints: we verify them.
+    conversation_id: Name = None
+    session_id: Name = None
+    prompt_cache_key: Name = None
+
+    # These change nothing here, where nobody calls tools and all turns are served alike.
     user: Text = None
     metadata: Metadata = None
+    safety_identifier: Text = None
+    service_tier: Text = None
+    prompt_cache_retention: Text = None
+    tool_choice: Literal["auto", "none"] = None
+    parallel_tool_calls: bool = None
+
+    def hint(self, prefix: str) -> str | None:
+        """The full name of the conversation that the client may mean."""
+        name = self.conversation_id or self.session_id or self.prompt_cache_key
+        return name and prefix + name
 
 
 class ChatBody(ReplyBody):
@@ -171,21 +217,21 @@ class ChatBody(ReplyBody):
     max_tokens: int = Field(None, ge=1)
     max_completion_tokens: int = Field(None, ge=1)          # the newer name of max_tokens
     stream_options: StreamOptions = StreamOptions()
-    conversation_id: Name = None
     n: int = Field(1, ge=1, le=16)
     logprobs: bool = False
     response_format: TextFormat = None
 
 
 class ResponseBody(ReplyBody):
-    input: string_or(Annotated[list[Item], Field(min_length=1, max_length=10_000)], "a list", user_message)
+    input: string_or(Annotated[list[InputItem], Field(max_length=10_000)], "a list", user_message)
     instructions: Text = None
     previous_response_id: Name = None
     conversation: string_or(ConversationId, "an object with an id", lambda id: dict(id=id)) = None
     max_output_tokens: int = Field(None, ge=1)
     truncation: Literal["disabled", "auto"] = "disabled"
-    include: list[Literal["message.output_text.logprobs"]] = Field([], max_length=1)
+    include: list[Text] = []            # what we do not have is never part of a response
     text: TextOptions = None
+    background: Literal[False] = False
 
 
 class ConversationBody(Fields):
@@ -194,7 +240,7 @@ class ConversationBody(Fields):
 
 
 class MetadataBody(Fields):
-    metadata: Metadata
+    metadata: Metadata = {}
 
 
 class ItemsBody(Fields):
@@ -226,9 +272,11 @@ class Operation(NamedTuple):
 OPERATIONS = [
     Operation("POST", "/v1/chat/completions", "create_chat_completion", ChatBody),
     Operation("POST", "/v1/responses", "create_response", ResponseBody),
+    Operation("POST", "/v1/responses/input_tokens", "count_input_tokens", ResponseBody),
     Operation("GET", "/v1/responses/{id}", "retrieve_response"),
     Operation("DELETE", "/v1/responses/{id}", "delete_response"),
     Operation("POST", "/v1/responses/{id}/cancel", "cancel_response"),
+    Operation("GET", "/v1/responses/{id}/input_items", "list_input_items", ItemsQuery),
     Operation("POST", "/v1/conversations", "create_conversation", ConversationBody),
     Operation("GET", "/v1/conversations/{id}", "retrieve_conversation"),
     Operation("POST", "/v1/conversations/{id}", "update_conversation", MetadataBody),
@@ -236,7 +284,9 @@ OPERATIONS = [
     Operation("GET", "/v1/conversations/{id}/items", "list_items", ItemsQuery),
     Operation("POST", "/v1/conversations/{id}/items", "create_items", ItemsBody),
     Operation("GET", "/v1/conversations/{id}/items/{item}", "retrieve_item"),
+    Operation("DELETE", "/v1/conversations/{id}/items/{item}", "delete_item"),
     Operation("GET", "/v1/models", "list_models"),
+    Operation("GET", "/v1/models/{id}", "retrieve_model"),
     Operation("GET", "/health", "health"),
     Operation("GET", "/metrics", "metrics"),
     Operation("GET", "/openapi.json", "openapi"),
@@ -256,7 +306,8 @@ def find_operation(method: str, path: str) -> tuple[Operation, list[str]]:
                 return operation, [unquote(name) for name in match.groups()]
             methods.append(operation.method)
     if methods:
-        raise APIError(405, f"{path:.100} takes {' or '.join(methods)}, not {method}")
+        raise APIError(405, f"{path:.100} takes {' or '.join(methods)}, not {method}",
+                       headers=dict(Allow=", ".join(methods)))
     raise APIError(404, f"there is no {path:.100} here: /openapi.json lists what there is")
 
 
@@ -268,6 +319,7 @@ def parse(operation: Operation, given: Any) -> Fields:
         raise refusal(error.errors(include_url=False)) from error
 
 
+MARKS = "[key]", "[message]", "[reference]"     # pydantic's of a dict's key, and ours of items: no fields
 CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unsupported_parameter"}     # OpenAI's
 
 
@@ -291,8 +343,8 @@ def sentence(fault: dict) -> str:
 
 def place(fault: dict) -> str:
     """Of the field at fault: messages[0].role"""
-    steps = [f"[{step}]" if isinstance(step, int) else f".{step[:100]}"
-             for step in fault["loc"] if step != "[key]"]           # so pydantic marks the key of a dict
+    steps = [f"[{step}]" if isinstance(step, int) else f".{step[:100]}" for step in fault["loc"]
+             if step not in MARKS]
     return "".join(steps).removeprefix(".")
 
 

@@ -30,6 +30,7 @@ Invariants:
 """
 import json
 import os.path
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -76,6 +77,16 @@ class Plan:
     carried: int | None
     note: dict                  # is kept with the turn
 
+    @property
+    def context(self) -> int:
+        """Tokens before the prompt."""
+        return self.after.length if self.after and self.carried is None else 0
+
+    @property
+    def restarts(self) -> bool:
+        """Is there a cached context that does not go on?"""
+        return self.after is not None and self.carried is not None
+
 
 class LiveTurn:
     """A turn that has not settled yet. Read it as text with `pieces()`, as token ids by iterating, or whole
@@ -83,8 +94,8 @@ class LiveTurn:
 
     Any number of threads may read it, any number of times. Nobody has to: it is committed all the same."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, stop: list[str] = ()):
-        self.id = new_id()                          # of the turn in the history, too
+    def __init__(self, id: str, engine: Engine, tokenizer: Tokenizer | None, stop: list[str] = ()):
+        self.id = id                                # of the turn in the history, too
         self.conversation: str | None = None        # the name of the one that it has claimed
         self.plan: Plan | None = None
         self.branches = False                       # is it the first turn of a new branch?
@@ -93,6 +104,8 @@ class LiveTurn:
         self.tokenizer = tokenizer
         self.stream = TextStream(tokenizer, stop) if tokenizer else None
         self.texts = Outbox(engine)                 # the text that each token made certain, then the rest
+        self.min_tokens = 0                         # a stop string counts from this token on
+        self.settled: float | None = None           # when that was, in seconds since 1970
         self.reply: Answer | None = None            # in the end either this
         self.error: Exception | None = None         # or this
 
@@ -164,7 +177,8 @@ class LiveTurn:
         """The engine calls this with each token but a stop token. True if a stop string is complete."""
         if self.stream is None:
             return False
-        self.texts.put(self.stream.push(token))
+        may_stop = len(self.texts.items) + 1 >= self.min_tokens
+        self.texts.put(self.stream.push(token, may_stop))
         return self.stream.stopped
 
     def finish(self, token_ids: list[int]):
@@ -179,15 +193,18 @@ class Sessions:
     """Any thread may call any method."""
 
     def __init__(self, engine: Engine | str | Path = "tiny_chat", *,
-                 history: History | str | Path | None = None, system_prompt: str | None = None, **flags):
+                 history: History | str | Path | None = None, system_prompt: str | None = None,
+                 name: str = "", **flags):
         """engine: an engine to which nobody else submits. Or the model of a new engine, and in `flags` the
         other keywords of Engine. history: a file; by default memory. system_prompt: a text, or a file with
-        one, that every chat without a system message begins with. ValueError for what cannot be served."""
+        one, that every chat without a system message begins with. name: of this one among several servers,
+        small letters and digits; all new ids begin with it. ValueError for what cannot be served."""
+        require(re.fullmatch("[a-z0-9]*", name), "name", "small letters and digits", name)
         if isinstance(engine, Engine):
             require(not flags, "flags", "left out, since the engine has its own", flags)
         else:
             engine = Engine(engine, **flags)
-        self.engine = engine
+        self.engine, self.name = engine, name
         self.tokenizer = load_tokenizer(engine.directory) if engine.directory else None
         if not isinstance(history, History):
             raw = f"raw token ids below {engine.worker.vocab_size}"
@@ -214,63 +231,55 @@ class Sessions:
             self.writer.shutdown()
         self.history.close()
 
+    def new_id(self) -> str:
+        """For a new turn or a new conversation. On a server with the name s1 it begins with "s1-"."""
+        return f"{self.name}-{new_id()}" if self.name else new_id()
+
     # ---- from messages to turns
 
     def chat(self, text: str, conversation: str | None = None, **options) -> Answer:
-        """Send one message and wait for the answer. options: see `submit`."""
-        return self.respond([dict(role="user", content=text)], conversation, **options).result()
-
-    def submit_chat(self, messages: list[dict], hint: str | None = None, prefix: str = "",
-                    stop: str | list[str] = (), **options) -> LiveTurn:
-        """A client resends the visible history, with new messages at its end. The longest part that we
-        remember goes on: in its conversation if that ends there and is idle, else in a new branch.
-
-        hint: the client's name for its conversation. It decides between equals and names a new conversation;
-        it opens nothing. prefix: how the names of this client's conversations begin; others are not looked
-        at. options: see `submit`."""
-        system = self._prompted(messages)
-        messages = system + messages
-        note = dict(system=system[0]["content"] if system else None)
-        with self._beginning(stop) as live:
-            turn, matched = self.history.match(messages, hint, prefix) or (None, 0)
-            self._claim_after(live, turn, hint, prefix)
-            new = messages[matched:]
-            prompt = self._tokenize(messages[:matched], new, turn and turn.last_token)
-            carried = len(system) if system and not turn else None      # no client has sent these
-            return self._submit(live, Plan(prompt, new, turn, carried, note), **options)
+        """Send one message and wait for the answer. conversation: None: nothing is kept. options: see
+        `respond`."""
+        messages = [dict(role="user", content=text)]
+        return self.respond(messages, conversation, keep=conversation is not None, **options).result()
 
     def another(self, turn: LiveTurn, prefix: str = "", stop: str | list[str] = (), **options) -> LiveTurn:
         """One more answer to the prompt of a live turn, in a branch of its own. The prompt is computed once
         for both."""
         with self._beginning(stop) as live:
-            self._claim(live, f"{prefix}conv_{new_id()}")
+            if turn.conversation is not None:
+                self._claim(live, f"{prefix}conv_{self.new_id()}")
             return self._submit(live, turn.plan, like=turn.handle, **options)
 
-    def respond(self, new: list[dict], conversation: str | None = None, *, after: Turn | None = None,
-                prefix: str | None = None, instructions: str | None = None, truncate: bool = False,
-                note: dict | None = None, wait: bool = True, stop: str | list[str] = (),
-                **options) -> LiveTurn:
-        """A client sends only new messages: to a conversation, which may be busy or not exist yet, or after
-        any turn. Two answers to the same turn are two branches.
+    def respond(self, messages: list[dict], conversation: str | None = None, *, after: Turn | None = None,
+                hint: str | None = None, prefix: str = "", keep: bool = True, instructions: str | None = None,
+                truncate: bool = False, note: dict | None = None, wait: bool = True,
+                stop: str | list[str] = (), max_tokens: int | None = None, **options) -> LiveTurn:
+        """A client says in one of three ways which turn comes before this one:
 
-        wait: until a conversation is no longer busy. False: Answering if it is.
+            conversation    `messages` are new. The conversation may be busy, or not exist yet.
+            after           `messages` are new. Two answers to the same turn are two branches.
+            neither         `messages` are all that the client shows. The longest part that we remember is
+                            recognised by its text.
 
-        prefix: how the name of a conversation begins that is made for it; None: none is made, and nothing is
-        kept. instructions: the system message of this turn alone; by default the system prompt.
+        In the last two ways, the turn goes on in the conversation that ends with the turn before it, if that
+        is idle; else in a new one.
+
+        hint: the client's name for its conversation. It decides between equals and names a new conversation;
+        it opens nothing. prefix: how the names of this client's conversations begin; others are not looked
+        at. keep: False: nothing is kept, although what is kept already may be used; not with a conversation.
+        wait: while the conversation is busy; False: raise Answering instead.
+        instructions: the system message of this turn alone; by default the system prompt.
         truncate: drop old messages if less than max_tokens (by default a quarter of the limit) would be left
         for the reply. note: kept with the turn. options: see `submit`."""
         with self._beginning(stop) as live:
             if conversation is not None:
                 self._claim(live, conversation, wait)       # now we see how the reply before has ended
-                if record := self.history.record(conversation):
-                    after, new = self.history.head(conversation), record.waiting + new
-            elif prefix is not None:
-                self._claim_after(live, after, None, prefix)
-            room = None
-            if truncate:
-                room = options.get("max_tokens") or self.engine.scheduler.limit // 4
-            plan = self._plan(after, new, instructions, room, note or {})
-            return self._submit(live, plan, **options)
+            plan = self.plan(messages, conversation, after=after, hint=hint, prefix=prefix, note=note,
+                             instructions=instructions, truncate=truncate, max_tokens=max_tokens)
+            if conversation is None and keep:
+                self._claim_after(live, plan.after, hint, prefix)
+            return self._submit(live, plan, max_tokens=max_tokens, **options)
 
     def submit(self, prompt: list[int], conversation: str | None = None, *, base: Turn | None = None,
                stop: str | list[str] = (), **options) -> LiveTurn:
@@ -291,26 +300,32 @@ class Sessions:
         """Submit, and wait for the answer."""
         return self.submit(prompt, conversation, **options).result()
 
-    def _plan(self, after: Turn | None, new: list[dict], instructions: str | None, room: int | None,
-              note: dict) -> Plan:
-        """How `new` messages go on after a turn. room: tokens to leave for the reply, or None.
+    def plan(self, messages: list[dict], conversation: str | None = None, *, after: Turn | None = None,
+             hint: str | None = None, prefix: str = "", instructions: str | None = None,
+             truncate: bool = False, max_tokens: int | None = None, note: dict | None = None) -> Plan:
+        """The turn that `respond` would begin now.
 
         Every token sees the system message. If it is the one that the turn before had, and there is room, the
-        cached context goes on, and only `new` is tokenised. In all other cases the context starts anew, with
-        the visible messages so far."""
-        context_messages = self.history.messages(after.id) if after else []
-        old_system = json.loads(after.note).get("system") if after else None
-        without_system = context_messages if old_system is None else context_messages[1:]
-        system_messages = self._prompted(without_system + new)
-        if instructions is not None:
-            system_messages = [dict(role="system", content=instructions)]
-        new_system = system_messages[0]["content"] if system_messages else None
-        note = dict(note, system=new_system)
-        if after and old_system == new_system:
-            prompt = self._tokenize(context_messages, new, after.last_token)
+        cached context goes on, and only the new messages are tokenised. In all other cases the context starts
+        anew, with the visible messages so far."""
+        if conversation is not None and (record := self.history.record(conversation)):
+            after, messages = self.history.head(conversation), record.waiting + messages
+        if conversation is None and after is None:
+            system = cached_system = self._system(messages, instructions)
+            found = self.history.match(system + messages, hint, prefix)
+            after, known = found or (None, len(system))
+            earlier, new = messages[:known - len(system)], messages[known - len(system):]
+        else:
+            cached_system = instructed(json.loads(after.note).get("system")) if after else []
+            earlier = self.history.messages(after.id)[len(cached_system):] if after else []
+            system, new = self._system(earlier + messages, instructions), messages
+        note = dict(note or {}, system=system[0]["content"] if system else None)
+        room = (max_tokens or self.engine.scheduler.limit // 4) if truncate else None
+        if after and system == cached_system:
+            prompt = self._tokenize(system + earlier, new, after.last_token)
             if self._fits(after.length + len(prompt), room):
                 return Plan(prompt, new, after, None, note)
-        return self._plan_anew(after, system_messages, without_system, new, room, note)
+        return self._plan_anew(after, system, earlier, new, room, note)
 
     def _plan_anew(self, after: Turn | None, system_messages: list[dict], without_system: list[dict],
                    new: list[dict], room: int | None, note: dict) -> Plan:
@@ -344,7 +359,7 @@ class Sessions:
         """The system prompt as a message. The tokens that all contexts under it begin with are computed once,
         and never evicted."""
         content = Path(prompt).read_text("utf-8") if os.path.isfile(prompt) else prompt
-        system = [dict(role="system", content=content)]
+        system = instructed(content)
         a, b = ([dict(role="user", content=text)] for text in "ab")
         try:
             contexts = [self._tokenize([], system + user, None) for user in (a, b)]
@@ -356,8 +371,11 @@ class Sessions:
         self.engine.designate(os.path.commonprefix(contexts))
         return system
 
-    def _prompted(self, messages: list[dict]) -> list[dict]:
-        """The system prompt, unless the messages bring a system message of their own."""
+    def _system(self, messages: list[dict], instructions: str | None) -> list[dict]:
+        """The instructions as a message. By default the system prompt, unless the messages bring a system
+        message of their own."""
+        if instructions is not None:
+            return instructed(instructions)
         return self.system if messages and messages[0].get("role") != "system" else []
 
     # ---- the life of a turn: claim, submit, commit, tell
@@ -370,7 +388,7 @@ class Sessions:
                 "a string or a list of strings", stop)
         require(not stop or self.tokenizer is not None, "stop",
                 "left out, since this checkpoint has no tokenizer", stop)
-        live = LiveTurn(self.engine, self.tokenizer, stop)
+        live = LiveTurn(self.new_id(), self.engine, self.tokenizer, stop)
         try:
             yield live
         except BaseException as error:
@@ -411,7 +429,7 @@ class Sessions:
     def _new_name(self, hint: str | None, prefix: str) -> str:
         """`hint`, if that name is free."""
         taken = hint is None or hint in self.turns or self.history.record(hint)
-        return f"{prefix}conv_{new_id()}" if taken else hint
+        return f"{prefix}conv_{self.new_id()}" if taken else hint
 
     def _release(self, live: LiveTurn, answer: Answer | None = None, error: Exception | None = None):
         """The conversation is free again, and readers are told how the turn has ended."""
@@ -422,11 +440,11 @@ class Sessions:
 
     def _submit(self, live: LiveTurn, plan: Plan, like: Handle | None = None, **options) -> LiveTurn:
         context, parent = (), None
-        if plan.carried is not None:
+        if plan.restarts:
             self.engine.forget(live.conversation)
         elif plan.after:
             context, parent = self.history.tokens(plan.after.id), plan.after.conversation
-        live.plan = plan
+        live.plan, live.min_tokens = plan, options.get("min_tokens") or 0
         live.branches = plan.after is not None and self.history.head(live.conversation) is None
         live.handle = self.engine.submit(
             plan.prompt, live.conversation, context=context, parent=parent, like=like,
@@ -450,6 +468,7 @@ class Sessions:
         answer, error, committed = None, None, False
         try:
             live.finish(handle.token_ids)
+            live.settled = time.time()
             answer = Answer(**vars(handle.result()), text=live.text)
             if commits:
                 self._commit(live, handle, answer)
@@ -462,7 +481,7 @@ class Sessions:
             # Most turns that were not committed have left the cache already: the scheduler has undone them.
             uncommitted = commits and not committed         # the engine finished it, the history refused it
             # The engine dropped the old context for this turn, which was then cancelled or has failed.
-            replaced = not committed and live.plan.carried is not None
+            replaced = not committed and live.plan.restarts
             if (uncommitted or replaced) and not self.engine.failure:
                 self.engine.forget(live.conversation)
         finally:
@@ -470,14 +489,14 @@ class Sessions:
 
     def _commit(self, live: LiveTurn, handle: Handle, answer: Answer):
         name, plan, after = live.conversation, live.plan, live.plan.after
-        length = after.length if after and plan.carried is None else 0
-        if handle.request.before[0] != length:
+        if handle.request.before[0] != plan.context:
             raise StaleTurn(f"conversation {name!r} had other tokens in the cache than in the history")
         exact = live.stream is not None and not live.stream.stopped         # the text is that of all tokens
         note = dict(plan.note, usage=answer.usage, finish_reason=answer.finish_reason)
-        self.history.commit(name, after.id if after else None, plan.prompt, answer.token_ids, plan.messages,
-                            answer.text if plan.messages else None, exact, plan.carried, note, live.id,
-                            live.branches)
+        turn = self.history.commit(name, after.id if after else None, plan.prompt, answer.token_ids,
+                                   plan.messages, answer.text if plan.messages else None, exact, plan.carried,
+                                   note, live.id, live.branches)
+        live.settled = turn.created
 
     # ---- conversations
 
@@ -534,20 +553,36 @@ class Sessions:
                 record = record._replace(metadata=metadata)
             self.history.update(record._replace(waiting=record.waiting + list(new)))
             return True
+        return self._write(partial(self._alone, conversation, change) if new else change)
 
-        def change_alone() -> bool:
-            """A turn that began now would miss the new messages, and yet end their waiting."""
-            claim = LiveTurn(self.engine, None)         # not a turn: it only holds the claim
-            if self._claim_if_free(claim, conversation) is not claim:
-                raise Busy(f"conversation {conversation!r} is being answered")
-            try:
-                return change()
-            finally:
-                self._release(claim)
-        return self._write(change_alone if new else change)
+    def delete_item(self, conversation: str, item_id: str) -> bool:
+        """Delete one message of a conversation, see History.delete_item. Its context starts anew, since every
+        later token has seen the message. False if there is no such message. Busy if the conversation is being
+        answered."""
+        def change() -> bool:
+            shorter = self.history.delete_item(conversation, item_id)
+            for name in shorter:
+                self.engine.forget(name)
+            return bool(shorter)
+        return self._write(partial(self._alone, conversation, change))
+
+    def _alone(self, conversation: str, change: Callable):
+        """Make a change while no turn can begin: it would miss new messages, and yet end their waiting."""
+        claim = LiveTurn(new_id(), self.engine, None)             # not a turn: it only holds the claim
+        if self._claim_if_free(claim, conversation) is not claim:
+            raise Busy("a response is being written in this conversation: change its items when that is done")
+        try:
+            return change()
+        finally:
+            self._release(claim)
 
     def _write(self, change: Callable):
         """Run a change of the history in the writing thread, or between two steps; return its result."""
         if self.writer:
             return self.writer.submit(change).result()
         return self.engine.call(change)
+
+
+def instructed(text: str | None) -> list[dict]:
+    """Instructions as messages."""
+    return [] if text is None else [dict(role="system", content=text)]

@@ -167,36 +167,39 @@ class TextStream:
         self._drop_space = tokenizer.drops_first_space
         self._held = ""                 # an ending that may still become a stop string
 
-    def push(self, token: int) -> str:
-        """The text that is certain now: whole characters, and no beginning of a stop string at its end."""
+    def push(self, token: int, may_stop: bool = True) -> str:
+        """The text that is certain now: whole characters, and no beginning of a stop string at its end.
+
+        may_stop: False: the token's text neither completes nor begins a stop string."""
         piece = self._pieces.get(token, b"")
         if piece and self._drop_space:
             piece, self._drop_space = piece.removeprefix(b" "), False
-        return self._advance(self._utf8.decode(piece))
+        return self._advance(self._utf8.decode(piece), self._stop if may_stop else ())
 
     def finish(self) -> str:
         """All text that was held back."""
-        text = self._advance(self._utf8.decode(b"", final=True))
+        text = self._advance(self._utf8.decode(b"", final=True), self._stop)
         held, self._held = self._held, ""
         return text + held
 
-    def _advance(self, text: str) -> str:
+    def _advance(self, text: str, stops: Sequence[str]) -> str:
         if self.stopped:
             return ""
         text = self._held + text
-        found = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stop if stop in text]
+        found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
         if found:
             self.stopped, self._held = True, ""
             _, start = min(found)       # the one that ends first
             return text[:start]
-        certain = len(text) - self._undecided(text)
+        certain = len(text) - undecided(text, stops)
         self._held = text[certain:]
         return text[:certain]
 
-    def _undecided(self, text: str) -> int:
-        """The length of the longest ending of the text that is the beginning of a stop string."""
-        lengths = [n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])]
-        return max(lengths, default=0)
+
+def undecided(text: str, stops: Sequence[str]) -> int:
+    """The length of the longest ending of the text that is the beginning of a stop string."""
+    lengths = [n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+    return max(lengths, default=0)
 
 
 class TiktokenBackend:

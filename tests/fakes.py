@@ -2,14 +2,17 @@
 tokens its KV stands for."""
 import random
 import zlib
+from array import array
+from collections import deque
 
 import numpy as np
 
 from eviction import POLICIES, RecomputeCost
 from kv_cache import KVCache
-from scheduler import Batch, Request, Result, Scheduler
+from scheduler import PLACEHOLDER, Batch, Request, Result, Scheduler
 from sharing import SharingCache
 
+UNKNOWN = array("i", [PLACEHOLDER])
 COST = RecomputeCost({4: 1.0, 64: 6.0}, rest=1.0)        # rises within the few chunks of a test
 
 
@@ -32,6 +35,7 @@ class FakeWorker:
     def __init__(self, cache: KVCache, land=lambda tickets: list(tickets), seed=0):
         self.cache, self.land, self.random = cache, land, random.Random(seed)
         self.table = np.full_like(cache.table, -1)
+        self.sampled = {}                      # the last token sampled in each row
         self.slots, self.places = {}, {}
         self.flying = {}                       # ticket -> what it carries, None until it is read
         self.traces = []
@@ -44,22 +48,31 @@ class FakeWorker:
             self.flying[ticket] = self.read(ticket) if self.random.random() < 0.5 else None
         for span in batch.spans:
             self.wait(span.request.conversation)
-            conversation = span.request.conversation
+            conversation, tokens = span.request.conversation, self.tokens(span)
             for position in range(span.start, span.end):
                 slot = self.table[conversation.row, position]
-                self.slots[slot] = prefix(conversation.tokens, position + 1)
+                self.slots[slot] = prefix(tokens, position + 1)
         for span in batch.spans:
             self.check(span)
-        tokens = [answer(span.request.conversation.tokens) for span in batch.spans if span.samples]
+        samples = [(span, answer(self.tokens(span))) for span in batch.spans if span.samples]
+        for span, token in samples:
+            self.sampled[span.request.conversation.row] = token
         landed = self.land(self.flying) or list(self.flying)[:not batch.spans]
-        return Result(tokens, [self.arrive(ticket) for ticket in landed])
+        return Result([token for _, token in samples], [self.arrive(ticket) for ticket in landed])
+
+    def tokens(self, span) -> array:
+        """Those of its conversation, as the device knows them."""
+        tokens = span.request.conversation.tokens[:]
+        if tokens[-1:] == UNKNOWN:
+            tokens[-1] = self.sampled[span.request.conversation.row]
+        return tokens
 
     def check(self, span):
         """Everything the span reads is there, and is what it is believed to be."""
-        conversation = span.request.conversation
+        conversation, tokens = span.request.conversation, self.tokens(span)
         for position in range(span.end):
             content = self.slots.get(self.table[conversation.row, position])
-            expected = prefix(conversation.tokens, position + 1)
+            expected = prefix(tokens, position + 1)
             assert content == expected, f"{conversation.name}[{position}] is not in its slot"
 
     def wait(self, conversation):
@@ -91,8 +104,10 @@ class World:
     """A scheduler and a fake worker with a clock of our own."""
 
     def __init__(self, slots=32, places=8, chunk=4, rows=4, limit=None, policy="retention", land=None,
-                 seed=0, prefix=(), **switches):
-        """prefix: tokens that are designated."""
+                 seed=0, prefix=(), depth=0, stop_ids=(), **switches):
+        """prefix: tokens that are designated. depth: how many batches the scheduler is ahead of what it
+        is told. stop_ids: of every request."""
+        self.depth, self.flights, self.stop_ids = depth, deque(), frozenset(stop_ids)
         self.cache = SharingCache(slots, places, chunk, rows, limit or slots, POLICIES[policy](COST, chunk))
         self.prefix = list(prefix)
         self.cache.designate(prefix)
@@ -108,7 +123,7 @@ class World:
         if isinstance(prompt, int):
             prompt = [(7 * i + self.salt) % 50 for i in range(prompt)]
         prompt = list(prompt)
-        request = Request(self.cache.open(name), prompt, max_tokens)
+        request = Request(self.cache.open(name), prompt, max_tokens, self.stop_ids)
         if like:
             self.cache.follow(request.conversation, like.conversation)
         self.scheduler.submit(request)
@@ -117,20 +132,24 @@ class World:
     def fork(self, name, child, length, more=()):
         """A new conversation of the first tokens of another, and more, which it takes for known."""
         parent = self.cache.conversations[name]
-        return self.cache.fork(parent, child, parent.tokens[:length].tolist() + list(more))
+        known = [token for token in parent.tokens[:length] if token != PLACEHOLDER]
+        return self.cache.fork(parent, child, known + list(more))
 
     def step(self, dt=1.0):
         self.now += dt
         batch = self.scheduler.schedule(self.now)
-        if batch or self.cache.in_flight:
-            self.scheduler.account(batch, self.worker.execute(batch), self.now)
+        if batch or self.cache.in_flight and not self.flights:
+            self.flights.append((batch, self.worker.execute(batch)))
+            self.scheduler.launched(batch)
+        while len(self.flights) > (self.depth if batch.spans else 0):
+            self.scheduler.account(*self.flights.popleft(), self.now)
         self.cache.check_integrity()
         return batch
 
     def run(self, steps=1000):
         """Until nothing is left to do; returns the traces of these steps."""
         begin = len(self.worker.traces)
-        while self.scheduler.busy:
+        while self.scheduler.busy or self.flights:
             self.step()
             steps -= 1
             assert steps, "no end in sight: " + "\n".join(self.worker.traces[-20:])

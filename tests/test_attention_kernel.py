@@ -129,7 +129,7 @@ def run_python(*args, **environment):
 def test_plan_covers_every_query_row_once(spans, group, wanted, min_piece, shapes):
     q_len, kv_len = [q for q, _ in spans], [q + history for q, history in spans]
     host = np.array([range(len(spans)), q_len, kv_len], dtype=np.int64)
-    plan = make_plan(host, group, shapes, wanted, min_piece)
+    plan = make_plan(host, group, dict.fromkeys(shapes, wanted), min_piece)
     span_of = np.repeat(np.arange(len(spans)), np.array(q_len, dtype=int) * group)
     seen = np.zeros((len(span_of), max(kv_len, default=0)), dtype=int)
     partial_of = {}                                            # partial row -> query row
@@ -137,8 +137,10 @@ def test_plan_covers_every_query_row_once(spans, group, wanted, min_piece, shape
         items = columns(items, ITEM)
         lengths = (items["kv_end"] - items["kv_start"]).tolist()
         assert lengths == sorted(lengths, reverse=True) and lengths[-1] > 0
-        # Pieces and tiles: so there can be room for any plan of a size in a captured graph.
+        # So there can be room for any plan of a size in a captured graph.
         assert len(items) <= wanted + len(set(items["first_row"].tolist()))
+        pieces = items["first_row"][items["first_partial"] >= 0]
+        assert len(pieces) <= wanted and len(set(pieces.tolist())) <= wanted // 2
         for first, end, partial, row, shift, kv_start, kv_end, _ in items.tolist():
             assert 0 < end - first <= shape.rows and (span_of[first:end] == row).all()
             last_sees = (end - 1) // group + shift + 1
@@ -159,6 +161,31 @@ def test_plan_covers_every_query_row_once(spans, group, wanted, min_piece, shape
     assert sorted(merged) == sorted(partial_of.items()) and len(partial_of) == plan.partial_rows
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.integers(0, 9),
+       st.sampled_from([1, 4, 16, 37, 71]), st.integers(1, 99), st.sampled_from([HOPPER, FLOAT32]))
+def test_any_decodes_fit_into_the_room_of_their_number(kv_len, fewer, group, wanted, shapes):
+    """Were it too small, `padded` would fail. One position each is what a graph is captured with."""
+    wanted, size = dict.fromkeys(shapes, wanted), len(kv_len) + fewer
+
+    def padded(kv_len):
+        host = np.array([range(size), [1] * size, kv_len + [1] * (size - len(kv_len))])
+        plan = make_plan(host, group, wanted)
+        room = plan.padded(size, group, wanted)
+        assert plan.partial_rows <= room.partial_rows
+        for rows, longer in zip(plan.arrays(), room.arrays()):
+            assert (longer[:len(rows)] == rows).all() and not longer[len(rows):].any()
+        return [rows.shape for rows in room.arrays()], room.partial_rows
+    assert padded(kv_len) == padded([])
+
+
+def test_room_of_decodes():
+    """The example of Plan.padded."""
+    wanted = dict.fromkeys(HOPPER, 10)
+    room = make_plan(np.array([range(64), [1] * 64, [1] * 64]), 4, wanted).padded(64, 4, wanted)
+    assert [len(rows) for rows in room.arrays()] == [74, 20] and room.partial_rows == 40
+
+
 def columns(rows, names):
     """Rows of a plan, [n, columns], by the names of their columns."""
     return rows.view(names)[:, 0]
@@ -166,7 +193,7 @@ def columns(rows, names):
 
 def test_long_histories_are_split_to_fill_the_gpu():
     def items(q_len, kv_len):
-        plan = make_plan(np.array([range(len(q_len)), q_len, kv_len]), 4, HOPPER, 50)
+        plan = make_plan(np.array([range(len(q_len)), q_len, kv_len]), 4, dict.fromkeys(HOPPER, 50))
         return [len(items) for _, items in plan.launches]
     assert 40 <= items([1], [16384])[0] <= 50                          # one decode
     assert 40 <= items([20], [16384])[0] <= 50                         # one short prompt
@@ -237,7 +264,7 @@ def check_case(case, shapes, dtype, device):
 
 
 def finest_plan(spans, group, shapes):
-    return make_plan(spans.host, group, shapes, 999, min_piece=64)
+    return make_plan(spans.host, group, dict.fromkeys(shapes, 999), min_piece=64)
 
 
 @pytest.mark.parametrize("shapes", [HOPPER, AMPERE, FLOAT32])

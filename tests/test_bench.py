@@ -7,7 +7,7 @@ import pytest
 import bench
 from engine import Engine
 from eviction import POLICIES, RecomputeCost
-from experiments import figures, run
+from experiments import fleet, figures, run
 from experiments.policies import EXPERIMENTS
 from experiments.workload import PlannedConversation, PlannedTurn
 
@@ -182,3 +182,13 @@ def test_a_broken_line_is_named(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         bench.main()
     assert "line 2" in capsys.readouterr().err
+
+
+def test_a_fleet():
+    """With affinity a conversation is as well cached as on one server; otherwise it mostly is not."""
+    options = bench.parse_flags(["fleet", "--simulate", "--seconds", "60"])
+    panel = run.Panel("opt-13b", "sharegpt", rates=(1.0,), think=5.0)
+    affine, random, least = [fleet.play_fleet((panel, 8, router, options)) for router in fleet.ROUTERS]
+    assert affine["hit_rate"] > 0.9 and random["hit_rate"] < 0.3 and least["hit_rate"] < 0.3
+    assert affine["busiest_server"] > least["busiest_server"] >= 1
+    assert affine["request_rate"] == 8 and affine["turns"] == pytest.approx(random["turns"], rel=0.1)

@@ -1,12 +1,15 @@
 """The engine in one process: turns of token ids, threads, cancellation, failures. On the embedded model."""
 import itertools
 import threading
+import time
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from engine import Engine, Outbox
 from eviction import RecomputeCost
+from scheduler import Result
 
 ROOT = Path(__file__).parent.parent
 COST = RecomputeCost({32: 1e-3, 1024: 4e-3}, rest=1e-3)
@@ -14,11 +17,23 @@ TINY = dict(cost=COST, gpu_cache_tokens=160, cpu_cache_tokens=64, chunk_size=8, 
             debug=True)
 
 
+@pytest.fixture(params=[0, 1], ids=["in step", "a step ahead"])
+def depth(request):
+    """1: a worker on a CPU, whose results the engine asks for one step late, as it does those of a GPU."""
+    return request.param
+
+
 @pytest.fixture
-def engine():
-    engine = Engine("tiny_chat", **TINY)
+def engine(depth):
+    engine = make(depth)
     yield engine
     engine.close()
+
+
+def make(depth, **flags):
+    engine = Engine("tiny_chat", **TINY, **flags)
+    engine.depth = depth
+    return engine
 
 
 def ids(n, seed=0):
@@ -41,8 +56,8 @@ def alone(name, turns=3):
 
 # ---- turns
 
-def test_threads_share_a_started_engine():
-    engine = Engine("tiny_chat", **TINY).start()
+def test_threads_share_a_started_engine(depth):
+    engine = make(depth).start()
     names, replies = [f"c{i}" for i in range(6)], {}
 
     def client(name):
@@ -128,6 +143,7 @@ def test_reached_stop_ends_a_reply(engine):
     ([1], dict(temperature="1"), "temperature"), ([1], dict(top_p=0), "top_p"),
     ([1], dict(top_k=-1), "top_k"), ([1], dict(seed="x"), "seed"), ([1], dict(seed=1.5), "seed"),
     ([1], dict(conversation=5), "conversation")])
+@pytest.mark.parametrize("depth", [0])
 def test_bad_input_is_refused_by_name(engine, prompt, options, message):
     with pytest.raises(ValueError, match=message):
         engine.submit(prompt, **(dict(conversation="c") | options))
@@ -182,10 +198,117 @@ def test_posts_run_in_their_order_whoever_takes_them(engine):
     assert order == ["enter", "cancel"]
 
 
+# ---- one step ahead
+
+def test_the_books_run_one_step_ahead_and_readers_hear_one_step_later():
+    engine = make(depth=1)
+    handle = engine.submit(ids(5), "c", max_tokens=3, ignore_eos=True)
+    seen = []
+    while not handle.reply:
+        batch = engine.step()
+        seen.append((str(batch).split("  ")[1], engine.cache.conversations["c"].known, len(handle.token_ids)))
+    assert seen == [("c[0:5]", 5, 0), ("c[5:6]", 6, 1), ("c[6:7]", 7, 2), ("", 7, 3)]
+    engine.close()
+
+
+def test_a_stop_that_is_heard_of_late_shows_nowhere(depth):
+    """Neither in the reply nor in the usage of the next turn."""
+    whole = alone("c", turns=1)[0]
+    engine, prompt = make(depth), script("c")[0][0]
+    batches = []
+    engine.watchers.append(batches.append)
+    reply = engine.generate(prompt, "c", max_tokens=5, reached_stop=lambda token: token == whole[2])
+    length = whole.index(whole[2]) + 1
+    assert reply.token_ids == whole[:length] and reply.finish_reason == "stop"
+    assert reply.usage["completion_tokens"] == length
+    assert sum(bool(batch) for batch in batches) == length + depth
+    again = engine.generate(ids(3), "c", max_tokens=2, ignore_eos=True)
+    known = len(prompt) + length - 1
+    assert again.usage == dict(prompt_tokens=known + 4, completion_tokens=2, gpu=known, cpu=0,
+                               recomputed=0, new=4)
+    assert engine.stats()["generated_tokens"] == length + 2
+    engine.close()
+
+
+def test_who_looks_back_at_its_tokens_is_never_ahead_of_them():
+    """Beside one who does not."""
+    options = dict(max_tokens=12, ignore_eos=True)
+    looking_back = [dict(repetition_penalty=1.8), dict(presence_penalty=1.5), dict(frequency_penalty=1.5)]
+    def replies(depth):
+        engine = make(depth)
+        plain = engine.submit(ids(5), "plain", **options)
+        penalized = [engine.submit(ids(5), f"c{i}", **more, **options) for i, more in enumerate(looking_back)]
+        tokens = [handle.result().token_ids for handle in (*penalized, plain)]
+        engine.close()
+        return tokens
+    assert replies(1) == replies(0)
+
+
+@pytest.mark.parametrize("way", ["cancel", "forget", "close"])
+def test_a_turn_that_goes_away_while_it_is_in_the_air(way):
+    engine = make(depth=1)
+    other = engine.submit(ids(9, seed=1), "other", max_tokens=20, ignore_eos=True)
+    handle = engine.submit(ids(9), "c", max_tokens=20, ignore_eos=True)
+    for _ in range(4):
+        engine.step()
+    assert engine.flights and handle.request.unsettled
+    if way == "close":
+        engine.close()
+        assert handle.result().finish_reason == other.result().finish_reason == "cancelled"
+        return
+    handle.cancel() if way == "cancel" else engine.forget("c")
+    assert handle.result().finish_reason == "cancelled" and len(handle.token_ids) == 3
+    again = engine.generate(ids(9, seed=1), max_tokens=20, ignore_eos=True)
+    assert other.result().token_ids == again.token_ids
+    assert engine.generate(ids(9), "c", max_tokens=3, ignore_eos=True).usage["new"] == 9
+    engine.close()
+
+
+class FakeDevice:
+    """A device that takes 5 ms for each batch, one after another, without Python's lock."""
+    stop_ids, vocab_size, max_context, num_slots, num_places = frozenset(), 250, 1024, 256 * 1024, 0
+    ends = 0.0
+
+    def __init__(self, depth):
+        self.depth = depth
+
+    def execute(self, batch):
+        return self.launch(batch)()
+
+    def launch(self, batch):
+        self.ends = ends = max(self.ends, time.perf_counter()) + 0.005
+        tokens = [7] * sum(span.samples for span in batch.spans)
+        def wait():
+            time.sleep(max(0.0, ends - time.perf_counter()))
+            return Result(tokens, [])
+        return wait
+
+
+@pytest.mark.soak
+def test_a_device_of_5_ms_never_waits_for_the_host_one_step_ahead():
+    """256 decodes, each read by a thread of its own. Needs a quiet machine."""
+    def median_step(depth, count=256, steps=400):
+        engine = Engine(worker=FakeDevice(depth), cost=COST, max_running=count, max_batch_tokens=4096)
+        times = []
+        handles = [engine.submit(ids(5), max_tokens=steps) for _ in range(count)]
+        readers = [threading.Thread(target=list, args=(handle,)) for handle in handles]
+        engine.watchers.append(lambda batch: times.append(time.perf_counter()))
+        engine.start()
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        engine.close()
+        return median(later - earlier for earlier, later in zip(times[steps // 4:], times[steps // 4 + 1:]))
+    in_step, ahead = median_step(0), median_step(1)
+    print(f"median step: {1e3 * in_step:.2f} ms in step, {1e3 * ahead:.2f} ms one step ahead")
+    assert ahead <= 0.0053 and ahead < in_step
+
+
 # ---- readers
 
-def test_many_readers_of_one_handle_see_every_token():
-    engine = Engine("tiny_chat", **TINY).start()
+def test_many_readers_of_one_handle_see_every_token(depth):
+    engine = make(depth).start()
     handle, seen = engine.submit(ids(5), max_tokens=60, ignore_eos=True), []
     threads = [threading.Thread(target=lambda: seen.append(list(handle))) for _ in range(4)]
     for thread in threads:
@@ -226,8 +349,8 @@ def test_a_token_that_nobody_waits_for_wakes_nobody(engine, monkeypatch):
     assert woken == [handle.tokens] and len(handle.token_ids) == 9        # once, at the end
 
 
-def test_start_twice_and_close_while_turns_wait():
-    engine = Engine("tiny_chat", **TINY).start().start()
+def test_start_twice_and_close_while_turns_wait(depth):
+    engine = make(depth).start().start()
     handles = [engine.submit(ids(5), f"c{i}", ignore_eos=True) for i in range(20)]
     closing = threading.Thread(target=engine.close)
     closing.start()
@@ -279,27 +402,30 @@ def test_a_step_that_fails_tells_everyone(started):
     engine.close()
 
 
-def sabotaged(execute, fails, pool):
-    """A worker that fails whenever `fails(batch)`, before or after its work, and spoils both tiers."""
+def sabotage(engine, fails):
+    """The worker fails whenever `fails(batch)`, before or after its work, or when it is asked for the result,
+    and spoils both tiers."""
+    launch, pool = engine.worker.launch, engine.worker.pool
+    def spoil():
+        pool.gpu.fill_(float("nan")), pool.cpu.fill_(float("nan"))
+        raise RuntimeError("a cosmic ray")
     def run(batch):
         moment = fails(batch)
+        if moment == "before":
+            spoil()
+        wait = launch(batch)
         if moment == "after":
-            execute(batch)
-        if moment:
-            pool.gpu.fill_(float("nan")), pool.cpu.fill_(float("nan"))
-            raise RuntimeError("a cosmic ray")
-        return execute(batch)
-    return run
+            spoil()
+        return spoil if moment == "late" else wait
+    engine.worker.launch = run
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_failing_worker_costs_only_its_batch(moment):
-    """Every ninth batch fails and leaves rubbish in both tiers. Whoever was in that batch is told, and may
-    try again. Nobody's answers change."""
-    engine, batches, failures = Engine("tiny_chat", max_running=3, **TINY), itertools.count(1), []
-    def fails(batch):
-        return batch.spans and next(batches) % 9 == 0 and moment
-    engine.worker.execute = sabotaged(engine.worker.execute, fails, engine.worker.pool)
+@pytest.mark.parametrize("moment", ["before", "after", "late"])
+def test_a_failing_worker_costs_only_what_it_works_on(moment, depth):
+    """Every ninth batch fails and leaves rubbish in both tiers. Whoever was in that batch, or in one that was
+    launched and not settled, is told, and may try again. Nobody's answers change."""
+    engine, batches, failures = make(depth, max_running=3), itertools.count(1), []
+    sabotage(engine, lambda batch: batch.spans and next(batches) % 9 == 0 and moment)
     engine.start()
     replies = {f"c{i}": [] for i in range(6)}
     def client(name):
@@ -323,10 +449,8 @@ def test_a_failing_worker_costs_only_its_batch(moment):
 
 
 def test_a_worker_that_only_fails_ends_the_engine(engine):
-    def fails(batch):
-        return batch.spans and "before"
     engine.generate(ids(9), "c", max_tokens=4, ignore_eos=True)
-    engine.worker.execute = sabotaged(engine.worker.execute, fails, engine.worker.pool)
+    sabotage(engine, lambda batch: batch.spans and "before")
     for _ in range(2):
         with pytest.raises(RuntimeError, match="cosmic ray"):
             engine.generate(ids(5), "c", max_tokens=4)

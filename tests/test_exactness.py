@@ -59,10 +59,11 @@ SWITCHES = [dict(policy=policy) for policy in sorted(POLICIES)] + [
 
 
 def converse(engine, rounds, seed):
-    """Interleaved turns of several conversations, some cancelled. Yields (context, reply) of every turn that
-    ended."""
+    """Interleaved turns of several conversations, some cancelled; in every other round the engine is one step
+    ahead of the worker. Yields (context, reply) of every turn that ended."""
     rng, histories, usage = random.Random(seed), {name: [] for name in "abcde"}, []
-    for _ in range(rounds):
+    for number in range(rounds):
+        engine.depth = number % 2
         handles = {}
         for name in rng.sample("abcde", 4):
             if len(histories[name]) > 150:
@@ -104,6 +105,7 @@ def test_branches_are_exact(checkpoint, policy, device="cpu"):
     sessions = Sessions(directory, cost=COST, debug=True, device=device, dtype="float32",
                         gpu_cache_tokens=192, cpu_cache_tokens=96, chunk_size=8, max_batch_tokens=48,
                         max_running=4, policy=policy)
+    sessions.engine.depth = 1
     rng, contexts = random.Random(3), {None: []}                 # by turn
     for i in range(16):
         handles = []

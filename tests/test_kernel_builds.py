@@ -1,13 +1,19 @@
 """The Triton kernels as machine code, built ahead of time without a GPU: tensor cores, 16-byte
 asynchronous copies some tiles ahead, nothing spilled, shared memory within limits. The whole grid
-of shapes runs under the mark `soak`."""
+of shapes runs under the mark `soak`. Run as a program, with PYTHONPATH=., this file prints what
+each kernel takes of a processor, as a table in Markdown."""
 import re
 import subprocess
+import tempfile
 from itertools import product
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 import attention_kernel as kernel
+import kv_pool
+import rotary_store
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -16,8 +22,11 @@ from triton.compiler import ASTSource  # noqa: E402
 TILES = {90: kernel.HOPPER, 80: kernel.AMPERE}
 # KB that a program may have; 99: of consumer GPUs, an A100 has 163.
 SHARED = {90: 227, 80: 99}
+# KB that the programs on a processor of an H100 or an A100 share, 1 of each for the system.
+PROCESSOR_SHARED = {90: 228, 80: 164}
 TYPES = {"scale_log2": "fp32", "partial_out": "*fp32", "partial_lse": "*fp32", "slot_table": "*i32",
-         "items": "*i32", "merges": "*i32"}
+         "items": "*i32", "merges": "*i32", "slots": "*i64", "cos": "*fp32", "sin": "*fp32",
+         "source_rows": "*i64", "target_rows": "*i64"}
 # Capability, kind of tile, D, group.
 GRID = list(product((90, 80), (0, 1, 2), (64, 80, 96, 128), (1, 4, 8)))
 ALWAYS = [(90, 0, 128, 1), (90, 1, 64, 4), (90, 1, 128, 8), (90, 2, 80, 1), (90, 2, 128, 8),
@@ -28,7 +37,8 @@ def build(capability, function, dtype="bf16", warps=4, stages=3, **constants):
     """The kernel compiled for a GPU that need not be there, with the alignment of arguments that
     the launcher would find."""
     names = function.arg_names
-    types = TYPES | dict.fromkeys(("q", "k_cache", "v_cache", "out"), f"*{dtype}")
+    tensors = "q", "k", "v", "rotated", "k_cache", "v_cache", "out", "source", "target"
+    types = TYPES | dict.fromkeys(tensors, f"*{dtype}")
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
                if signature[name][0] == "*" or "stride" in name}
@@ -47,8 +57,44 @@ def sass(compiled, folder):
     return code
 
 
+class Usage(NamedTuple):
+    registers: int      # of a thread
+    stack: int          # bytes of memory of a thread: what is spilled lies there
+    shared: int         # bytes of a program
+    resident: int       # programs that a processor has room for
+
+
+def usage(capability, compiled, folder):
+    (folder / "cubin").write_bytes(compiled.asm["cubin"])
+    report = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-res-usage", folder / "cubin"],
+                            capture_output=True, text=True, check=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", report).groups())
+    shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
+    by_registers = 65536 // (-(-registers // 8) * 8 * 32 * warps)       # in eights, for 32 threads a warp
+    by_shared = PROCESSOR_SHARED[capability] * 1024 // (shared + 1024)
+    return Usage(registers, stack, shared, min(by_registers, by_shared, 64 // warps))
+
+
 def padded(D):
     return triton.next_power_of_2(D)
+
+
+def build_attention(capability, tile, D, group, dtype="bf16"):
+    return build(capability, kernel.attention_kernel, dtype, tile.warps, tile.stages,
+                 TILE_M=tile.rows, TILE_N=tile.keys, GROUP=group, D=D, TILE_D=padded(D))
+
+
+def build_merge(capability, D, group):
+    return build(capability, kernel.merge_kernel, TILE_P=kernel.PIECES_AT_ONCE, GROUP=group, D=D,
+                 TILE_D=padded(D))
+
+
+def build_store(capability, D, heads, kv_heads, rotate=True):
+    tile_h = triton.cdiv(rotary_store.ELEMENTS, padded(D))
+    angles = {} if rotate else dict(cos=None, sin=None)
+    return build(capability, rotary_store.rotate_and_store_kernel, HEADS=heads, KV_HEADS=kv_heads,
+                 KV_TILES=triton.cdiv(kv_heads, tile_h), D=D, TILE_H=tile_h, TILE_D=padded(D),
+                 ROTATE=rotate, **angles)
 
 
 @pytest.mark.parametrize("capability, kind, D, group",
@@ -56,9 +102,7 @@ def padded(D):
                           for case in GRID])
 def test_attention(capability, kind, D, group, tmp_path):
     tile = TILES[capability][kind]
-    compiled = build(capability, kernel.attention_kernel, TILE_M=tile.rows, TILE_N=tile.keys, GROUP=group,
-                     D=D, TILE_D=padded(D),
-                     warps=tile.warps, stages=tile.stages)
+    compiled = build_attention(capability, tile, D, group)
     code, hopper = sass(compiled, tmp_path), capability == 90 and tile.rows >= 64
     assert len(re.findall(r"\bHGMMA\b" if hopper else r"\bHMMA\b", code)) >= 8          # tensor cores
     copies = re.findall(r"\bLDGSTS\S*", code)
@@ -68,20 +112,64 @@ def test_attention(capability, kind, D, group, tmp_path):
     # Older tensor cores read through registers.
     assert max(map(int, buffers)) == tile.stages - (not hopper)
     assert compiled.metadata.shared <= SHARED[capability] * 1024
+    if D == 128:
+        assert usage(capability, compiled, tmp_path).resident == tile.resident
 
 
 @pytest.mark.parametrize("capability, D", [(90, 128), pytest.param(80, 80, marks=pytest.mark.soak)])
 def test_merge(capability, D, tmp_path):
-    code = sass(build(capability, kernel.merge_kernel, TILE_P=kernel.PIECES_AT_ONCE, GROUP=4, D=D,
-                      TILE_D=padded(D)), tmp_path)
+    code = sass(build_merge(capability, D, 4), tmp_path)
     # All values are asked for at once.
     assert len(re.findall(r"\bLDG\S*\.128", code)) == kernel.PIECES_AT_ONCE * padded(D) // (4 * 128)
 
 
 def test_exact_float32(tmp_path):
     tile, = kernel.FLOAT32
-    compiled = build(80, kernel.attention_kernel, "fp32", TILE_M=tile.rows, TILE_N=tile.keys, GROUP=4,
-                     D=128, TILE_D=128,
-                     warps=tile.warps, stages=tile.stages)
+    compiled = build_attention(80, tile, 128, 4, "fp32")
     code = sass(compiled, tmp_path)
     assert "FFMA" in code and "HMMA" not in code and compiled.metadata.shared <= SHARED[80] * 1024
+    assert usage(80, compiled, tmp_path).resident == tile.resident
+
+
+@pytest.mark.parametrize("capability, D, rotate", [
+    (90, 128, True), pytest.param(80, 80, True, marks=pytest.mark.soak),
+    pytest.param(90, 64, False, marks=pytest.mark.soak)])
+def test_rotate_and_store(capability, D, rotate, tmp_path):
+    """Heads are loaded, their partners, too, and stored, 16 bytes for each thread."""
+    code = sass(build_store(capability, D, 32, 8, rotate), tmp_path)
+    assert len(re.findall(r"\bLDG\S*\.128", code)) == (5 if rotate else 3)
+    assert re.findall(r"\bSTG\S*", code) == 3 * ["STG.E.128"]
+
+
+@pytest.mark.parametrize("width", [1024, pytest.param(5120, marks=pytest.mark.soak)])
+def test_copies_between_the_tiers(width, tmp_path):
+    """All of a tile is on its way at once, 16 bytes for each thread and load."""
+    TILE_W = padded(width)
+    TILE_T = max(1, kv_pool.TILE_BYTES // 2 // TILE_W)
+    code = sass(build(90, kv_pool.copy_kernel, WIDTH=width, TILE_T=TILE_T, TILE_W=TILE_W), tmp_path)
+    loads, stores = (re.findall(rf"\b{name}\S*\.128", code) for name in ("LDG", "STG"))
+    assert len(loads) == len(stores) == TILE_T * width * 2 // (128 * 16)
+    assert code.rindex(loads[-1]) < code.index(stores[0])
+
+
+def table():
+    """What each kernel takes of a processor: a row of the table for each kernel and head size."""
+    columns = "kernel", "tile", "D", "GPU", "registers", "stack", "shared KB", "programs per processor"
+    yield columns
+    yield ["---"] * len(columns)
+    for capability, D in product((90, 80), (64, 128)):
+        builds = [("attention", f"{tile.rows} x {tile.keys}", build_attention(capability, tile, D, 4))
+                  for tile in TILES[capability]]
+        builds += [("merge", "", build_merge(capability, D, 4)),
+                   ("rotate and store", "", build_store(capability, D, 32, 8)),
+                   ("store", "", build_store(capability, D, 32, 32, rotate=False))]
+        for name, tile, compiled in builds:
+            with tempfile.TemporaryDirectory() as folder:
+                found = usage(capability, compiled, Path(folder))
+            yield (name, tile, D, f"sm_{capability}", found.registers, found.stack,
+                   f"{found.shared / 1024:.0f}", found.resident)
+
+
+if __name__ == "__main__":
+    for row in table():
+        print("|", " | ".join(map(str, row)), "|", flush=True)

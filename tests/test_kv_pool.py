@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import kv_pool
 from kv_cache import Ticket
-from kv_pool import Flight, KVPool, neighbours, pinned
+from kv_pool import Flight, KVPool, copy_tokens, pinned
+from streams import OperatorWatcher
 
 LAYERS, HEADS, DIM, CHUNK, SLOTS, PLACES = 3, 2, 5, 4, 64, 12
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -24,6 +26,11 @@ def make(device="cpu", dtype=torch.float32, pipeline=True):
 
 def ticket(direction, slots, place):
     return Ticket(None, None, direction, 0, len(slots), list(slots), place)
+
+
+def at(place, filled=CHUNK):
+    """Where the first tokens of that place are in pool.cpu [layers, 2, rows, H_kv, D]."""
+    return slice(None), slice(None), slice(place * CHUNK, place * CHUNK + filled)
 
 
 def land(pool, tickets):
@@ -64,8 +71,9 @@ def test_swap_out_and_swap_in_restore_exactly_the_kv(device, dtype, seed):
     places = pool.cpu.clone()
     pool.swap_out(out)
     land(pool, out)
-    untouched = [place for place in range(PLACES) if place not in content]
-    assert torch.equal(pool.cpu[:, untouched], places[:, untouched])
+    for place, kv in content.items():
+        places[at(place, kv.shape[2])] = kv.cpu()
+    assert torch.equal(pool.cpu, places)                         # and no other place changed
 
     pool.gpu.normal_()                                           # others have used the slots since
     before, back = pool.gpu.clone(), elsewhere(out, seed + 100)
@@ -81,13 +89,12 @@ def test_swap_out_and_swap_in_restore_exactly_the_kv(device, dtype, seed):
 
 @devices
 def test_swap_out_keeps_the_order_of_tokens_in_a_place(device):
-    """cpu [layers, places, 2, chunk, H_kv, D]: one place is one contiguous piece of a layer, K
-    before V, tokens in order."""
+    """cpu [layers, 2, places * chunk, H_kv, D]: in each layer K and V of a place are one piece each."""
     pool = make(device)
     t = ticket("out", [50, 3, 17], place=7)
     pool.swap_out([t])
     land(pool, [t])
-    assert torch.equal(pool.cpu[:, 7, :, :3], pool.gpu[:, :, [50, 3, 17]].cpu())
+    assert torch.equal(pool.cpu[at(7, filled=3)], pool.gpu[:, :, [50, 3, 17]].cpu())
 
 
 @devices
@@ -114,39 +121,48 @@ def test_swaps_of_nothing(device):
     assert pool.landed(wait=True) == [] and torch.equal(pool.gpu, gpu) and torch.equal(pool.cpu, cpu)
 
 
-@devices
-def test_store_writes_one_layer_only(device):
-    pool = make(device)
-    before = pool.gpu.clone()
-    k, v = torch.randn(2, 3, HEADS, DIM, device=device)
-    slots = torch.tensor([9, 2, 40], device=device)
-    pool.store(1, slots, k, v)
-    assert torch.equal(pool.gpu[1, 0, slots], k) and torch.equal(pool.gpu[1, 1, slots], v)
-    before[1, 0, slots], before[1, 1, slots] = k, v
-    assert torch.equal(pool.gpu, before)
+# ---- few calls
+
+class Counter(OperatorWatcher):
+    """Counts the operators that move bytes of a tier."""
+    calls = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.calls += operator._schema.name in ("aten::index_copy_", "aten::copy_")
+        return operator(*args, **(kwargs or {}))
 
 
-# ---- few large copies
+@pytest.mark.parametrize("places", [[4], [0, 1, 2, 3], [3, 1, 0, 9, 8], range(0, PLACES, 2)])
+def test_the_calls_of_a_swap_do_not_depend_on_the_number_or_the_neighbourhood_of_places(places):
+    """On CUDA each is one launch, for which the GPU may wait: one per layer in, one for all out."""
+    pool = make()
+    tickets = [ticket("", range(CHUNK * n, CHUNK * n + 3), place) for n, place in enumerate(places)]
+    for swap, calls in (pool.swap_out, 1), (pool.swap_in, LAYERS):
+        with Counter() as counter:
+            swap(tickets)
+        assert counter.calls == calls
 
-@pytest.mark.parametrize("places, runs", [
-    ([4], [(0, 1, 4, 5)]), ([0, 1, 2, 3], [(0, 4, 0, 4)]),
-    ([3, 1, 0, 2, 9, 8], [(0, 4, 0, 4), (4, 6, 8, 10)]),
-    ([0, 2, 4], [(0, 1, 0, 1), (1, 2, 2, 3), (2, 3, 4, 5)])])
-def test_neighbouring_places_are_one_copy(places, runs):
-    """Whatever the order of the tickets: swap_in and swap_out sort them."""
-    pool, routes = make(), []
-    plan_route = pool._route
-    pool._route = lambda tickets: routes.append(plan_route(tickets)) or routes[-1]
-    tickets = [ticket("out", range(CHUNK * n, CHUNK * n + 3), place) for n, place in enumerate(places)]
-    pool.swap_out(tickets)
-    pool.swap_in(tickets)
-    for route in routes:
-        assert [(staged.start, staged.stop, run.start, run.stop) for staged, run in route.runs] == runs
-        assert len(route.slots) == 3 * len(places)
-        k = [2 * CHUNK * n + i for n in range(len(places)) for i in range(3)]
-        assert route.k.tolist() == k == (route.v - CHUNK).tolist()
-    assert len(routes) == 2
-    assert neighbours([]) == []
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The kernel that copies on CUDA, run by Triton's interpreter."""
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    return triton.jit(kv_pool.copy_kernel.fn)
+
+
+@pytest.mark.parametrize("halves, tokens, width", [(2, 5, 12), (6, 1, 16), (1, 17, 40), (4, 0, 8)])
+def test_the_kernel_copies_what_torch_copies(interpreted, halves, tokens, width):
+    random = torch.Generator().manual_seed(tokens)
+    source = torch.randn(halves, 40, 1, width, generator=random)
+    ours = torch.randn(halves, 30, 1, width, generator=random)
+    theirs = ours.clone()
+    source_rows = torch.randperm(40, generator=random)[:tokens]
+    target_rows = torch.randperm(30, generator=random)[:tokens]
+    copy_tokens(source, source_rows, theirs, target_rows)
+    interpreted[3,](source, source_rows, ours, target_rows, halves, tokens, 40, 30,
+                    WIDTH=width, TILE_T=4, TILE_W=1 << (width - 1).bit_length())
+    assert torch.equal(ours, theirs)
 
 
 # ---- KVPool.wait, KVPool.landed
@@ -208,7 +224,7 @@ def test_copies_that_were_started_before_a_failure_are_waited_for(device, way, m
     def no_memory(*args):
         raise RuntimeError("out of memory")
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "index_copy_", no_memory)
+        patch.setattr(kv_pool, "copy_tokens", no_memory)
         with pytest.raises(RuntimeError, match="out of memory"):
             (pool.swap_in if way == "in" else pool.swap_out)(tickets)
     flight, = pool.flights
@@ -294,7 +310,7 @@ def busy(stream, cycles=200_000_000):
 @pytest.mark.gpu
 def test_swap_in_waits_for_earlier_steps_and_wait_for_the_swap_in():
     pool = make("cuda")
-    place, slots = pool.cpu[:, 3].clone(), [8, 5, 30, 31]
+    place, slots = pool.cpu[at(3)].clone(), [8, 5, 30, 31]
     torch.cuda._sleep(100_000_000)                               # an earlier step that still reads the slots
     before = pool.gpu.clone()
     t = ticket("in", slots, 3)
@@ -314,12 +330,12 @@ def test_a_swap_out_reads_what_the_step_before_has_written():
     k, v = torch.randn(2, 4, HEADS, DIM, device="cuda")
     torch.cuda._sleep(100_000_000)
     for layer in range(LAYERS):
-        pool.store(layer, slots, k, v)
+        pool.gpu[layer, :, slots] = torch.stack([k, v])
     t = ticket("out", slots.tolist(), 3)
     pool.swap_out([t])
     land(pool, [t])
     for layer in range(LAYERS):
-        assert torch.equal(pool.cpu[layer, 3], torch.stack([k, v]).cpu())
+        assert torch.equal(pool.cpu[at(3)][layer], torch.stack([k, v]).cpu())
 
 
 @pytest.mark.gpu

@@ -16,6 +16,7 @@ from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCaus
 import checkpoint as checkpoint_file
 from checkpoint import PRESETS, find_checkpoint, load_model, random_model
 from model import Model, ModelConfig, empty_model
+from rotary_store import rotate
 
 GPT2 = dict(vocab_size=97, n_positions=64, n_embd=32, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=5)
 OPT = dict(vocab_size=97, max_position_embeddings=64, hidden_size=32, word_embed_proj_dim=32,
@@ -49,7 +50,9 @@ CHECKPOINTS = {
 
 def dense_attend(*lengths):
     """attend() for whole sequences of these lengths, packed: plain causal attention within each of them."""
-    def attend(layer, q, k, v):                                             # [T, H, D], [T, H_kv, D] twice
+    def attend(layer, q, k, v, rotation):                                   # [T, H, D], [T, H_kv, D] twice
+        if rotation:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
         outs = []
         for sequence in zip(q.split(lengths), k.split(lengths), v.split(lengths)):
             q_k_v = (x.transpose(0, 1)[None] for x in sequence)             # [1, heads, length, D] each
@@ -379,9 +382,9 @@ def test_grouped_heads_equal_full_heads_whose_keys_and_values_repeat():
                                        for x in (k, v)])
     full.load_state_dict(state)
 
-    def attend(layer, q, k, v):
+    def attend(layer, q, k, v, rotation):
         seen.append((layer, q.shape, k.shape, v.shape))
-        return dense_attend(len(q))(layer, q, k, v)
+        return dense_attend(len(q))(layer, q, k, v, rotation)
     hidden = grouped(tokens(10), torch.arange(10), attend)
     assert seen == [(layer, (10, 6, 8), (10, 2, 8), (10, 2, 8)) for layer in range(2)]
     torch.testing.assert_close(grouped.logits(hidden), run(full, tokens(10))[0], atol=1e-4, rtol=1e-4)

@@ -9,10 +9,10 @@ import torch
 from eviction import POLICIES, RecomputeCost
 from kv_cache import KVCache
 from sampling import Sampling
-from scheduler import Request, Scheduler
+from scheduler import Batch, Request, Scheduler
 from streams import Recorder, Stream
 from test_kv_pool import LAYERS, make, ticket
-from test_worker import CHUNK, CONTEXT, ROWS, VOCAB, make_worker
+from test_worker import CHUNK, CONTEXT, ROWS, VOCAB, decode, make_worker, requests
 
 
 # ---- the streams themselves
@@ -62,10 +62,10 @@ def test_views_touch_nothing_and_operators_what_they_select():
         assert recorder.accesses == []
         torch.index_select(gpu[1, 0], 0, torch.tensor([5, 6]))
         gpu[1, 0].index_copy_(0, torch.tensor([5]), torch.zeros(1, *gpu.shape[3:]))
-        cpu[0, 2:4].copy_(torch.zeros(2, *cpu.shape[2:]))
+        cpu[0, :, 2:6].copy_(torch.zeros(2, 4, *cpu.shape[3:]))
         view.sum()
     assert [(access.tier, access.writes, len(access.vectors)) for access in recorder.accesses] == [
-        ("gpu", False, 2), ("gpu", True, 1), ("cpu", True, 2 * 2 * cpu.shape[3]), ("gpu", False, 2)]
+        ("gpu", False, 2), ("gpu", True, 1), ("cpu", True, 2 * 4), ("gpu", False, 2)]
 
 
 # ---- the pool
@@ -107,6 +107,18 @@ def test_without_a_pipeline_the_first_layer_waits_for_all_copies():
     assert all(access.before(first) for access in recorder.labelled("in"))
 
 
+def test_a_step_waits_for_all_that_was_swapped_in_since_the_last_one():
+    """A step without spans copies in, too; the next one that computes waits for both."""
+    recorder = Recorder(make())
+    with recorder:
+        for place, slots in enumerate(([1, 2], [3, 4])):
+            recorder.pool.swap_in([ticket("in", slots, place)])
+        for layer in range(LAYERS):
+            recorder.pool.wait(layer)
+            recorder.pool.gpu[layer, :, [1, 2, 3, 4]].sum()
+    assert recorder.races() == []
+
+
 def test_copies_out_wait_for_earlier_steps_and_copies_in_and_not_for_this_step():
     recorder = one_step()
     copies = recorder.labelled("out")
@@ -129,6 +141,22 @@ def test_without_any_one_of_the_waits_there_is_a_race(stream, method, coming, mo
 
 # ---- a worker
 
+def test_a_worker_starts_copies_out_beside_the_step_that_computes():
+    """Not behind it, where they would hide nothing. It waits for them only if there is nothing to compute."""
+    worker = make_worker()
+    batch = decode(requests(worker, [9, 5]))
+    batch.swap_out = [ticket("out", [80, 81], 3)]
+    recorder = Recorder(worker.pool)
+    with recorder:
+        worker.execute(batch)
+    computing, copying = ([access for access in recorder.accesses if access.stream == stream]
+                          for stream in ("main", "out"))
+    assert computing and copying
+    assert not any(access.before(copy) for access in computing for copy in copying)
+    assert not recorder.host_waited and worker.pool.flights
+    assert worker.execute(Batch(2, 0)).landed == batch.swap_out and recorder.host_waited
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_conversations_in_small_tiers_never_race(seed):
     """Scheduler, cache, worker, model: whoever frees a slot or a place has heard that its copy has ended."""
@@ -149,6 +177,8 @@ def test_conversations_in_small_tiers_never_race(seed):
             now += 1.0
             batch = scheduler.schedule(now)
             if batch or cache.in_flight:
-                scheduler.account(batch, worker.execute(batch), now)
+                result = worker.execute(batch)
+                scheduler.launched(batch)
+                scheduler.account(batch, result, now)
     assert cache.stats["chunks_swapped_in"] and cache.stats["chunks_swapped_out"]
     assert recorder.races() == []

@@ -4,6 +4,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from eviction import POLICIES
 from fakes import World, answer
+from scheduler import PLACEHOLDER
 
 NAMES, BRANCHES = "abc", "xyz"
 names = st.sampled_from(NAMES + BRANCHES)
@@ -23,6 +24,7 @@ worlds = st.fixed_dictionaries(dict(
     policy=st.sampled_from(sorted(POLICIES)), seed=st.integers(0, 9),
     swap_threshold=st.sampled_from([0.0, 0.25, 0.6]),
     prefix=st.sampled_from([0, 0, 6, 10]).map(range), reserve=st.sampled_from([0.0, 0.1]),
+    depth=st.sampled_from([0, 1]), stop_ids=st.sampled_from([(), range(0, 50, 6)]),
     stateless=st.booleans(), separate_phases=st.booleans(), max_batch_tokens=st.sampled_from([4, 16])))
 
 
@@ -38,7 +40,8 @@ def act(world, requests, action):
         requests.append(world.submit(name, prompt, 3))
     elif kind == "again" and requests and arguments[1] not in known:
         like = requests[arguments[0] % len(requests)]
-        requests.append(world.submit(arguments[1], [*like.conversation.tokens, *like.prompt], 3, like))
+        context = [token for token in like.conversation.tokens if token != PLACEHOLDER]
+        requests.append(world.submit(arguments[1], [*context, *like.prompt], 3, like))
     elif kind == "step":
         for _ in range(arguments[0]):
             world.step(arguments[1])
@@ -64,20 +67,27 @@ def test_anything_in_any_order(parameters, todo, random):
     for action in todo:
         act(world, requests, action)
     world.run(steps=5000)
+    assert all(conversation.known < len(conversation.tokens) or not conversation.tokens
+               for conversation in world.cache.conversations.values())
     for request in requests:
-        assert request.finish_reason in ("length", "cancelled", "failed")
-        assert (request.finish_reason == "length") == (len(request.generated) == request.max_tokens)
+        assert request.finish_reason in ("length", "stop", "cancelled", "failed")
+        if request.finish_reason in ("length", "stop"):
+            *before, last = request.generated
+            assert not world.stop_ids.intersection(before)
+            assert (request.finish_reason == "stop") == (last in world.stop_ids)
+            assert len(before) + 1 == request.max_tokens or request.finish_reason == "stop"
         assert (request.finish_reason == "failed") == (request.error is not None)
-        if request.usage and request.finish_reason == "length":
+        if request.usage and request.finish_reason in ("length", "stop"):
             assert sum(request.usage.values()) == request.before[0] + len(request.prompt)
             assert min(request.usage.values()) >= 0
     for conversation in world.cache.conversations.values():
         tokens = conversation.tokens
-        finished = [r for r in requests if r.conversation is conversation and r.finish_reason == "length"]
+        finished = [request for request in requests if request.conversation is conversation
+                    and request.finish_reason in ("length", "stop")]
         expected = list(getattr(conversation, "base", ()))
         for request in finished:                       # what a run of these turns alone would have given
             expected += request.prompt
-            for _ in range(request.max_tokens):
+            for _ in request.generated:
                 expected.append(answer(tokens[:len(expected)]))
         assert tokens.tolist() == expected
         assert [r.arrival for r in finished] == sorted(r.arrival for r in finished)

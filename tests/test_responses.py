@@ -161,6 +161,88 @@ def test_what_is_not_stored_leaves_nothing(client, server):
     assert respond(client, "go on", previous_response_id=first.id).conversation.id == first.conversation.id
 
 
+def test_a_resent_history_is_recognised(client, server):
+    """Whether it was told through responses or through a chat, with the instructions or as a message."""
+    first = respond(client, "once", instructions="Be brief.")
+    said = first.output[0].to_dict()
+    second = respond(client, [user("once"), said, user("more")], instructions="Be brief.")
+    assert cached(second) == first.usage.total_tokens - 1
+    assert second.output_text == respond(client, "more", previous_response_id=first.id,
+                                         instructions="Be brief.").output_text
+    told = [user("once"), dict(role="assistant", content=first.output_text), user("more"),
+            dict(role="assistant", content=second.output_text)]
+    chat = ask(client, [dict(role="system", content="Be brief."), *told, user("and?")])
+    assert chat[2].prompt_tokens_details.cached_tokens == second.usage.total_tokens - 1
+    third = respond(client, [*told, user("so?")], instructions="Be brief.", store=False)
+    # The conversation has gone on with "and?", so this is a branch. A branch shares whole chunks.
+    assert cached(third) == second.usage.total_tokens // 32 * 32 and third.conversation is None
+    after = respond(client, "more", previous_response_id=second.id, instructions="Be brief.")
+    assert [text for _, text in items(client, after.conversation.id)][::2] == ["once", "more", "more"]
+    other = respond(client, [*told, user("and?")], instructions="Be long.")
+    assert cached(other) < 32 and other.conversation.id != second.conversation.id
+
+
+def test_a_resent_history_that_is_too_long(client):
+    long = "x" * (CONTEXT // 3)
+    first = respond(client, long)
+    second = respond(client, [user(long), first.output[0].to_dict(), user(long + "y")])
+    told = [user(long), first.output[0].to_dict(), user(long + "y"), second.output[0].to_dict()]
+    with pytest.raises(openai.BadRequestError, match="limit") as error:
+        respond(client, [*told, user(long)])
+    assert error.value.code == "context_length_exceeded"
+    third = respond(client, [*told, user(long)], truncation="auto")
+    kept = [user(long + "y"), dict(role="assistant", content=second.output_text), user(long)]
+    assert third.output_text == ask(client, kept, max_tokens=12, extra_body=dict(ignore_eos=True))[0]
+
+
+def test_references_to_items(client):
+    """To our reply, and to a client's message, in any conversation of this client."""
+    conversation = client.conversations.create().id
+    first = respond(client, [user("one " * 20), user("two")], conversation=conversation)
+    listed = [item.id for item in client.conversations.items.list(conversation, order="asc")]
+    references = [dict(type="item_reference", id=id) for id in listed]
+    second = respond(client, [*references, user("and?")])
+    assert cached(second) > 0
+    assert second.output_text == respond(client, "and?", conversation=conversation).output_text
+    for id in ("msg_1", f"msg_{first.id[5:]}_7", first.id):
+        with pytest.raises(openai.NotFoundError, match=id):
+            respond(client, [dict(type="item_reference", id=id), user("and?")])
+
+
+def test_input_items_and_their_tokens(client):
+    first = respond(client, "one", instructions="Be brief.")
+    asked = dict(input="two", previous_response_id=first.id, instructions="Be brief.")
+    count = client.responses.input_tokens.count(model="ascii", **asked)
+    second = respond(client, "two", previous_response_id=first.id, instructions="Be brief.")
+    assert (count.object, count.input_tokens) == ("response.input_tokens", second.usage.input_tokens)
+    anew = client.responses.input_tokens.count(model="ascii", input="two", instructions="Be long.")
+    assert anew.input_tokens == respond(client, "two", instructions="Be long.").usage.input_tokens
+    listed = client.responses.input_items.list(second.id, order="asc")
+    assert [item.content[0].text for item in listed] == ["one", first.output_text, "two"]
+    newest = client.responses.input_items.list(second.id, limit=1)
+    assert newest.data[0].content[0].text == "two" and newest.has_more
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_items.list("resp_never")
+
+
+REQUIRED = """id object created_at completed_at status incomplete_details model previous_response_id
+    instructions output error tools tool_choice truncation parallel_tool_calls text top_p presence_penalty
+    frequency_penalty top_logprobs temperature reasoning user usage max_output_tokens max_tool_calls store
+    background service_tier metadata safety_identifier prompt_cache_key""".split()      # Open Responses
+
+
+def test_a_response_has_all_keys_of_the_specification(server):
+    said = dict(user="me", presence_penalty=1.5, top_logprobs=2, prompt_cache_key="mine", tool_choice="auto")
+    body = dict(input="Hi", max_output_tokens=300, temperature=2, seed=1, **said)
+    answer = fetch(server, "POST", "/v1/responses", body)[1]
+    assert set(REQUIRED) <= answer.keys() and said.items() <= answer.items()
+    assert answer["status"] == "completed" and 0 <= answer["completed_at"] - answer["created_at"] < 60
+    kept = fetch(server, "GET", f"/v1/responses/{answer['id']}")[1]
+    assert kept["completed_at"] == answer["completed_at"]
+    short = fetch(server, "POST", "/v1/responses", dict(body, max_output_tokens=1))[1]
+    assert set(REQUIRED) <= short.keys() and short["completed_at"] is None
+
+
 # ---- instructions and truncation
 
 def test_instructions_count_for_one_response(client):
@@ -270,6 +352,32 @@ def test_a_conversation_from_beginning_to_end(client, server):
         assert error.value.type == "invalid_request_error"
 
 
+def test_deleting_an_item(client):
+    """The conversation ends before the item's turn now; what is left of it waits for the next turn."""
+    conversation = client.conversations.create(items=[user("zero")]).id
+    first, second, third = (respond(client, text, conversation=conversation)
+                            for text in ("one", "two", "three"))
+    before = items(client, conversation)
+    wrong = next(item.id for item in client.conversations.items.list(conversation, order="asc")
+                 if item.content[0].text == "two")
+    assert client.conversations.items.delete(wrong, conversation_id=conversation).id == conversation
+    assert items(client, conversation) == [item for item in before if item != ("user", "two")]
+    client.conversations.items.create(conversation, items=[user("By the way")])
+    fourth = respond(client, "four", conversation=conversation)
+    assert fourth.usage.input_tokens_details.recomputed == first.usage.total_tokens - 1
+    told = [dict(role=role, content=text) for role, text in items(client, conversation)[:-1]]
+    assert [message["content"] for message in told][-2:] == ["By the way", "four"]
+    assert fourth.output_text == ask(client, told, max_tokens=12, extra_body=dict(ignore_eos=True))[0]
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(third.id)
+    for item in list(client.conversations.items.list(conversation)):
+        client.conversations.items.delete(item.id, conversation_id=conversation)
+    assert items(client, conversation) == []
+    assert cached(respond(client, "anew", conversation=conversation)) == 0
+    with pytest.raises(openai.NotFoundError):
+        client.conversations.items.delete(wrong, conversation_id=conversation)
+
+
 def test_what_was_asked_for_by_name_goes_on_by_name(client):
     """previous_response_id, and a chat that resends, branch off a conversation that someone created."""
     conversation = client.conversations.create()
@@ -311,6 +419,8 @@ def test_cancel_in_mid_stream(client, server):
     assert client.responses.retrieve(response_id).status == "in_progress"
     with pytest.raises(openai.ConflictError):
         client.conversations.items.create(conversation, items=[user("late")])
+    with pytest.raises(openai.ConflictError):
+        client.conversations.items.delete("msg_1", conversation_id=conversation)
     cancelled = client.responses.cancel(response_id)
     assert cancelled.status == "cancelled"
     *_, last = stream
@@ -383,14 +493,13 @@ def test_deleting_the_last_response_of_a_conversation(client):
 
 @pytest.mark.parametrize("field, value", [
     ("tools", [dict(type="web_search")]), ("background", True), ("reasoning", dict(effort="low")),
-    ("max_tool_calls", 1), ("tool_choice", "auto"),
+    ("max_tool_calls", 1), ("tool_choice", "required"), ("functions", [dict(name="f")]),
     ("input", [dict(role="user", content=[dict(type="input_image", image_url="x")])]),
-    ("input", [dict(type="item_reference", id="msg_1")]),
     ("input", [dict(type="function_call_output", call_id="1", output="x")]),
     ("text", dict(format=dict(type="json_object"))), ("input", []),
-    ("truncation", "middle"), ("include", ["reasoning.encrypted_content"]), ("max_output_tokens", 0),
+    ("truncation", "middle"), ("include", [5]), ("max_output_tokens", 0),
     ("prompt", dict(id="p")), ("conversation", dict(id=5)),
-    ("metadata", {str(n): "x" for n in range(17)}), ("service_tier", "flex"), ("frequency_penalty", 3),
+    ("metadata", {str(n): "x" for n in range(17)}), ("service_tier", 1), ("frequency_penalty", 3),
     ("input", None)])
 def test_what_is_not_supported_is_refused_by_name(client, field, value):
     with pytest.raises(openai.BadRequestError) as error:
@@ -417,8 +526,6 @@ def test_combinations_and_what_is_missing(client):
             call()
     with pytest.raises(openai.BadRequestError, match="stream"):
         client.responses.retrieve(response.id, stream=True)
-    with pytest.raises(openai.APIStatusError, match="takes GET"):
-        client.conversations.items.delete("msg_1", conversation_id=conversation)
 
 
 # ---- log probabilities
@@ -464,6 +571,10 @@ def test_each_key_has_its_own_world(checkpoint):
         for guess in (lambda: bob.conversations.retrieve(conversation),
                       lambda: bob.conversations.items.list(conversation),
                       lambda: bob.conversations.delete(conversation),
+                      lambda: bob.responses.input_items.list(response.id),
+                      lambda: bob.conversations.items.delete(response.output[0].id,
+                                                             conversation_id=conversation),
+                      lambda: respond(bob, [dict(type="item_reference", id=response.output[0].id)]),
                       lambda: bob.responses.retrieve(response.id),
                       lambda: bob.responses.delete(response.id), lambda: bob.responses.cancel(response.id),
                       lambda: respond(bob, "x", conversation=conversation),

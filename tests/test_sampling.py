@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import (AutoModelForCausalLM, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor,
                           TemperatureLogitsWarper, TopKLogitsWarper,
                           TopPLogitsWarper)
@@ -14,7 +15,8 @@ from transformers import (AutoModelForCausalLM, MinPLogitsWarper, RepetitionPena
 import sampling
 from engine import Engine
 from eviction import RecomputeCost
-from sampling import Sampling, sample, uniform
+from sampling import Sampling, noise_keys, read, sample, uniform, upload_groups
+from streams import OperatorWatcher
 
 TINY_CHAT = Path(__file__).parent.parent / "tiny_chat"
 COST = RecomputeCost({8: 1e-3, 1024: 4e-3}, rest=1e-3)
@@ -25,6 +27,19 @@ def row(position=3, context=(1, 2, 3), generated=(), **values):
     """What sampling sees of a request."""
     return SimpleNamespace(sampling=Sampling(**values), total=position, generated=list(generated),
                            conversation=SimpleNamespace(tokens=array("i", [*context, *generated])))
+
+
+def sampled(logits, rows):
+    return read(rows, *sample(logits, rows))
+
+
+def changed(stage, logits, rows):
+    (told,) = upload_groups([stage.tell(rows)], logits.device)
+    return stage.change(logits, *told)
+
+
+def noise(seeds, positions, vocab, device="cpu"):
+    return uniform(torch.tensor(noise_keys(seeds, positions), device=device), vocab)
 
 
 def some_logits(rows, vocab, seed=0, spread=2.0):
@@ -68,7 +83,7 @@ def test_draws_follow_the_distribution_that_transformers_gives(values, keyed_by)
     draws, logits = 8000, some_logits(1, 40)
     requests = [row(i, seed=5, **values) if keyed_by == "position" else row(seed=i, **values)
                 for i in range(draws)]
-    tokens, _ = sample(logits.repeat(draws, 1), requests)
+    tokens, _ = sampled(logits.repeat(draws, 1), requests)
     observed = torch.bincount(torch.tensor(tokens), minlength=40)
     expected = draws * by_transformers(logits, **values)[0]
     assert not observed[expected == 0].any() and p_value(observed, expected) > 1e-3
@@ -76,14 +91,15 @@ def test_draws_follow_the_distribution_that_transformers_gives(values, keyed_by)
 
 # The second is peaked: its best 64 hold top_p.
 @pytest.mark.parametrize("spread", [1.0, 4.0])
-@pytest.mark.parametrize("cut, name, choices, warper", [
-    (sampling.keep_top_k, "top_k", [1, 2, 50, 1999, 2000, 10**6], TopKLogitsWarper),
-    (sampling.keep_top_p, "top_p", [1e-6, 0.1, 0.5, 0.9, 0.99, 0.999], TopPLogitsWarper),
-    (sampling.keep_min_p, "min_p", [1e-4, 0.01, 0.3, 0.5, 0.9, 1.0], MinPLogitsWarper)])
-def test_cuts_keep_what_transformers_keeps(cut, name, choices, warper, spread):
+@pytest.mark.parametrize("name, choices, warper", [
+    ("top_k", [1, 2, 50, 1999, 2000, 10**6], TopKLogitsWarper),
+    ("top_p", [1e-6, 0.1, 0.5, 0.9, 0.99, 0.999], TopPLogitsWarper),
+    ("min_p", [1e-4, 0.01, 0.3, 0.5, 0.9, 1.0], MinPLogitsWarper)])
+def test_cuts_keep_what_transformers_keeps(name, choices, warper, spread):
     """Each row by a value of its own."""
+    cut, = (stage for stage in sampling.STAGES if stage.change.__name__ == f"keep_{name}")
     logits = some_logits(len(choices), 2000, spread=spread)
-    ours = cut(logits.clone(), [row(temperature=1.0, **{name: choice}) for choice in choices])
+    ours = changed(cut, logits.clone(), [row(temperature=1.0, **{name: choice}) for choice in choices])
     theirs = [warper(choice)(None, logits[i:i + 1]) for i, choice in enumerate(choices)]
     assert torch.equal(ours, torch.cat(theirs))
 
@@ -92,16 +108,16 @@ def test_greedy_rows_take_the_best_whatever_they_would_draw_from():
     logits = some_logits(4, 50)
     rows = [row(), row(top_k=3, top_p=0.5, min_p=0.9, seed=7), row(temperature=1.0, top_k=1),
             row(temperature=1e-9)]
-    assert sample(logits.clone(), rows)[0] == logits.argmax(-1).tolist()
+    assert sampled(logits.clone(), rows)[0] == logits.argmax(-1).tolist()
 
 
 def test_huge_logits_and_extreme_values_give_tokens_of_the_vocabulary():
     logits = some_logits(6, 50, spread=1e4)
     rows = [row(temperature=t, top_p=p, min_p=m, logit_bias={0: -100.0}) for t, p, m in
             [(1e-300, 1, 0), (100, 1e-6, 1), (1e-5, 0.5, 0.5), (1, 1 - 1e-12, 0), (100, 1, 0), (0.01, 1, 1)]]
-    assert all(0 <= token < 50 for token in sample(logits.clone(), rows)[0])
+    assert all(0 <= token < 50 for token in sampled(logits.clone(), rows)[0])
     # All tied: all kept.
-    assert sample(torch.zeros(1, 50), [row(temperature=1.0, top_p=0.5)])[0][0] in range(50)
+    assert sampled(torch.zeros(1, 50), [row(temperature=1.0, top_p=0.5)])[0][0] in range(50)
 
 
 # ---- the noise
@@ -116,8 +132,8 @@ def mix(x):
 @pytest.mark.parametrize("device", DEVICES)
 def test_noise_is_the_same_everywhere(device):
     seeds, positions = [0, 1, 2**32, -1, 2**63 - 1, -2**63, 12345], [1, 2, 3, 100_000, 7, 0, 2**31 - 1]
-    ours = uniform(seeds, positions, 60_000, torch.device(device))
-    assert torch.equal(ours.cpu(), uniform(seeds, positions, 60_000, torch.device("cpu")))
+    ours = noise(seeds, positions, 60_000, device)
+    assert torch.equal(ours.cpu(), noise(seeds, positions, 60_000))
     for i, (seed, position) in enumerate(zip(seeds, positions)):
         key = mix(mix(mix(1 ^ seed >> 32 & 0xFFFFFFFF) ^ seed & 0xFFFFFFFF) ^ position)
         for token in (0, 1, 17, 59_999):
@@ -128,11 +144,11 @@ def test_noise_is_the_same_everywhere(device):
 @pytest.mark.parametrize("along", ["tokens", "positions", "seeds", "far seeds"])
 def test_noise_is_uniform_and_neighbours_are_independent(along):
     """Along each of its coordinates: values, their lower bits, and pairs of neighbours near and far."""
-    n, cpu = 200_000, torch.device("cpu")
-    ways = {"tokens": lambda: uniform([3], [9], n, cpu),
-            "positions": lambda: uniform([3] * n, range(n), 2, cpu).T,
-            "seeds": lambda: uniform(range(n), [9] * n, 2, cpu).T,
-            "far seeds": lambda: uniform([i << 32 for i in range(n)], [9] * n, 2, cpu).T}
+    n = 200_000
+    ways = {"tokens": lambda: noise([3], [9], n),
+            "positions": lambda: noise([3] * n, range(n), 2).T,
+            "seeds": lambda: noise(range(n), [9] * n, 2).T,
+            "far seeds": lambda: noise([i << 32 for i in range(n)], [9] * n, 2).T}
     for u in ways[along]().double():
         flat = torch.full((1024,), n / 1024)
         assert u.min() > 0 and u.max() < 1
@@ -144,7 +160,7 @@ def test_noise_is_uniform_and_neighbours_are_independent(along):
 
 def test_noise_is_precise_where_races_are_won():
     # [40, 8], around 1 / 60,000.
-    least = uniform(range(40), range(40), 60_000, torch.device("cpu")).sort(-1).values[:, :8]
+    least = noise(range(40), range(40), 60_000).sort(-1).values[:, :8]
     assert least.unique().numel() == least.numel()
     # Of a Poisson process: Exp(1).
     gaps = (60_000 * torch.diff(least, prepend=torch.zeros(40, 1))).flatten()
@@ -169,21 +185,52 @@ def test_a_row_does_not_depend_on_the_others():
     rows = [row(chance.randrange(1, 999), chance.choices(range(3000), k=30),
                 chance.choices(range(20), k=chance.randrange(30)), **values)
             for values in CROWD]
-    alone = [sample(logits[i:i + 1].clone(), [rows[i]]) for i in range(len(rows))]
+    alone = [sampled(logits[i:i + 1].clone(), [rows[i]]) for i in range(len(rows))]
     for _ in range(5):
         order = chance.sample(range(len(rows)), k=chance.randrange(2, len(rows) + 1))
-        tokens, logprobs = sample(logits[order].clone(), [rows[i] for i in order])
+        tokens, logprobs = sampled(logits[order].clone(), [rows[i] for i in order])
         for i, token, logprob in zip(order, tokens, logprobs or [None] * len(order)):
             assert ([token], logprob) == (alone[i][0], alone[i][1] and alone[i][1][0])
+
+
+# ---- without waiting for the device
+
+class Calls(OperatorWatcher):
+    """Counts the operators that run on the device, and what is uploaded for them."""
+    operators = uploads = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        view = any(argument.alias_info and not argument.alias_info.is_write
+                   for argument in operator._schema.arguments)
+        if any(tensor.is_meta for tensor in tree_leaves(result)):
+            self.operators += not view
+            self.uploads += any(not tensor.is_meta for tensor in tensors)
+        return result
+
+
+@pytest.mark.parametrize("rows, most, uploads", [
+    ([dict()] * 3, 1, 0),                                       # greedy: the argmax
+    ([dict(temperature=0.7, top_p=0.9)] * 3, 50, 1), (CROWD, 100, 1)])
+def test_the_host_uploads_once_and_never_waits(rows, most, uploads):
+    """On the device "meta", where tensors have no content: to look at a result is an error there."""
+    logits = torch.empty(len(rows), 3000, device="meta")
+    with pytest.raises(Exception, match="[Mm]eta"):
+        logits[logits > 0]
+    with Calls() as calls:
+        results = sample(logits, [row(**values, generated=[5]) for values in rows])
+    assert all(result.is_meta for result in results)
+    assert calls.operators <= most and calls.uploads == uploads
 
 
 # ---- penalties and bias
 
 def shaped(logits, request):
     """What a greedy row takes the argmax of."""
-    for asks, change in sampling.STAGES:
-        if asks(request.sampling):
-            logits = change(logits, [request])
+    for stage in sampling.STAGES:
+        if stage.is_asked_for(request.sampling):
+            logits = changed(stage, logits, [request])
     return logits
 
 
@@ -210,7 +257,7 @@ def test_presence_and_frequency_count_the_reply_alone(reply):
 def test_bias_forces_and_bans():
     logits = some_logits(2, 60)
     best = logits.argmax(-1).tolist()
-    tokens, _ = sample(logits.clone(), [row(logit_bias={13: 100}), row(logit_bias={best[1]: -100})])
+    tokens, _ = sampled(logits.clone(), [row(logit_bias={13: 100}), row(logit_bias={best[1]: -100})])
     assert tokens == [13, logits[1].topk(2).indices[1].item()]
 
 
@@ -221,7 +268,7 @@ def test_logprobs_are_the_models_own():
     logits = some_logits(4, 60)
     rows = [row(logprobs=2), row(), row(logprobs=0, temperature=5.0, seed=1, top_k=3),
             row(logprobs=20, logit_bias={13: 100}, temperature=0.5)]
-    tokens, reports = sample(logits.clone(), rows)
+    tokens, reports = sampled(logits.clone(), rows)
     own = logits.double().log_softmax(-1)
     assert reports[1] is None and tokens[3] == 13 and [len(reports[i][1]) for i in (0, 2, 3)] == [2, 0, 20]
     for i in (0, 2, 3):
@@ -230,7 +277,7 @@ def test_logprobs_are_the_models_own():
         assert [token for token, _ in top] == own[i].argsort(descending=True)[:len(top)].tolist()
         largest = own[i].sort(descending=True).values[:len(top)].tolist()
         assert [value for _, value in top] == pytest.approx(largest, abs=1e-5)
-    assert sample(logits, [row()] * 4)[1] is None
+    assert sampled(logits, [row()] * 4)[1] is None
 
 
 # ---- through the engine

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from fakes import World, answer
 from kv_cache import Ticket
-from scheduler import Batch, Request, Result, Span, decodes_first
+from scheduler import PLACEHOLDER, Batch, Request, Result, Scheduler, Span, decodes_first
 
 
 @pytest.fixture(autouse=True)
@@ -544,6 +544,46 @@ def test_stop_ids_and_stop_strings_end_a_reply():
         assert request.conversation.tokens.tolist() == list(range(6)) + expected[:4]
 
 
+# ---- one step ahead of what the scheduler is told
+
+def test_ahead_a_reply_that_may_not_be_longer_launches_no_step_more():
+    world = World(depth=1)
+    request, trace = world.turn("a", 10, 3)
+    assert trace == ["step 0  a[0:10]", "step 1  a[10:11]", "step 2  a[11:12]"]
+    assert [request.generated] == undisturbed((request.prompt, 3)) and request.times == [2, 3, 4]
+
+
+def test_ahead_a_late_stop_wastes_one_span_and_nothing_else():
+    """b goes on meanwhile, and a's next turn finds the conversation that it would have found in step."""
+    whole, = undisturbed((list(range(6)), 8))
+    assert whole[2] not in whole[:2]
+    world = World(slots=64, depth=1)
+    a, b = world.submit("a", list(range(6)), 8), world.submit("b", 6, 5)
+    a.stop_ids = {whole[2]}
+    assert traces(world) == ["a[0:6] b[0:6]", "a[6:7] b[6:7]", "a[7:8] b[7:8]",
+                             "a[8:9] b[8:9]",                   # launched before we know a's third token
+                             "b[9:10]"]
+    assert a.generated == whole[:3] and a.finish_reason == "stop" and len(b.generated) == 5
+    assert a.conversation.tokens.tolist() == list(range(6)) + whole[:3] and a.conversation.known == 8
+    assert world.scheduler.stats["generated_tokens"] == 8
+    again = world.submit("a", 2, 1)
+    assert traces(world) == ["a[8:11]"] and again.usage == usage(gpu=8, new=3)
+
+
+def test_ahead_only_whose_tokens_are_known_is_suspended(monkeypatch):
+    """a and b need more slots than there are, in every step in which neither has one."""
+    suspended, suspend = [], Scheduler.suspend
+    def watched(scheduler, request, now):
+        suspended.append(request.conversation.tokens[-1])
+        suspend(scheduler, request, now)
+    monkeypatch.setattr(Scheduler, "suspend", watched)
+    world = World(slots=16, places=1, swap_threshold=0, reserve=0, depth=1)
+    a, b = world.submit("a", 6, 8), world.submit("b", 6, 8)
+    world.run()
+    assert suspended and PLACEHOLDER not in suspended
+    assert b.generated == undisturbed((b.prompt, 8))[0] and a.generated == undisturbed((a.prompt, 8))[0]
+
+
 # ---- SharingCache.follow: one prompt, several replies
 
 def test_a_prompt_that_is_asked_several_times_is_computed_once():
@@ -600,7 +640,9 @@ def test_account_hands_out_each_token_and_counts():
     a, b = world.submit("a", 4, 2), world.submit("b", 20, 1)
     while world.scheduler.busy:
         batch = world.scheduler.schedule(0.0)
-        world.scheduler.account(batch, world.worker.execute(batch), 0.0)
+        result = world.worker.execute(batch)
+        world.scheduler.launched(batch)
+        world.scheduler.account(batch, result, 0.0)
     for request in a, b:
         handed_out = [request.outbox.get_nowait() for _ in range(request.outbox.qsize())]
         assert handed_out == [*request.generated, None]
@@ -977,6 +1019,7 @@ def decode_steps(world, count, copies=0):
             world.scheduler.threshold_slots = world.cache.available + copies
         batch = world.scheduler.schedule(world.now)
         assert len(batch.spans) == 1 and bool(batch.swap_out) == bool(copies)
+        world.scheduler.launched(batch)
         world.scheduler.account(batch, Result([1], batch.swap_out), world.now)
 
 

@@ -200,7 +200,9 @@ def test_models_and_names(server, client, checkpoint):
     model, = client.models.list()
     assert (model.id, model.root) == ("ascii", str(checkpoint))
     for name in ("ascii", str(checkpoint)):
-        assert ask(client, [user("Hi")], model=name)
+        assert ask(client, [user("Hi")], model=name) and client.models.retrieve(name) == model
+    with pytest.raises(openai.NotFoundError, match="gpt-4"):
+        client.models.retrieve("gpt-4")
 
 
 def test_cache_and_metrics_tell_where_the_context_came_from(server, client, capsys):
@@ -252,9 +254,9 @@ WRONG = dict(
     max_tokens=[-1, 0, 10**9, 10**30, "5", True, 1.5], temperature=[-1, "hot", float("nan"), 1e999],
     top_p=[0, 2], min_p=[-1], seed=[1.5], frequency_penalty=[2.5], n=[0, 17], model=[7],
     stop=["", ["a", ""], 3, ["a"] * 5], stream=[1], stream_options=[dict(nothing=1)],
-    conversation_id=[5, "", "\ud800"], tools=[[]], functions=[[{}]], what_is_this=[1],
+    conversation_id=[5, "", "\ud800"], tools=[[{}]], functions=[[{}]], what_is_this=[1],
     logprobs=[1], top_logprobs=[3, 99], response_format=[dict(type="json_object")],
-    logit_bias=[[1], {"x": 1}, {"5": 101}, {"99999": 1}], metadata=[dict(a=1), {"a" * 65: ""}, []],
+    logit_bias=[[1], {"x": 1}, {"5": 101}, {"99999": 1}], metadata=[dict(a=1), {"a" * 65: ""}, ["a"]],
     messages=[[], "Hi", None, ["Hi"], [{}], [dict(role="user")], [dict(content="Hi")],
               [dict(role="king", content="Hi")], [dict(role="user", content=5)],
               [dict(role=["user"], content="Hi")], [user("lone \ud800")], [user("too long " * CONTEXT)],
@@ -278,15 +280,31 @@ def test_harmless_fields_are_accepted(client):
                max_tokens=None, max_completion_tokens=2)[2].completion_tokens <= 2
 
 
+def test_a_chat_that_is_not_stored_leaves_nothing(server, client):
+    """It is recognised all the same: what is kept already may be used."""
+    kept = ask(client, [user("Keep")], extra_body=dict(ignore_eos=True), max_tokens=40)
+    names, messages = server.sessions.history.conversations(), [user("Forget this")]
+    for stream in (False, True):
+        text, _, usage, conversation = ask(client, messages, stream, store=False)
+        assert conversation is None and usage.prompt_tokens_details.cached_tokens == 0
+        messages += [dict(role="assistant", content=text), user("And?")]
+    assert len(several(client, 2, False, messages=messages, store=False)[0]) == 2
+    resent = [user("Keep"), dict(role="assistant", content=kept[0]), user("And?")]
+    assert ask(client, resent, store=False)[2].prompt_tokens_details.cached_tokens > 0
+    assert server.sessions.history.conversations() == names
+    assert ask(client, resent)[2].prompt_tokens_details.cached_tokens == kept[2].total_tokens - 1
+
+
 def test_the_clients_own_exceptions(client):
     with pytest.raises(openai.NotFoundError, match="gpt-4") as error:
         ask(client, [user("Hi")], model="gpt-4")
     assert error.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError, match="tools") as error:
-        ask(client, [user("Hi")], tools=[])
+        ask(client, [user("Hi")], tools=[dict(type="function", function=dict(name="f"))])
     assert error.value.param == "tools"
-    with pytest.raises(openai.BadRequestError, match=f"{CONTEXT}"):
+    with pytest.raises(openai.BadRequestError, match=f"{CONTEXT}") as error:
         ask(client, [user("Hi")], max_tokens=CONTEXT)
+    assert error.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError):
         ask(client, [user("Hi")], stream=True, max_tokens=CONTEXT)
 
@@ -303,6 +321,8 @@ def test_unknown_paths_and_wrong_methods(server):
     for method, path in (("GET", "/v1/chat/completions"), ("POST", "/health"), ("DELETE", "/v1/models"),
                          ("OPTIONS", "/cache")):
         assert fetch(server, method, path, b"")[0] == 405
+    answer = raw(server, b"PUT /v1/conversations/x HTTP/1.1\r\n\r\n")
+    assert b"\r\nAllow: GET, POST, DELETE\r\n" in answer
     assert fetch(server, "GET", "/health?verbose=1") == (200, dict(status="ok"))
 
 
@@ -492,6 +512,23 @@ def test_bad_flags_are_one_line(flags, capsys, monkeypatch, checkpoint):
     with pytest.raises(SystemExit) as exit:
         server.main()
     assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_log_says_why(server, capfd):
+    fetch(server, "POST", "/v1/chat/completions", dict(messages=[user("Hi")], temperature=3))
+    line, = [line for line in capfd.readouterr().err.splitlines() if "chat/completions" in line]
+    assert " 400 temperature should be less than or equal to 2, got 3" in line
+
+
+def test_a_port_that_is_taken(server, checkpoint, tmp_path, capsys, monkeypatch):
+    from server import main
+    port = str(server.server_address[1])
+    monkeypatch.setattr(sys, "argv", ["server.py", "--model", str(checkpoint), "--port", port, "--history",
+                                      ":memory:", "--gpu-cache-tokens", "2048"])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and error.count("\n") == 1 and f"127.0.0.1:{port}" in error
 
 
 def test_banner_and_ctrl_c(checkpoint, tmp_path):

@@ -195,17 +195,17 @@ def test_one_offs_keep_nothing(sessions):
 
 
 def test_a_resent_history_is_recognised_and_an_edited_one_branches(sessions):
-    first = sessions.submit_chat([user("Hello")], "mine", max_tokens=6)
+    first = sessions.respond([user("Hello")], hint="mine", max_tokens=6)
     said = dict(role="assistant", content=first.result().text)
-    second = sessions.submit_chat([user("Hello"), said, user("And now?")], max_tokens=6)
+    second = sessions.respond([user("Hello"), said, user("And now?")], max_tokens=6)
     assert second.conversation == "mine" and second.result().usage["gpu"] > 0
     # "mine" has gone on: its first turn gets a second child, which shares the full chunks.
-    branch = sessions.submit_chat([user("Hello"), said, user("Or else?")], "mine", max_tokens=6)
+    branch = sessions.respond([user("Hello"), said, user("Or else?")], hint="mine", max_tokens=6)
     assert branch.conversation != "mine"
     known = first.result().usage["prompt_tokens"] + len(first.token_ids) - 1
     usage = branch.result().usage
     assert usage["gpu"] == known // 8 * 8 and usage["recomputed"] == known % 8
-    fresh = sessions.submit_chat([user("Howdy"), said, user("And now?")], "mine", max_tokens=6)
+    fresh = sessions.respond([user("Howdy"), said, user("And now?")], hint="mine", max_tokens=6)
     assert fresh.conversation not in ("mine", branch.conversation)
     assert fresh.result().usage["new"] == fresh.result().usage["prompt_tokens"]
 
@@ -222,14 +222,14 @@ def prompted(**flags):
 def test_the_system_prompt_is_what_a_first_system_message_would_be_and_is_computed_once():
     plain, sessions = Sessions("tiny_chat", **TINY), prompted()
     engine, system = sessions.engine, dict(role="system", content=SYSTEM)
-    expected = plain.submit_chat([system, user("Hi!")], max_tokens=6).result()
+    expected = plain.respond([system, user("Hi!")], max_tokens=6).result()
     prefix = len(engine.cache.prefix)
     assert prefix > 16 and engine.scheduler.limit == 160 - prefix
     first = sessions.chat("Hi!", "a", max_tokens=6)
     assert first.token_ids == expected.token_ids and first.usage["new"] == expected.usage["new"]
     for again in (sessions.chat("Hi!", "b", max_tokens=6),
-                  sessions.submit_chat([user("Hi!")], "c", max_tokens=6).result(),
-                  sessions.submit_chat([system, user("Hi!")], "d", max_tokens=6).result(),
+                  sessions.respond([user("Hi!")], hint="c", max_tokens=6).result(),
+                  sessions.respond([system, user("Hi!")], hint="d", max_tokens=6).result(),
                   sessions.chat("Hi!", max_tokens=6)):
         assert again.token_ids == expected.token_ids
         assert again.usage == dict(expected.usage, gpu=prefix, new=expected.usage["new"] - prefix)
@@ -241,9 +241,9 @@ def test_the_system_prompt_is_what_a_first_system_message_would_be_and_is_comput
 
 def test_conversations_go_on_under_the_system_prompt_and_do_not_show_it():
     sessions = prompted()
-    first = sessions.submit_chat([user("Hi!")], "mine", max_tokens=6)
+    first = sessions.respond([user("Hi!")], hint="mine", max_tokens=6)
     said = dict(role="assistant", content=first.result().text)
-    second = sessions.submit_chat([user("Hi!"), said, user("And?")], max_tokens=6)
+    second = sessions.respond([user("Hi!"), said, user("And?")], max_tokens=6)
     assert second.conversation == "mine" and second.result().usage["recomputed"] == 0
     third = sessions.respond([user("And?")], "mine", max_tokens=6).result()
     assert third.usage["new"] < second.result().usage["prompt_tokens"] and third.usage["recomputed"] == 0
@@ -252,7 +252,7 @@ def test_conversations_go_on_under_the_system_prompt_and_do_not_show_it():
     assert other.result().usage["gpu"] == 0                 # another beginning
     roles = [message["role"] for message in sessions.history.messages(other.id)]
     assert roles == ["system"] + ["user", "assistant"] * 4
-    own = sessions.submit_chat([dict(role="system", content="Be brief."), user("Hi!")], "own", max_tokens=6)
+    own = sessions.respond([dict(role="system", content="Be brief."), user("Hi!")], hint="own", max_tokens=6)
     assert own.result().usage["gpu"] == 0
     assert [item["role"] for item in sessions.history.items("own")] == ["system", "user", "assistant"]
 
@@ -311,7 +311,8 @@ def test_a_stop_string_ends_the_reply(sessions):
 def test_a_turn_has_one_stream_of_text(sessions, monkeypatch, stop):
     """Each token is decoded once, with stop strings or without."""
     push, pushed = TextStream.push, []
-    monkeypatch.setattr(TextStream, "push", lambda stream, token: pushed.append(token) or push(stream, token))
+    monkeypatch.setattr(TextStream, "push", lambda stream, token, *may_stop:
+                        pushed.append(token) or push(stream, token, *may_stop))
     turn = sessions.respond([user("Hi")], "c", max_tokens=20, stop=stop)
     assert "".join(turn.pieces()) == turn.result().text and pushed == turn.token_ids
 
@@ -419,13 +420,13 @@ def test_a_conversation_that_went_on_without_us_is_read_again(tmp_path):
 
 def test_a_name_that_was_forgotten_can_name_a_branch(sessions):
     """Also of a turn that was committed under that very name, and lives on in a branch."""
-    said = sessions.submit_chat([user("Hello")], "x", max_tokens=4).result().text
+    said = sessions.respond([user("Hello")], hint="x", max_tokens=4).result().text
     resent = [user("Hello"), dict(role="assistant", content=said)]
-    sessions.submit_chat([*resent, user("One")], max_tokens=4).result()
-    branch = sessions.submit_chat([*resent, user("Two")], max_tokens=4)
+    sessions.respond([*resent, user("One")], max_tokens=4).result()
+    branch = sessions.respond([*resent, user("Two")], max_tokens=4)
     assert branch.conversation != "x" and branch.result().finish_reason != "cancelled"
     sessions.forget("x")
-    again = sessions.submit_chat([*resent, user("Three")], "x", max_tokens=4)
+    again = sessions.respond([*resent, user("Three")], hint="x", max_tokens=4)
     assert again.conversation == "x" and again.result().finish_reason != "cancelled"
     assert len(sessions.history.items("x")) == 4
 
@@ -441,12 +442,12 @@ def test_what_fails_in_a_change_of_the_history_is_told_to_the_caller(started, mo
 
 
 def test_a_cancelled_turn_need_not_be_read(sessions):
-    said = sessions.submit_chat([user("Hello")], "mine", max_tokens=4).result().text
+    said = sessions.respond([user("Hello")], hint="mine", max_tokens=4).result().text
     sessions.submit(ids(3), "mine", max_tokens=20).cancel()
     sessions.submit(ids(3), max_tokens=20).cancel()
     assert not sessions.turns
     again = [user("Hello"), dict(role="assistant", content=said), user("Bye")]
-    assert sessions.submit_chat(again, max_tokens=4).conversation == "mine"
+    assert sessions.respond(again, max_tokens=4).conversation == "mine"
 
 
 def test_pruning_forgets_the_longest_idle(sessions):
@@ -621,8 +622,8 @@ def test_items_come_between_turns_and_none_is_lost(started):
     sessions.close()
 
 
-@pytest.mark.parametrize("deletes", [0, 1])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed, deletes", [
+    (0, 0), (1, 1), *(pytest.param(seed, seed % 2, marks=pytest.mark.soak) for seed in range(2, 8))])
 def test_everything_at_once(seed, deletes, tmp_path, monkeypatch):
     """Turns, chats, branches, cancels, deletions, prunes, items, a worker and a disk that fail. Nobody hangs;
     each turn that was told to be done is in the history (unless it was deleted); and the engine holds of a
@@ -658,9 +659,9 @@ def test_everything_at_once(seed, deletes, tmp_path, monkeypatch):
             case "chat":
                 head = history.head(name)
                 before = history.messages(head.id) if head else []
-                return [sessions.submit_chat(before + hi, chance.choice([None, name]), **options)]
+                return [sessions.respond(before + hi, hint=chance.choice([None, name]), **options)]
             case "many":
-                first = sessions.submit_chat(hi, None, **options)
+                first = sessions.respond(hi, None, **options)
                 return [first, sessions.another(first, **options), sessions.another(first, **options)]
             case "branch":
                 return [sessions.respond(hi, after=history.head(name), prefix="", truncate=True, **options)]

@@ -2,9 +2,11 @@
 otherwise, and touch nothing else."""
 import os
 import random
+import re
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,15 +14,16 @@ import torch
 
 import attention_kernel
 import worker as module
-from attention_kernel import MERGE_COLUMNS, make_plan, tiling
+from attention_kernel import AMPERE, FLOAT32, MERGE_COLUMNS, make_plan
 from config import Config
 from engine import Engine
 from eviction import RecomputeCost
 from kv_cache import Conversation, Ticket
 from model import ModelConfig, empty_model
 from sampling import Sampling
-from scheduler import Batch, Request, Span
-from worker import Worker, fuse, make_cuda_graph, pack, table_changes, tier_sizes, try_capture
+from scheduler import PLACEHOLDER, Batch, Request, Span
+from worker import (INDUCTOR, Worker, fuse, largest_step, make_cuda_graph, pack, table_changes, tier_sizes,
+                    try_capture)
 
 SLOTS, ROWS, CONTEXT, CHUNK, VOCAB = 128, 4, 80, 4, 61
 COST = RecomputeCost({4: 1e-3, 32: 2e-3}, rest=1e-3)
@@ -31,10 +34,10 @@ def eagerly(run):
     return run
 
 
-def make_worker(kv_heads=2, rows=ROWS, device="cpu", **options):
+def make_worker(kv_heads=2, rows=ROWS, device="cpu", dtype=torch.float32, **options):
     """Two layers of random weights, a cache full of random KV, and ROWS contexts in shuffled slots."""
     torch.manual_seed(0)
-    model = empty_model(ModelConfig(VOCAB, 2, 4, kv_heads, 64, 64, CONTEXT, "relu"), device, torch.float32)
+    model = empty_model(ModelConfig(VOCAB, 2, 4, kv_heads, 64, 64, CONTEXT, "relu"), device, dtype)
     for parameter in model.parameters():
         parameter.copy_(torch.randn(parameter.shape) * 0.3)
     worker = Worker(model, SLOTS, 8, CHUNK, rows, CONTEXT, **options)
@@ -81,6 +84,14 @@ def test_the_cpu_tier_is_four_times_the_gpu_tier_unless_it_is_given():
     assert tier_sizes(Config(), model) == (16 * CONTEXT, 64 * CONTEXT)
 
 
+@torch.inference_mode()
+def test_the_largest_step_runs_with_more_tokens_than_requests_and_with_fewer():
+    """On CUDA, free_memory measures it."""
+    model = make_worker().model
+    for num_tokens in 9, 2:
+        largest_step(model, num_tokens, 4)
+
+
 # ---- the upload
 
 def test_table_changes_names_each_entry():
@@ -119,6 +130,24 @@ def test_a_step_is_uploaded_at_once_before_its_copies_and_those_out_start_while_
         watch(owner, name)
     worker.execute(batch)
     assert order == ["upload", "swap_in", "_forward", "swap_out", "sample"]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_token_that_the_host_does_not_know_yet_is_the_one_that_was_sampled(graphs):
+    """By the last launch, in the same row, whatever the order of the spans."""
+    tokens = []
+    for known in (True, False):
+        worker = make_worker()
+        if graphs:
+            worker.capture(eagerly)
+        found = requests(worker, [9, 5, 20])
+        first = worker.launch(decode(found))
+        for request, token in zip(found, first().tokens if known else [PLACEHOLDER] * 3):
+            request.conversation.tokens.append(token)
+        second = decode(found[::-1], step=2)
+        second.table_updates = [(row, length, np.array([100 + row])) for row, length in enumerate([9, 5, 20])]
+        tokens.append([*first().tokens, *worker.launch(second)().tokens])
+    assert tokens[0] == tokens[1] and len(set(tokens[0][:3])) > 1
 
 
 # ---- graphs: what one replays, run as it is
@@ -235,14 +264,15 @@ def rotary_model(device="cpu"):
 def hidden(model, tokens):
     """With no attention, but a function of all of q, k and v."""
     numbers = torch.arange(tokens, device=model.tokens.weight.device)
-    return model(numbers, numbers, lambda layer, q, k, v: q * (k + v).repeat_interleave(2, dim=1))
+    return model(numbers, numbers, lambda layer, q, k, v, rotation: q * (k + v).repeat_interleave(2, dim=1))
 
 
-@pytest.mark.parametrize("device, backend", [("cpu", "eager"),
-                                             pytest.param("cuda", "inductor", marks=pytest.mark.gpu)])
-def test_a_fused_model_computes_the_same_and_is_compiled_for_all_its_layers_at_once(device, backend):
+@pytest.mark.parametrize("device, compiler", [
+    ("cpu", partial(torch.compile, backend="eager")),
+    pytest.param("cuda", INDUCTOR, marks=pytest.mark.gpu)], ids=["cpu", "cuda"])
+def test_a_fused_model_computes_the_same_and_is_compiled_for_all_its_layers_at_once(device, compiler):
     plain, fused, counts = rotary_model(device), rotary_model(device), torch._dynamo.utils.counters["stats"]
-    fuse(fused, backend)
+    fuse(fused, compiler)
     before, compiled = counts["unique_graphs"], []
     for tokens in (8, 4, 1, 7, 60, 2, 16):
         torch.testing.assert_close(hidden(fused, tokens), hidden(plain, tokens), atol=1e-4, rtol=1e-4)
@@ -251,12 +281,32 @@ def test_a_fused_model_computes_the_same_and_is_compiled_for_all_its_layers_at_o
 
 
 def test_a_model_that_cannot_be_compiled_runs_as_it_is():
-    def compiler(graph, inputs):
+    def backend(graph, inputs):
         failures.append(RuntimeError("no such luck"))
         raise failures[0]
     plain, fused, failures = rotary_model(), rotary_model(), []
-    fuse(fused, compiler)
+    fuse(fused, partial(torch.compile, backend=backend))
     assert torch.equal(hidden(fused, 4), hidden(plain, 4)) and failures
+
+
+@pytest.mark.soak
+def test_seven_launches_between_two_attentions(monkeypatch):
+    """As Inductor plans them for Triton. It plans for a GPU that is not there: no kernel is compiled,
+    and what was planned runs without its Triton kernels, so the results mean nothing."""
+    triton = pytest.importorskip("triton")
+    from torch._inductor import async_compile, config, utils
+    from triton.backends.compiler import GPUTarget
+    gpu = GPUTarget("cuda", 90, 32)
+    target = SimpleNamespace(get_current_target=lambda: gpu, get_current_device=lambda: 0)
+    monkeypatch.setattr(triton.runtime.driver, "_active", target)
+    kernel = SimpleNamespace(run=lambda *args, **kwargs: None)
+    monkeypatch.setattr(async_compile.AsyncCompile, "triton", lambda *args, **kwargs: kernel)
+    model = rotary_model()
+    fuse(model)
+    with config.patch(cpu_backend="triton", force_disable_caches=True):
+        _, codes = utils.run_and_get_code(hidden, model, 8)
+    launches = re.findall(r"extern_kernels\.(\w+)\(|(triton)_\w+\.run\(", "".join(codes))
+    assert ["".join(one) for one in launches] == ["mm", "triton", "mm", "triton", "mm", "triton", "mm"]
 
 
 # ---- with the kernel: its work items are planned on the host, uploaded with the rest, and padded
@@ -265,9 +315,8 @@ def check_kernel():
     """Runs where the kernels do: in the interpreter, or on a GPU. Contexts are cut finely, or none
     would need a merge."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shapes, _ = tiling(1, torch.float32, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "tiling", lambda *_: (shapes, 6))
+        patch.setattr(module, "wanted_items", lambda *_: dict.fromkeys(FLOAT32, 6))
         patch.setattr(module, "make_plan", partial(make_plan, min_piece=32))
         patch.setattr(attention_kernel, "make_plan", None)       # no layer plans anew
         plain, padded = (make_worker(kv_heads=1, device=device) for _ in range(2))
@@ -284,9 +333,27 @@ def check_kernel():
             pieces = plan.merges[:, MERGE_COLUMNS.index("pieces")]
             merges.append(int((pieces > 0).sum()))
         assert used == [4, 4] and merges == [4, 4]               # heads of the one long context
+        assert len(plan.merges) == 6 // 2 * 4                    # of 4 decodes at most 3 can be split
 
 
-def test_padded_plans_in_the_interpreter():
+def check_warm_up():
+    """Every kind of tile, and the kernel that merges, run before there is a request."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shapes = dict.fromkeys(AMPERE, 6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "wanted_items", lambda *_: shapes)
+        patch.setattr(module, "make_plan", partial(make_plan, min_piece=32))
+        worker = make_worker(kv_heads=1, device=device, dtype=torch.float16)
+        plan, planned, before = worker._plan, [], worker.pool.gpu[:, :, :SLOTS].clone()
+        patch.setattr(worker, "_plan", lambda *args: planned.append(plan(*args)) or planned[-1])
+        worker.warm_up()
+    assert [[shape for shape, _ in plan.launches] for plan in planned] == [[shape] for shape in AMPERE]
+    assert all(len(plan.merges) for plan in planned)
+    assert torch.equal(worker.pool.gpu[:, :, :SLOTS], before)    # nothing but padding was stored
+    assert not worker.pool.gpu[:, :, SLOTS:].isnan().any()
+
+
+def test_padded_plans_and_warm_up_in_the_interpreter():
     pytest.importorskip("triton")
     root = os.path.dirname(module.__file__)
     path = os.pathsep.join([os.path.dirname(__file__), root])
@@ -297,8 +364,9 @@ def test_padded_plans_in_the_interpreter():
 
 
 @pytest.mark.gpu
-def test_padded_plans_on_the_gpu():
+def test_padded_plans_and_warm_up_on_the_gpu():
     check_kernel()
+    check_warm_up()
 
 
 @pytest.mark.gpu
@@ -314,6 +382,29 @@ def test_graphs_on_the_gpu():
         assert results[0].tokens == results[1].tokens
         torch.testing.assert_close(plain.pool.gpu[:, :, :SLOTS], captured.pool.gpu[:, :, :SLOTS])
     assert len(used) == 20 and set(used) == {1, 2, 4}
+
+
+@pytest.mark.gpu
+def test_a_launch_waits_for_nothing_on_the_gpu():
+    """A prompt, a swap-in, and decodes of tokens that the host does not know yet."""
+    worker = make_worker(device="cuda")
+    found = requests(worker, [9, 5])
+    prompt, first, second = decode(found), decode(found), decode(found, step=2)
+    prompt.spans[0] = Span(found[0], 0, 9)
+    first.swap_in = [Ticket(None, None, "", 0, 2, [80, 81], 3)]
+    for batch in prompt, first:                                 # what compiles and allocates may wait
+        worker.execute(batch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        waits = [worker.launch(prompt), worker.launch(first)]
+        for request, slot in zip(found, (90, 91)):
+            second.table_updates.append((request.conversation.row, request.total, np.array([slot])))
+            request.conversation.tokens.append(PLACEHOLDER)
+        second.spans = [Span(request, request.total - 1, request.total) for request in found]
+        waits.append(worker.launch(second))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [len(wait().tokens) for wait in waits] == [2, 2, 2]
 
 
 @pytest.mark.gpu
@@ -343,3 +434,4 @@ def test_the_cache_leaves_room_for_the_largest_step():
 
 if __name__ == "__main__":
     check_kernel()
+    check_warm_up()

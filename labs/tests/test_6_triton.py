@@ -46,7 +46,7 @@ def right(spans, shapes, min_piece) -> bool:
     arguments = make_case(*sizes, dtype, seed=SEED)
     group, kv_heads = sizes[2:4]
     batch = arguments[-1]
-    plan = make_plan(batch.host, group, shapes, 999, min_piece)
+    plan = make_plan(batch.host, group, dict.fromkeys(shapes, 999), min_piece)
     batch.plans[group, kv_heads, dtype] = plan.with_arrays(kernel.upload(plan.arrays(), torch.device("cpu")))
     out = torch.full_like(arguments[0], torch.nan)
     multi_token_attention(*arguments, out=out)
