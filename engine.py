@@ -488,13 +488,13 @@ class Outbox:
         with self.changed:
             self.changed.notify_all()
 
-    def wait_closed(self):
-        """Return when the outbox is closed."""
+    def wait_closed(self, seconds: float | None = None) -> bool:
+        """Return when the outbox is closed, or after so many seconds. True if it is closed."""
         def ready():
             return self.closed
         self.engine.step_until(ready)
         with self.changed:
-            self.changed.wait_for(ready)
+            return self.changed.wait_for(ready, seconds)
 
     def wait_beyond(self, seen: int):
         """Return when there are more than `seen` items, or the outbox is closed."""

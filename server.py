@@ -15,13 +15,26 @@ The server promises:
   If the engine fails, every client is told, and the process exits with 1.
 - Nothing that belongs to one API key exists for another.
 """
+import os
+import signal
+
+
+def leave(number, frame):
+    """A signal while we start: no turn is at work, so we go at once."""
+    os.write(2, b"stopped\n")
+    os._exit(128 + number)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, leave)                    # first of all, since the imports below take seconds
+
 import argparse
-import hashlib
-import hmac
+import gc
 import json
 import re
-import selectors
-import signal
+import resource
+import select
 import socket
 import sys
 import threading
@@ -29,20 +42,24 @@ import time
 import traceback
 import webbrowser
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlsplit
 
 from config import Config, require
 from engine import Engine
 from serving import live
+from serving.guard import Guard, page_policy
 from serving.history import StaleTurn
 from serving.metrics import Metrics
 from serving.openai_api import API, Writer, as_api_error
 from serving.operations import APIError, Operation, ReplyBody, find_operation, openapi, parse
-from serving.sessions import Answer, LiveTurn, Sessions
+from serving.output import PatientStream
+from serving.sessions import Answer, Answering, LiveTurn, Sessions
 
 MAX_BODY_BYTES = 2 * 2**20
 REQUEST_SECONDS = 30        # for a whole request to arrive
@@ -50,8 +67,10 @@ WRITE_SECONDS = 30          # for a client to take what we write
 DRAIN_SECONDS = 30          # after SIGTERM, for the turns at work
 POLL_SECONDS = 0.1          # between two checks whether a client has hung up
 LINGER_SECONDS = 2          # for a client that still sends when we have answered
-PRUNE_SECONDS = 60          # between two checks of the history's age and size
+PRUNE_SECONDS = 60          # between two checks of the history's age
+FIRST_PRUNE_SECONDS = 3600  # before the first one
 TURNS_SHOWN = 100           # at /cache
+MAX_WATCHERS = 32           # of the live picture
 SESSION_HEADERS = "X-Session-ID", "X-Session-Affinity", "session_id"     # vLLM's, routers', agents'
 # The example of chat.html needs these sizes. Its conversations are not kept.
 DEMO = dict(gpu_cache_tokens=384, cpu_cache_tokens=768, history=":memory:")
@@ -68,15 +87,22 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], sessions: Sessions, api_keys: list[str] = (),
-                 max_waiting: int = 256, max_connections: int = 800):
-        """sessions: started. OSError if we cannot listen at the address."""
+    def __init__(self, address: tuple[str, int], sessions: Sessions, api_keys: Sequence[str] = (),
+                 max_waiting: int = 256, max_connections: int = 800, allow_origins: Sequence[str] = (),
+                 history_max_bytes: float = float("inf")):
+        """sessions: started. api_keys, allow_origins: see Guard. ValueError for a key or an origin that
+        cannot be used, OSError if we cannot listen at the address."""
         self.sessions, self.engine = sessions, sessions.engine
         config = sessions.engine.config
-        self.api_keys = [(key.encode(), prefix_of(key)) for key in api_keys]    # none: anybody may come
+        self.guard = Guard(address[0], api_keys, allow_origins)
         self.model_names = Path(config.model).resolve().name, config.model
         self.api = API(sessions, self.model_names)
-        self.metrics = Metrics(self.engine, self.model_names[0])
+        self.private = len(self.guard.keys) > 1             # then no key learns about another's turns
+        self.history_share = history_max_bytes / len(self.guard.prefixes)       # of each key
+        self.metrics = {prefix: Metrics(self.engine, self.model_names[0], self.private)
+                        for prefix in self.guard.prefixes}
+        self.broadcast = live.Broadcast(self.engine, self.private)
+        self.watchers = threading.BoundedSemaphore(MAX_WATCHERS)
         self.recent_turns = deque(maxlen=TURNS_SHOWN)       # that are done, for /cache
         self.lock = threading.Lock()                        # guards at_work
         self.at_work = 0                                    # turns that run or wait
@@ -96,6 +122,13 @@ class Server(ThreadingHTTPServer):
         return "http://{}:{}".format(*self.server_address)
 
     # ---- limits, and the end
+
+    def get_request(self):
+        try:
+            return super().get_request()
+        except OSError:                                     # perhaps the system gives us no more descriptors
+            time.sleep(POLL_SECONDS)                        # or we would try again without a pause
+            raise
 
     def process_request(self, request, client_address):
         if self.connections.acquire(blocking=False):
@@ -146,29 +179,32 @@ class Server(ThreadingHTTPServer):
         if self.stop_at and (not self.at_work or now > self.stop_at):
             raise Drained
 
-    def prune_history(self, max_age: float, max_bytes: float):
-        """Until the engine fails, in a thread of its own. A failed attempt is repeated."""
+    def prune_history(self, max_age: float):
+        """Until the engine fails, in a thread of its own. A failed attempt is repeated. In the first hour
+        nothing is too old: if the clock was wrong at the start, there is time to set it right."""
+        time.sleep(min(max_age, FIRST_PRUNE_SECONDS))
         while not self.engine.failure:
             try:
-                self.sessions.prune(max_age, max_bytes)
+                self.sessions.prune(max_age, float("inf"))
             except Exception as error:
                 traceback.print_exception(error)
             time.sleep(PRUNE_SECONDS)
 
     # ---- turns
 
-    def finish_turn(self, turn: LiveTurn) -> Answer:
-        """Waits until the turn is in the history, and shows where its context came from."""
+    def finish_turn(self, prefix: str, turn: LiveTurn) -> Answer:
+        """Waits until the turn is in the history, and shows where its context came from. prefix: its key's,
+        see Guard."""
         reply = turn.result()
         if reply.finish_reason == "cancelled":
             return reply
-        self.metrics.count(turn, reply)
+        self.metrics[prefix].count(turn, reply)
         milliseconds = round(1000 * (turn.request.times[0] - turn.submitted))
         self.recent_turns.append(dict(
             conversation=turn.conversation, response=f"resp_{turn.id}", **reply.usage,
             first_token_ms=milliseconds, finish_reason=reply.finish_reason,
             without_memory_ms=self.rival and self.without_memory(turn, reply)))
-        print(f"{reply.sources} · first token {milliseconds} ms", flush=True)
+        print(f"{reply.sources} · first token {milliseconds} ms")
         return reply
 
     def without_memory(self, turn: LiveTurn, reply: Answer) -> int | None:
@@ -179,11 +215,6 @@ class Server(ThreadingHTTPServer):
             begin = time.perf_counter()
             self.rival.generate(context.tolist(), max_tokens=1)
             return round(1000 * (time.perf_counter() - begin))
-
-
-def prefix_of(key: str) -> str:
-    """All conversations of this API key have names that begin so. The key itself is stored nowhere."""
-    return f"{hashlib.sha256(key.encode()).hexdigest()[:16]}/"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -208,13 +239,16 @@ class Handler(BaseHTTPRequestHandler):
         has_body = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
         if has_body and self.command != "POST":
             self.close_connection = True                # we do not read this body
-        path, _, query = self.path.partition("?")
         try:
+            path, query = self.read_target()
             if self.server.stop_at:
                 reason = self.server.engine.failure or "try again in a moment"
                 raise APIError(503, f"the server is stopping: {reason}")
-            prefix = "" if path in ("/", "/health") else self.prefix()
-            operation, names = find_operation(self.command, path)
+            self.server.guard.check_site(self.headers)
+            if self.command == "OPTIONS" and "Access-Control-Request-Method" in self.headers:
+                return self.send_preflight()
+            prefix = "" if path in ("/", "/health") else self.server.guard.prefix(self.headers)
+            operation, names = find_operation("GET" if self.command == "HEAD" else self.command, path)
             if self.command == "POST":
                 given = self.read_json(operation)
             else:
@@ -234,24 +268,26 @@ class Handler(BaseHTTPRequestHandler):
         if hasattr(Handler, operation.name):            # it is our own, and takes no fields
             return getattr(self, operation.name)(prefix)
         fields = parse(operation, given)
+        if operation.method == "POST":                  # it may write: nobody gets more than its share
+            self.server.sessions.prune(float("inf"), self.server.history_share, prefix)
         arguments = [prefix, *names, fields] if operation.fields.model_fields else [prefix, *names]
         turns = getattr(fields, "n", 1) if isinstance(fields, ReplyBody) else 0
         with self.server.counted(turns):
-            answer = getattr(self.server.api, operation.name)(*arguments)
+            answer = self.when_free(getattr(self.server.api, operation.name), *arguments)
             if isinstance(answer, Writer):
-                self.write(answer)
+                self.write(prefix, answer)
             else:
                 self.send(200, answer)
 
-    def prefix(self) -> str:
-        """The prefix of all that this client may see. We compare with every key, in constant time."""
-        scheme, _, key = self.headers.get("Authorization", "").partition(" ")
-        key = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
-        prefixes = [prefix for wanted, prefix in self.server.api_keys if hmac.compare_digest(key, wanted)]
-        if self.server.api_keys and not prefixes:
-            raise APIError(401, "the API key is missing or wrong: send the header Authorization: Bearer KEY",
-                           code="invalid_api_key")
-        return prefixes[0] if prefixes else ""
+    def when_free(self, answer: Callable, *arguments) -> dict | Writer:
+        """Waits while the conversation is being answered. ConnectionError if the client hangs up."""
+        while True:
+            try:
+                return answer(*arguments)
+            except Answering as error:
+                while not error.turn.wait(POLL_SECONDS):
+                    if has_hung_up(self.connection):
+                        raise ConnectionError("the client has hung up")
 
     def read_json(self, operation: Operation) -> Any:
         """The body. The client's name for its conversation may stand in a header."""
@@ -269,15 +305,28 @@ class Handler(BaseHTTPRequestHandler):
         return given
 
     def read_body(self, operation: Operation) -> bytes:
-        length = self.headers.get("Content-Length")
-        if "Transfer-Encoding" in self.headers or length is None and operation.needs_body:
+        """APIError unless all of the body has come, and its length is beyond doubt."""
+        lengths = self.headers.get_all("Content-Length", [] if operation.needs_body else ["0"])
+        if "Transfer-Encoding" in self.headers or not lengths:
             raise APIError(411, "send the whole body with its Content-Length: we do not read chunked bodies")
-        length = length or "0"
-        if not re.fullmatch("[0-9]{1,18}", length):
-            raise APIError(400, f"Content-Length must be a number of bytes, got {length:.100}")
-        if int(length) > MAX_BODY_BYTES:
+        given = ", ".join(lengths)
+        if not re.fullmatch("[0-9]{1,18}", given):
+            raise APIError(400, f"Content-Length must be one number of bytes, got {given:.100}")
+        length = int(given)
+        if length > MAX_BODY_BYTES:
             raise APIError(413, f"the body has {length} bytes; we accept at most {MAX_BODY_BYTES}")
-        return self.rfile.read(int(length))
+        body = self.rfile.read(length)
+        if len(body) < length:
+            raise APIError(400, f"the body ended after {len(body)} of {length} bytes")
+        return body
+
+    def read_target(self) -> tuple[str, str]:
+        """The path and the query. A client that takes us for a proxy sends http://HOST/path: HOST counts."""
+        target = urlsplit(self.path)
+        if target.netloc:
+            del self.headers["Host"]
+            self.headers["Host"] = target.netloc
+        return target.path or "/", target.query
 
     # ---- operations that are the server's own
 
@@ -285,7 +334,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send(200, dict(status="ok"))
 
     def metrics(self, prefix):
-        self.send(200, self.server.metrics.text(), "text/plain; version=0.0.4; charset=utf-8")
+        self.send(200, self.server.metrics[prefix].text(), "text/plain; version=0.0.4; charset=utf-8")
 
     def openapi(self, prefix):
         self.send(200, openapi())
@@ -294,32 +343,40 @@ class Handler(BaseHTTPRequestHandler):
         file = Path(live.__file__).with_name("chat.html")
         if not file.exists():
             raise APIError(404, "there is no chat.html in serving/")
-        self.send(200, file.read_text("utf-8"), "text/html; charset=utf-8")
+        page = file.read_text("utf-8")
+        self.send(200, page, "text/html; charset=utf-8", {"Content-Security-Policy": page_policy(page)})
 
     def cache(self, prefix):
         engine = self.server.engine
         turns = live.outside(prefix, list(self.server.recent_turns), "conversation")
-        self.send(200, dict(live.picture(engine, prefix), **live.scale(engine), turns=turns))
+        picture = live.part_for(prefix, live.picture(engine), self.server.private)
+        self.send(200, dict(picture, **live.scale(engine), turns=turns))
 
     def cache_events(self, prefix):
         def over() -> bool:
             return bool(self.server.stop_at) or has_hung_up(self.connection)
-        self.begin_stream()
-        for event in live.follow(self.server.engine, prefix, over):
-            self.send_event(event)
-        self.send_piece(b"")
+        if not self.server.watchers.acquire(blocking=False):
+            raise APIError(503, f"{MAX_WATCHERS} others watch already: try again later")
+        try:
+            self.begin_stream()
+            for event in self.server.broadcast.follow(prefix, over) if self.command == "GET" else ():
+                self.send_piece(f"data: {event}\n\n".encode())
+            self.send_piece(b"")
+        finally:
+            self.server.watchers.release()
 
     # ---- an answer goes out
 
-    def write(self, writer: Writer):
+    def write(self, prefix: str, writer: Writer):
         """In one piece, or as a stream, whose last events are sent after the history has stored the turns. If
         something goes wrong on the way, the last event says so."""
+        finish = partial(self.server.finish_turn, prefix)
         with cancelled_if_gone(self.connection, writer.turns):
             if not writer.stream:
-                return self.send(200, writer.whole(*map(self.server.finish_turn, writer.turns)))
+                return self.send(200, writer.whole(*map(finish, writer.turns)))
             self.begin_stream()
             try:
-                for event in writer.events(self.server.finish_turn):
+                for event in writer.events(finish):
                     self.send_event(event)
             except HUNG_UP:
                 raise
@@ -347,6 +404,17 @@ class Handler(BaseHTTPRequestHandler):
         """For a request that http.server itself refuses."""
         self.send(code, APIError(code, message or "we cannot read this request").body)
 
+    def send_preflight(self):
+        """A browser asks whether the page of another site may send its request."""
+        self.send_response(204)
+        self.end_headers()
+
+    def end_headers(self):
+        if hasattr(self, "headers"):                    # http.server refuses some requests before it has them
+            for name, value in self.server.guard.cors(self.headers).items():
+                self.send_header(name, value)
+        super().end_headers()
+
     def begin_stream(self):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -366,7 +434,8 @@ class Handler(BaseHTTPRequestHandler):
         """A piece of a stream; an empty one ends the stream."""
         if self.request_version == "HTTP/1.1":
             data = b"%x\r\n%b\r\n" % (len(data), data)
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
     def log_request(self, code="-", size="-"):
         """Nothing: a turn prints its own line, and an error is logged with its reason."""
@@ -410,9 +479,9 @@ def cancelled_if_gone(connection: socket.socket, turns: list[LiveTurn]):
 def has_hung_up(connection: socket.socket) -> bool:
     """Has the client closed its end? Early bytes of its next request do not count as closing."""
     try:
-        with selectors.DefaultSelector() as selector:
-            selector.register(connection, selectors.EVENT_READ)
-            return bool(selector.select(0)) and not connection.recv(1, socket.MSG_PEEK)
+        poll = select.poll()                            # needs no descriptor of its own, epoll would
+        poll.register(connection, select.POLLIN)
+        return bool(poll.poll(0)) and not connection.recv(1, socket.MSG_PEEK)
     except (OSError, ValueError):                       # it was reset, or we have closed it
         return True
 
@@ -437,13 +506,17 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY",
                         help="a key that clients must send; of several, each has conversations of its own "
                              "(default: no key is needed)")
+    parser.add_argument("--allow-origin", action="append", default=[], metavar="ORIGIN",
+                        help="a site whose pages may use this server, such as https://chat.example; *: all "
+                             "sites (default: only the server's own page)")
     parser.add_argument("--name", default="", metavar="NAME",
                         help="of this one among several servers behind a router, for example s1: the ids "
                              "that it makes begin with the name (default: no name)")
     flag("--max-waiting", 256, "turns that may wait while --max-running others run; one more gets a 429")
     flag("--max-connections", 800, "connections that may be open; one more gets a 503")
     flag("--history-max-age-days", 30.0, "a conversation that is idle for longer is forgotten")
-    flag("--history-max-bytes", 2**30, "while the history is larger, the longest idle is forgotten")
+    flag("--history-max-bytes", 2**30, "while the history is larger, the longest idle is forgotten; of "
+         "several keys each has an equal share")
     parser.add_argument("--history", metavar="FILE",
                         help="the file that keeps all conversations (default: one for each model, beside "
                              "server.py)")
@@ -491,9 +564,9 @@ def open_server(flags: argparse.Namespace) -> Server:
     sessions = Sessions(options.pop("model"), history=flags.history, system_prompt=flags.system_prompt,
                         name=flags.name, **options)
     server = Server((flags.host, flags.port), sessions.start(), flags.api_key, flags.max_waiting,
-                    flags.max_connections)
-    history_limits = 86400 * flags.history_max_age_days, flags.history_max_bytes
-    threading.Thread(target=server.prune_history, args=history_limits, daemon=True).start()
+                    flags.max_connections, flags.allow_origin, flags.history_max_bytes)
+    max_age = 86400 * flags.history_max_age_days
+    threading.Thread(target=server.prune_history, args=(max_age,), daemon=True).start()
     return server
 
 
@@ -513,6 +586,7 @@ def serve_until_stopped(server: Server):
     def stop(*_):                                       # the first SIGTERM; a second one interrupts
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         server.drain()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, stop)
     try:
         server.serve_forever()
@@ -526,13 +600,23 @@ def serve_until_stopped(server: Server):
             server.rival.close()
 
 
+def settle_in():
+    """Once all is loaded. Every connection needs a descriptor, so we take as many as the system gives us. The
+    garbage collector need not look at what is there now: it stays."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError, OSError):                 # "no limit" may be more than the system allows
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    gc.collect()
+    gc.freeze()
+    sys.stdout, sys.stderr = PatientStream(sys.stdout), PatientStream(sys.stderr)
+
+
 def main():
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
     try:
         flags = parse_flags()
         server = open_server(flags)
-        print(banner(server), flush=True)
+        settle_in()
+        print(banner(server))
         if flags.demo:
             begin_demo(server)
         serve_until_stopped(server)

@@ -16,10 +16,13 @@ a few, if they share the chunk). Chunk i is worth recompute_seconds[i] / idle_se
 
 While nobody watches, none of this costs the engine any time.
 """
+import json
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from queue import Empty, Queue
 
 from engine import Engine
 from kv_cache import Chunk, Conversation
@@ -50,15 +53,45 @@ def portrait(conversation: Conversation, idle: float, leaving: Chunk | None) -> 
                 leaves_next=leaving.index if leaving in conversation.chunks else None)
 
 
-def picture(engine: Engine, prefix: str = "") -> dict:
-    """The engine's stats, and every conversation that has KV in a tier, of those whose names begin with the
-    prefix."""
+def portrait_of(engine: Engine, name: str) -> dict | None:
+    """One conversation, by its name. None if it has no KV in a tier."""
+    cache, now = engine.cache, engine.clock()
+    conversation = cache.conversations.get(name)
+    if not (conversation and any(conversation.sources())):
+        return None
+    idle = cache.policy.idle(now, cache.policy.last_needed(conversation))
+    return portrait(conversation, idle, cache.next_to_leave(now))
+
+
+def picture(engine: Engine) -> dict:
+    """The engine's stats, and every conversation that has KV in a tier."""
     def read() -> list[dict]:
         policy, now = engine.cache.policy, engine.clock()
         leaving = engine.cache.next_to_leave(now)
         return [portrait(conversation, policy.idle(now, policy.last_needed(conversation)), leaving)
                 for conversation in engine.cache.conversations.values() if any(conversation.sources())]
-    return dict(stats=engine.stats(), conversations=outside(prefix, engine.call(read), "id"))
+    return dict(stats=engine.stats(), conversations=engine.call(read))
+
+
+def part_for(prefix: str, whole: dict, private: bool) -> dict:
+    """The part of a picture that is shown to a client: conversations and transfers whose names begin with the
+    prefix. private: the engine's stats would tell how long the turns of others are. So a client learns only
+    how full the tiers are with its own KV-tokens."""
+    part = dict(whole, conversations=outside(prefix, whole["conversations"], "id"))
+    if "transfers" in whole:
+        part["transfers"] = outside(prefix, whole["transfers"], "conversation")
+    if private:
+        part["stats"] = own_stats(whole["stats"], part["conversations"])
+    return part
+
+
+def own_stats(stats: dict, conversations: list[dict]) -> dict:
+    slots, places = stats["slots_total"], stats["cpu_chunks_total"]
+    gpu = sum(entry["gpu"] for entry in conversations)
+    cpu = sum(entry["chunks"].count("C") + entry["chunks"].count("B") for entry in conversations)
+    # Forks count the chunks that they share several times.
+    return dict(slots_total=slots, slots_free=max(slots - gpu, 0),
+                cpu_chunks_total=places, cpu_chunks_free=max(places - cpu, 0))
 
 
 def scale(engine: Engine) -> dict:
@@ -69,29 +102,93 @@ def scale(engine: Engine) -> dict:
     return dict(chunk_size=size, limit=limit, policy=engine.config.policy, recompute_seconds=seconds)
 
 
-def follow(engine: Engine, prefix: str, over: Callable[[], bool]) -> Iterator[dict]:
-    """Yields the picture and the `transfers` since the last one, whenever a step has changed it, otherwise
-    once a second. Ends when over() is true."""
-    recent, stepped = deque(maxlen=MOST_MOVES), threading.Event()
+class Broadcast:
+    """The live picture for all who watch it. While anybody watches, a thread draws one for all of them. Then
+    it rests nine times as long as that took, so most of the engine's time is left for turns."""
 
-    def watch(batch: Batch):
+    def __init__(self, engine: Engine, private: bool = False):
+        """private: see `part_for`."""
+        self.engine, self.private = engine, private
+        self.lock = threading.Lock()                            # guards the next two
+        self.queues: dict[Queue, str] = {}                      # a watcher's -> its prefix
+        self.drawing = False                                    # is there a thread?
+        self.recent = deque(maxlen=MOST_MOVES)                  # transfers since the last picture
+        self.changed = threading.Event()                        # a step has run, or a watcher has come
+
+    def follow(self, prefix: str, over: Callable[[], bool]) -> Iterator[str]:
+        """Yields events, as JSON: the picture and the `transfers` since the last one, whenever a step has
+        changed it, otherwise once a second. Ends when over() is true, or when the engine fails."""
+        events = Queue()
+        self._come(events, prefix)
+        try:
+            while not over():
+                with suppress(Empty):
+                    if (event := events.get(timeout=EVENT_SECONDS)) is None:
+                        return
+                    yield event
+        finally:
+            self._leave(events)
+
+    def _come(self, events: Queue, prefix: str):
+        with self.lock:
+            if not self.queues:
+                self.engine.watchers.append(self._see)
+            self.queues[events] = prefix
+            if not self.drawing:
+                self.drawing = True
+                threading.Thread(target=self._draw, daemon=True).start()
+        self.changed.set()
+
+    def _leave(self, events: Queue):
+        with self.lock:
+            del self.queues[events]
+            if not self.queues:
+                self.engine.watchers.remove(self._see)
+
+    def _see(self, batch: Batch):
+        """The engine calls this with each batch."""
         if batch:
-            recent.extend(moves(batch))
-            stepped.set()
-    before = {}                                             # the letters of each conversation
-    engine.watchers.append(watch)
-    try:
-        while not over():
-            stepped.clear()
-            transfers = outside(prefix, [recent.popleft() for _ in range(len(recent))], "conversation")
-            now = picture(engine, prefix)
-            after = {entry["id"]: entry["chunks"] for entry in now["conversations"]}
-            yield dict(now, transfers=transfers + departures(before, after, engine.config.chunk_size))
-            before = after
-            time.sleep(EVENT_SECONDS)
-            stepped.wait(STILL_SECONDS)
-    finally:
-        engine.watchers.remove(watch)
+            self.recent.extend(moves(batch))
+            self.changed.set()
+
+    def _draw(self):
+        """In a thread: as long as anybody watches."""
+        before = {}                                             # the letters of each conversation
+        try:
+            while self._anybody_watches():
+                self.changed.clear()
+                begin = time.monotonic()
+                transfers = [self.recent.popleft() for _ in range(len(self.recent))]
+                now = picture(self.engine)
+                after = {entry["id"]: entry["chunks"] for entry in now["conversations"]}
+                transfers += departures(before, after, self.engine.config.chunk_size)
+                self._send(dict(now, transfers=transfers))
+                before = after
+                rest = 9 * (time.monotonic() - begin)
+                time.sleep(min(max(rest, EVENT_SECONDS), STILL_SECONDS))
+                self.changed.wait(STILL_SECONDS)
+        except Exception:                                       # the engine has failed
+            with self.lock:
+                self.drawing = False
+            for events in self._watchers():
+                events.put(None)
+
+    def _anybody_watches(self) -> bool:
+        with self.lock:
+            self.drawing = bool(self.queues)
+            return self.drawing
+
+    def _watchers(self) -> dict[Queue, str]:
+        with self.lock:
+            return dict(self.queues)
+
+    def _send(self, whole: dict):
+        """The part of each client is written once, for all of its watchers."""
+        watchers = self._watchers()
+        for prefix in set(watchers.values()):
+            event = json.dumps(part_for(prefix, whole, self.private))
+            for events in [events for events, other in watchers.items() if other == prefix]:
+                events.put(event)
 
 
 def moves(batch: Batch) -> list[dict]:
@@ -115,6 +212,7 @@ def departures(before: dict[str, str], after: dict[str, str], chunk_size: int) -
     departed = []
     for name, letters in before.items():
         now = after.get(name, "").ljust(len(letters), ".")
+<<<<<<< HEAD
         for index, change in enumerate(zip(letters, now)):
             match change:
                 case ("G" | "B" | "R" | "C", "."):
@@ -126,6 +224,13 @@ def departures(before: dict[str, str], after: dict[str, str], chunk_size: int) -
             departed.append(dict(step=None, kind=kind, conversation=name,
                                  start=index * chunk_size, end=(index + 1) * chunk_size))
     return departed
+=======
+        for index, letter in enumerate(letters if now != letters else ""):
+            if letter != "." and now[index] == ".":
+                dropped.append(dict(step=None, kind="drop", conversation=name,
+                                    start=index * chunk_size, end=(index + 1) * chunk_size))
+    return dropped
+>>>>>>> 4a7b7e2
 
 
 def outside(prefix: str, entries: list[dict], key: str) -> list[dict]:

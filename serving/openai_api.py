@@ -18,6 +18,7 @@ import json
 import time
 import traceback
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import count
 
 from sampling import LIMITS
@@ -66,7 +67,9 @@ class API:
             options["logprobs"] = body.top_logprobs or 0
         note = body.model_dump(include=set(ECHOED), exclude_unset=True)
         turn = self.sessions.respond(**self._question(prefix, body), keep=body.store,
-                                     note=dict(note, created_at=int(time.time())), **options)
+                                     note=dict(note, created_at=int(time.time())),
+                                     wait=False,        # the server waits, and sees if the client hangs up
+                                     **options)
         return ResponseWriter(turn, prefix, self.model, body.stream)
 
     def count_input_tokens(self, prefix: str, body: ResponseBody) -> dict:
@@ -134,7 +137,9 @@ class API:
         return listing([item(message) for message in new])
 
     def list_items(self, prefix: str, id: str, query: ItemsQuery) -> dict:
-        return page_of(self.history.items(self._conversation(prefix, id).name), query)
+        name = self._conversation(prefix, id).name
+        items = self.history.items(name, query.after, query.order == "desc", query.limit + 1)
+        return listing(list(map(item, items[:query.limit])), has_more=len(items) > query.limit)
 
     def retrieve_item(self, prefix: str, id: str, item_id: str) -> dict:
         for message in self.history.items(self._conversation(prefix, id).name):
@@ -214,9 +219,8 @@ class API:
     def _cache_of(self, prefix: str, found: ConversationRecord) -> dict:
         """Where the conversation's tokens are, as live.py shows it."""
         id = found.name.removeprefix(prefix)
-        for portrait in live.picture(self.engine, prefix)["conversations"]:
-            if portrait["id"] == id:
-                return portrait
+        if portrait := self.engine.call(partial(live.portrait_of, self.engine, found.name)):
+            return dict(portrait, id=id)
         head = self.history.head(found.name)
         return dict(id=id, tokens=head.length if head else 0, gpu=0, cpu=0, running=False, waiting=False,
                     chunks="", idle_seconds=round(time.time() - found.active, 3))

@@ -45,6 +45,8 @@ from engine import Engine, Handle, Outbox, Reply
 from serving.history import History, StaleTurn, Turn, new_id
 from serving.tokenizer import TextStream, Tokenizer, load_tokenizer
 
+MOST_PRUNED = 1000      # conversations, at once
+
 
 @dataclass(frozen=True)
 class Answer(Reply):
@@ -53,6 +55,14 @@ class Answer(Reply):
 
 class Busy(Exception):
     """The conversation is being answered."""
+
+
+class Answering(Busy):
+    """Another turn has the conversation. Who does not want to wait in respond() waits for that turn."""
+
+    def __init__(self, turn: "LiveTurn"):
+        super().__init__(f"conversation {turn.conversation!r} is being answered")
+        self.turn = turn
 
 
 @dataclass(frozen=True)
@@ -124,9 +134,10 @@ class LiveTurn:
             raise self.error
         return self.reply
 
-    def wait(self):
-        """Wait until the turn has settled, however it ends."""
-        self.texts.wait_closed()
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until the turn has settled, however it ends, but no longer than so many seconds. True if it
+        has settled."""
+        return self.texts.wait_closed(seconds)
 
     def cancel(self):
         """End the turn early, so that it leaves no trace. It has settled when this returns; its finish_reason
@@ -198,13 +209,14 @@ class Sessions:
         if not isinstance(history, History):
             raw = f"raw token ids below {engine.worker.vocab_size}"
             fingerprint = self.tokenizer.fingerprint if self.tokenizer else raw
-            history = History(str(history or ":memory:"), fingerprint)
+            history = History(str(history or ":memory:"), fingerprint, engine.worker.vocab_size)
         self.history = history
         self.turns: dict[str, LiveTurn] = {}        # by the conversation that each of them has claimed
         self.claiming = threading.Lock()
         self.writer: ThreadPoolExecutor | None = None       # the writing thread
         self.system = self._designate(system_prompt) if system_prompt else []
         engine.forgets_cold = True                  # since the history has the tokens
+        self.started = time.time() - time.monotonic()       # by our clock, when the system's showed 0
 
     def start(self) -> "Sessions":
         """From now on one thread steps the engine, and another one writes the history."""
@@ -241,8 +253,9 @@ class Sessions:
 
     def respond(self, messages: list[dict], conversation: str | None = None, *, after: Turn | None = None,
                 hint: str | None = None, prefix: str = "", keep: bool = True, instructions: str | None = None,
-                truncate: bool = False, note: dict | None = None, stop: str | list[str] = (),
-                max_tokens: int | None = None, template_options: dict | None = None, **options) -> LiveTurn:
+                truncate: bool = False, note: dict | None = None, wait: bool = True,
+                stop: str | list[str] = (), max_tokens: int | None = None,
+                template_options: dict | None = None, **options) -> LiveTurn:
         """A client says in one of three ways which turn comes before this one:
 
             conversation    `messages` are new. The conversation may be busy, or not exist yet.
@@ -256,13 +269,14 @@ class Sessions:
         hint: the client's name for its conversation. It decides between equals and names a new conversation;
         it opens nothing. prefix: how the names of this client's conversations begin; others are not looked
         at. keep: False: nothing is kept, although what is kept already may be used; not with a conversation.
+        wait: while the conversation is busy; False: raise Answering instead.
         instructions: the system message of this turn alone; by default the system prompt.
         truncate: drop old messages if less than max_tokens (by default a quarter of the limit) would be left
         for the reply. note: kept with the turn. template_options: see Tokenizer.turn. options: see
         `submit`."""
         with self._beginning(stop) as live:
             if conversation is not None:
-                self._claim(live, conversation)     # from here on we see how the reply before has ended
+                self._claim(live, conversation, wait)       # now we see how the reply before has ended
             plan = self.plan(messages, conversation, after=after, hint=hint, prefix=prefix, note=note,
                              instructions=instructions, truncate=truncate, max_tokens=max_tokens,
                              template_options=template_options)
@@ -386,11 +400,13 @@ class Sessions:
             self._release(live, error=error)
             raise
 
-    def _claim(self, live: LiveTurn, name: str):
+    def _claim(self, live: LiveTurn, name: str, wait: bool = True):
         """The conversation is the turn's alone, once the turn that has it now has settled. If several turns
         wait for it, any of them may be next."""
         require(isinstance(name, str), "conversation", "a string or None", name)
         while (claimant := self._claim_if_free(live, name)) is not live:
+            if not wait:
+                raise Answering(claimant)
             claimant.wait()
 
     def _claim_if_free(self, live: LiveTurn, name: str) -> LiveTurn:
@@ -515,13 +531,21 @@ class Sessions:
                 live.cancel()
         self._write(lambda: [self.engine.forget(name) for name in self.history.delete(turn.id)])
 
-    def prune(self, max_age: float, max_bytes: float):
-        """Forget idle conversations, the least recently active first, until none is older (seconds) and the
-        history is small enough, or until the oldest is being answered; the next call goes on."""
-        while name := self.history.oldest(time.time() - max_age, max_bytes):
-            if self.answering(name):
+    def prune(self, max_age: float, max_bytes: float, owner: str = ""):
+        """Forget idle conversations of an owner (see History.oldest), the least recently active first, until
+        none is older (seconds) and the history is small enough. Those that are being answered stay. The next
+        call goes on after MOST_PRUNED.
+
+        If the clock jumps ahead, we do not believe it, since everything would be too old at once."""
+        before, busy = min(time.time(), self.started + time.monotonic()) - max_age, []
+        for _ in range(MOST_PRUNED):
+            name = self.history.oldest(before, max_bytes, owner, busy)
+            if name is None:
                 return
-            self.forget(name)
+            if self.answering(name):
+                busy.append(name)
+            else:
+                self.forget(name)
 
     def update(self, conversation: str, metadata: dict | None = None, new: list[dict] = ()) -> bool:
         """Set the metadata, or add messages that the next turn will begin with. False if there is no such

@@ -34,6 +34,8 @@ GUARD = "\ufdd0"         # Unicode reserves it for internal use; we remove it fr
 SENTINEL = GUARD * 2     # guarded text never has two guards in a row
 ROLES = ("system", "developer", "user", "assistant", "tool")
 GPT2_SPLIT = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+MOST_BLANKS = 100_000
+TOO_BLANK = re.compile(r"\s{%d}" % MOST_BLANKS)
 PLAIN_TEMPLATE = (       # for checkpoints without a chat template
     "{{ bos_token if add_bos_token }}"
     "{% for message in messages %}"
@@ -215,7 +217,10 @@ class TiktokenBackend:
         self._special, self._split = special, re.compile(f"({any_of(special)})")
 
     def encode(self, guarded: str) -> list[int]:
-        """The ids of a text; only special tokens without a guard count as such."""
+        """The ids of a text; only special tokens without a guard count as such. ValueError for a text that
+        tiktoken cannot take."""
+        if TOO_BLANK.search(guarded):   # tiktoken would panic
+            raise ValueError(f"the text has {MOST_BLANKS} blanks in a row: shorten them")
         ids = []
         for i, part in enumerate(self._split.split(guarded)):
             if i % 2:                   # ordinary text and special tokens take turns

@@ -431,13 +431,12 @@ def test_a_conversation_forgotten_at_the_wrong_moment_stays_coherent(started, mo
     sessions.close()
 
 
-def test_a_conversation_that_went_on_in_another_process_is_read_again(tmp_path):
+def test_a_conversation_that_went_on_without_us_is_read_again(tmp_path):
     """The turn that finds out is cancelled; the next one knows."""
     sessions = Sessions("tiny_chat", history=tmp_path / "history", **TINY)
     sessions.generate(ids(9), "c", max_tokens=4, ignore_eos=True)
     head = sessions.history.head("c")
-    with closing(History(tmp_path / "history", sessions.tokenizer.fingerprint)) as other:
-        other.commit("c", head.id, [1, 2], [3])
+    sessions.history.commit("c", head.id, [1, 2], [3])
     assert sessions.generate(ids(5), "c", max_tokens=4, ignore_eos=True).finish_reason == "cancelled"
     assert sessions.generate(ids(5), "c", max_tokens=4, ignore_eos=True).usage["prompt_tokens"] == 13 + 3 + 5
     sessions.close()
@@ -480,11 +479,38 @@ def test_pruning_forgets_the_longest_idle(sessions):
         sessions.generate(ids(9), name, max_tokens=4, ignore_eos=True)
     sessions.history._db.execute("UPDATE conversation SET active = active - 100 WHERE name IN ('a', 'c')")
     running = sessions.submit(ids(5), "c", max_tokens=4, ignore_eos=True)
-    sessions.prune(max_age=50, max_bytes=2**30)
+    sessions.prune(max_age=50, max_bytes=2**30)     # the oldest is being answered: it stays
     assert sessions.history.conversations() == ["b", "c"] and "a" not in sessions.engine.cache.conversations
     running.result()
     sessions.prune(max_age=50, max_bytes=0)
     assert sessions.history.conversations() == [] and sessions.engine.stats()["slots_free"] == 160
+
+
+def test_a_clock_that_jumps_ahead(sessions, monkeypatch):
+    for name in "ab":
+        sessions.generate(ids(9), name, max_tokens=4, ignore_eos=True)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 1e9)
+    sessions.prune(max_age=3600, max_bytes=2**30)
+    assert sessions.history.conversations() == ["a", "b"]
+    sessions.generate(ids(9), "c", max_tokens=4, ignore_eos=True)      # is stored as active in the far future
+    monkeypatch.undo()
+    sessions.prune(max_age=3600, max_bytes=0)                          # and goes all the same
+    assert sessions.history.conversations() == []
+
+
+def test_pruning_ends_while_new_conversations_come(sessions, monkeypatch):
+    """As many as it forgets."""
+    forget = History.forget
+
+    def replaced(history, name):
+        history.commit(f"{name}+", None, [1], [2])
+        return forget(history, name)
+    monkeypatch.setattr(History, "forget", replaced)
+    monkeypatch.setattr("serving.sessions.MOST_PRUNED", 10)
+    sessions.generate(ids(9), "c", max_tokens=4, ignore_eos=True)
+    sessions.prune(max_age=50, max_bytes=0)
+    assert sessions.history.conversations() == ["c" + 10 * "+"]
 
 
 @pytest.mark.parametrize("moment", ["before", "committing"])

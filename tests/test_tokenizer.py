@@ -1,6 +1,7 @@
 """Oracles: the tokenizers library, and transformers' apply_chat_template."""
 import json
 import random
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -332,6 +333,16 @@ def test_failing_template(tmp_path, template, message):
         ours.turn([], CHAT[:2], None)
 
 
+def test_a_million_blanks():
+    """Are refused, where tiktoken would panic; fewer are as good as any text."""
+    tokenizer = load_tokenizer(Path(__file__).parent.parent / "tiny_chat")
+    for blank in " \n\u3000":
+        text = f"a{blank * 50_000}b"
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        with pytest.raises(ValueError, match="blanks in a row"):
+            tokenizer.encode(f"a{blank * 1_000_000}b")
+
+
 def test_refusals(tmp_path):
     ours = save(tmp_path, byte_level())
     for before, new, message in [([], [], "new messages"), (CHAT[:2], CHAT[3:4], "assistant"),
@@ -399,7 +410,6 @@ def test_text_is_held_back_no_longer_than_needed(tmp_path):
 
 
 def test_the_embedded_checkpoint():
-    from pathlib import Path
     ours = load_tokenizer(Path(__file__).parent.parent / "tiny_chat")
     if ours is None:
         pytest.skip("tiny_chat has not been trained yet")
