@@ -212,7 +212,6 @@ def departures(before: dict[str, str], after: dict[str, str], chunk_size: int) -
     departed = []
     for name, letters in before.items():
         now = after.get(name, "").ljust(len(letters), ".")
-<<<<<<< HEAD
         for index, change in enumerate(zip(letters, now)):
             match change:
                 case ("G" | "B" | "R" | "C", "."):
@@ -224,13 +223,6 @@ def departures(before: dict[str, str], after: dict[str, str], chunk_size: int) -
             departed.append(dict(step=None, kind=kind, conversation=name,
                                  start=index * chunk_size, end=(index + 1) * chunk_size))
     return departed
-=======
-        for index, letter in enumerate(letters if now != letters else ""):
-            if letter != "." and now[index] == ".":
-                dropped.append(dict(step=None, kind="drop", conversation=name,
-                                    start=index * chunk_size, end=(index + 1) * chunk_size))
-    return dropped
->>>>>>> 4a7b7e2
 
 
 def outside(prefix: str, entries: list[dict], key: str) -> list[dict]:
