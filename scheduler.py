@@ -287,16 +287,18 @@ class Scheduler:
             self.cache.complete(ticket)
         for (request, *_), logprob in zip(batch.sampling, result.logprobs or ()):
             request.logprobs.append(logprob)
+        told = 0
         for (request, _, position), token in zip(batch.sampling, result.tokens, strict=True):
             if request.finish_reason:
                 continue
+            told += 1
             request.conversation.tokens[position] = token
             request.generated.append(token)
             request.times.append(now)
             request.outbox.put(token)
-            self.stats["generated_tokens"] += 1
             if reason := self.ended_by(request, token):
                 self.finish(request, reason, now)
+        self.stats["generated_tokens"] += told
 
     # ---- the decisions
 
