@@ -292,19 +292,21 @@ class Scheduler:
             self.cache.complete(ticket)
         for (request, *_), logprob in zip(batch.sampling, result.logprobs or ()):
             request.logprobs.append(logprob)
+        told = 0
         for (request, _, position), token in zip(batch.sampling, result.tokens, strict=True):
             if request.finish_reason:
                 continue
             if token < 0:
                 self.cancel(request, now, RuntimeError("the model's logits are not finite (NaN or infinity)"))
                 continue
+            told += 1
             request.conversation.tokens[position] = token
             request.generated.append(token)
             request.times.append(now)
             request.outbox.put(token)
-            self.stats["generated_tokens"] += 1
             if reason := self.ended_by(request, token):
                 self.finish(request, reason, now)
+        self.stats["generated_tokens"] += told
 
     # ---- the decisions
 

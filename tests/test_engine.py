@@ -264,6 +264,18 @@ def test_a_turn_that_goes_away_while_it_is_in_the_air(way):
     engine.close()
 
 
+def test_with_tokens_on_their_way_no_step_waits_for_a_copy(monkeypatch):
+    """An empty batch would: so none is launched, though copies to the CPU never end."""
+    engine = make(depth=1)
+    engine.generate(ids(100), "old", max_tokens=2, ignore_eos=True)
+    monkeypatch.setattr(engine.worker.pool, "landed", lambda wait: [])
+    handle = engine.submit(ids(30), "c", max_tokens=3, ignore_eos=True)
+    launched, launch = [], engine.worker.launch
+    monkeypatch.setattr(engine.worker, "launch", lambda batch: launched.append(batch) or launch(batch))
+    handle.result()
+    assert engine.cache.in_flight and launched and all(launched)
+
+
 class FakeDevice:
     """A device that takes 5 ms for each batch, one after another, without Python's lock."""
     stop_ids, vocab_size, max_context, num_slots, num_places = frozenset(), 250, 1024, 256 * 1024, 0
