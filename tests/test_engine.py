@@ -351,16 +351,6 @@ def test_an_outbox_wakes_whoever_waits():
     engine.close()
 
 
-def test_a_token_that_nobody_waits_for_wakes_nobody(engine, monkeypatch):
-    """Handing out a token is on the path of every step."""
-    woken = []
-    monkeypatch.setattr(Outbox, "_wake", lambda outbox: woken.append(outbox))
-    handle = engine.submit(ids(5), max_tokens=9, ignore_eos=True)
-    while not handle.reply:
-        engine.step()
-    assert woken == [handle.tokens] and len(handle.token_ids) == 9        # once, at the end
-
-
 def test_start_twice_and_close_while_turns_wait(depth):
     engine = make(depth).start().start()
     handles = [engine.submit(ids(5), f"c{i}", ignore_eos=True) for i in range(20)]
