@@ -35,7 +35,7 @@ import threading
 import time
 from array import array
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,30 +117,34 @@ class History:
         ValueError if the file belongs to another tokenizer, to another version of this program, or to a
         server that is running, or if it is not a history. Then the file stays as it was."""
         self._root_hash = digest(b"", fingerprint)
-        self._file = None
+        self._open = ExitStack()        # closes all that we have opened, the last one first
         try:
             if path != ":memory:":
-                self._file = open_alone(path)
-                if os.fstat(self._file).st_size:
+                file = open_alone(path)
+                self._open.callback(os.close, file)
+                if os.fstat(file).st_size:
                     with closing(untouched(path)) as db:
                         check(db, path, fingerprint)
                 # Conversations are private. SQLite gives the -wal and -shm files the mode of this one.
-                os.fchmod(self._file, 0o600)
+                os.fchmod(file, 0o600)
             self._connect(path, fingerprint)
             check(self._reader, path, fingerprint)
             check_ids(self._reader, path, vocab_size)
-        except sqlite3.DatabaseError as error:
-            self._close_file()
-            raise ValueError(f"{path} cannot be used as a history ({error}): name another file") from error
-        except BaseException:
-            self._close_file()
+        except BaseException as error:
+            self._open.close()
+            if isinstance(error, (sqlite3.DatabaseError, UnicodeError)):
+                reason = f"{path} cannot be used as a history ({error}): name another file"
+                raise ValueError(reason) from error
             raise
 
     def _connect(self, path: str | os.PathLike, fingerprint: str):
         """One connection writes, the other one reads, each under its lock. So nobody who reads waits for a
         write. A history in memory has only one connection."""
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self._write_lock = threading.Lock()
+        def connect() -> sqlite3.Connection:
+            connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._open.callback(connection.close)
+            return connection
+        self._db, self._write_lock = connect(), threading.RLock()
         with self._writing() as db:
             if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                 for statement in SCHEMA.split(";\n"):
@@ -151,9 +155,8 @@ class History:
         count_bytes(self._db)
         self._reader, self._read_lock = self._db, self._write_lock
         if path != ":memory:":
-            self._reader = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._reader, self._read_lock = connect(), threading.RLock()
             self._reader.execute("PRAGMA query_only = ON")
-            self._read_lock = threading.Lock()
 
     # ---- turns
 
@@ -377,17 +380,8 @@ class History:
 
     def close(self):
         """Close the file. No other method may be called after."""
-        with self._write_lock:
-            self._db.close()
-        with self._read_lock:
-            self._reader.close()
-        self._close_file()
-
-    def _close_file(self):
-        """After the connections: closing a descriptor of a file ends the locks of SQLite in this process."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        with self._write_lock, self._read_lock:
+            self._open.close()
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
