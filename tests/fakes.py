@@ -123,7 +123,7 @@ class World:
         if isinstance(prompt, int):
             prompt = [(7 * i + self.salt) % 50 for i in range(prompt)]
         prompt = list(prompt)
-        request = Request(self.cache.open(name), prompt, max_tokens, self.stop_ids)
+        request = Request(self.cache.open(name), prompt, max_tokens, stop_ids=self.stop_ids)
         if like:
             self.cache.follow(request.conversation, like.conversation)
         self.scheduler.submit(request)
