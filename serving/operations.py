@@ -8,7 +8,7 @@ silently ignores an option gives a wrong answer:
     {"messages": [...], "tools": [{...}]}     400  tools is not supported here: leave it out
     {"messages": [...], "tools": []}          200  an empty field asks for nothing
 
-openai_api.py answers the operations; server.py answers those that are its own (health, metrics, cache ...).
+openai_api.py answers most operations; sockets.py those about the server itself (health, metrics, cache ...).
 """
 import re
 import reprlib
