@@ -55,7 +55,7 @@ HUNG_UP = ConnectionError, TimeoutError     # there is no client left to answer
 
 
 class Drained(Exception):
-    """No turn is at work any more, so the server may stop."""
+    """The server has stopped answering, and may leave serve_forever()."""
 
 
 class Server(ThreadingHTTPServer):
@@ -219,8 +219,8 @@ class Handler(BaseHTTPRequestHandler):
         super().handle_one_request()
 
     def answer_request(self):
-        """Answers a request of any method. After a refusal we close the connection: there may be a body that
-        we have not read."""
+        """Answers a request of any method. After a refusal we close the connection, since there may be a body
+        that we have not read."""
         has_body = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
         if has_body and self.command != "POST":
             self.close_connection = True                # since we read the body of a POST alone
@@ -276,8 +276,7 @@ class Handler(BaseHTTPRequestHandler):
                         raise ConnectionError("the client has hung up")
 
     def read_json(self, operation: Operation) -> Any:
-        """The body as JSON. A header may have the client's name for its conversation; then session_id gets
-        that name."""
+        """The body as JSON. If it has no session_id, one of SESSION_HEADERS may have it."""
         body = self.read_body(operation)
         if not body and not operation.needs_body:
             return {}
@@ -293,7 +292,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def read_body(self, operation: Operation) -> bytes:
         """The whole body. APIError if its length is unclear, or if the client has sent less."""
-        lengths = self.headers.get_all("Content-Length", [] if operation.needs_body else ["0"])
+        if_absent = [] if operation.needs_body else ["0"]
+        lengths = self.headers.get_all("Content-Length", if_absent)
         if "Transfer-Encoding" in self.headers or not lengths:
             raise APIError(411, "send the whole body with its Content-Length: we do not read chunked bodies")
         given = ", ".join(lengths)
