@@ -302,11 +302,11 @@ class History:
         """The visible messages of a conversation, each once, in order, without those of deleted turns.
 
         Each has an id. The reply of turn T is msg_T; the messages before it are msg_T_0, msg_T_1, ...
-        after, limit: see `page_of`."""
+        after, limit: see `items_after`."""
         with self._reading() as db:
             if (record := find_record(db, conversation)) is None:
                 return []
-            return page_of(items_one_by_one(db, record, after, newest_first), after, limit)
+            return items_after(items_one_by_one(db, record, after, newest_first), after, limit)
 
     def items_of(self, turn_id: str, way: str = ANCESTRY) -> list[dict]:
         """The visible messages of a turn, its reply included, and of all turns before it; or those of the
@@ -552,8 +552,10 @@ def items_one_by_one(db: sqlite3.Connection, record: ConversationRecord, after: 
         yield from reversed(items) if newest_first else items
 
 
-def page_of(items: Iterable[dict], after: str | None, limit: int | None) -> list[dict]:
-    """The first `limit` items that follow the item with the id `after`. None: from the beginning; all."""
+def items_after(items: Iterable[dict], after: str | None, limit: int | None) -> list[dict]:
+    """At most `limit` items, those that follow the item with the id `after`.
+
+    after: None: begin with the first item. If no item has this id, the result is empty. limit: None: all."""
     if after is not None:
         items = islice(dropwhile(lambda item: item["id"] != after, items), 1, None)
     return list(islice(items, limit))
@@ -564,10 +566,10 @@ def items_of(db: sqlite3.Connection, way: str, turn_id: str) -> list[dict]:
 
     way: ANCESTRY or ALONE."""
     items = []
-    for turn_id, text, carried, hidden in chain(db, way, turn_id,
-                                                "id, messages, coalesce(carried, 0), hidden"):
+    columns = "id, messages, coalesce(carried, 0), hidden"
+    for name, text, carried, hidden in chain(db, way, turn_id, columns):
         messages = [] if hidden else json.loads(text)[carried:]
-        ids = [f"msg_{turn_id}_{i}" for i in range(len(messages) - 1)] + [f"msg_{turn_id}"]
+        ids = [f"msg_{name}_{i}" for i in range(len(messages) - 1)] + [f"msg_{name}"]
         items += [dict(id=id) | message for id, message in zip(ids, messages)]
     return items
 

@@ -24,7 +24,7 @@ from itertools import count
 from sampling import LIMITS
 from scheduler import SOURCES, TooLong
 from serving import live
-from serving.history import ALONE, ConversationRecord, StaleTurn, Turn, new_id, page_of
+from serving.history import ALONE, ConversationRecord, StaleTurn, Turn, items_after, new_id
 from serving.operations import (APIError, ChatBody, ConversationBody, Item, ItemReference, ItemsBody,
                                 ItemsQuery, Message, MetadataBody, ResponseBody)
 from serving.sessions import Answer, Busy, LiveTurn, Sessions
@@ -93,7 +93,7 @@ class API:
         items = self.history.items_of(self._finished(prefix, id).id)[:-1]
         if query.order == "desc":
             items.reverse()
-        return first_items(page_of(items, query.after, query.limit + 1), query.limit)
+        return first_items(items_after(items, query.after, query.limit + 1), query.limit)
 
     def delete_response(self, prefix: str, id: str) -> dict:
         turn = self._unfinished(prefix, id)

@@ -314,12 +314,12 @@ class Sessions:
         anew, with the visible messages so far."""
         if conversation is not None and (record := self.history.record(conversation)):
             after, messages = self.history.head(conversation), record.waiting + messages
-        if conversation is None and after is None:
+        if conversation is None and after is None:                  # the client shows all of its messages
             system = cached_system = self._system(messages, instructions)
             found = self.history.match(system + messages, hint, prefix)
             after, known = found or (None, len(system))
             earlier, new = messages[:known - len(system)], messages[known - len(system):]
-        else:
+        else:                                                       # the client shows only new messages
             cached_system = instructed(json.loads(after.note).get("system")) if after else []
             earlier = self.history.messages(after.id)[len(cached_system):] if after else []
             system, new = self._system(earlier + messages, instructions), messages
