@@ -28,6 +28,8 @@ import re
 import resource
 import sys
 import threading
+import time
+import traceback
 import webbrowser
 from contextlib import suppress
 from pathlib import Path
@@ -38,6 +40,9 @@ from serving.output import PatientStream
 from serving.sessions import Sessions
 from serving.sockets import Drained, Server
 
+DAY = 86400                 # seconds
+PRUNE_SECONDS = 60          # between two checks of the history's age
+FIRST_PRUNE_SECONDS = 3600  # before the first of these checks
 ABOUT = """A chat server that remembers: after an answer, the KV-tokens of the conversation stay in two tiers.
 The first (GPU) tier is the memory of the GPU, the second (CPU) tier is ordinary memory. On a machine without
 a GPU the first tier lies in ordinary memory, too; everything works the same there, only slower."""
@@ -118,9 +123,22 @@ def open_server(flags: argparse.Namespace) -> Server:
                         name=flags.name, **options)
     server = Server((flags.host, flags.port), sessions.start(), flags.api_key, flags.max_waiting,
                     flags.max_connections, flags.allow_origin, flags.history_max_bytes)
-    max_age = 86400 * flags.history_max_age_days
-    threading.Thread(target=server.prune_history, args=(max_age,), daemon=True).start()
+    max_age = DAY * flags.history_max_age_days
+    threading.Thread(target=prune_by_age, args=(sessions, max_age), daemon=True).start()
     return server
+
+
+def prune_by_age(sessions: Sessions, max_age: float):
+    """Forgets conversations that are idle for longer than max_age seconds. Runs in a thread of its own, until
+    the engine fails. In the first hour nothing is too old: if the clock was wrong at the start, somebody has
+    time to set it right."""
+    time.sleep(min(max_age, FIRST_PRUNE_SECONDS))
+    while not sessions.engine.failure:
+        try:
+            sessions.prune(max_age, float("inf"))
+        except Exception as error:                      # the next round tries again
+            traceback.print_exception(error)
+        time.sleep(PRUNE_SECONDS)
 
 
 def begin_demo(server: Server):

@@ -19,7 +19,6 @@ import select
 import socket
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
@@ -44,8 +43,6 @@ WRITE_SECONDS = 30          # for a client to take what we write
 DRAIN_SECONDS = 30          # for the turns at work to finish, once the server is to stop
 POLL_SECONDS = 0.1          # between two checks whether a client has hung up
 LINGER_SECONDS = 2          # for a client that still sends when we have answered
-PRUNE_SECONDS = 60          # between two checks of the history's age
-FIRST_PRUNE_SECONDS = 3600  # before the first of these checks
 TURNS_SHOWN = 100           # at /cache
 MAX_WATCHERS = 32           # of the live picture
 SESSION_HEADERS = "X-Session-ID", "X-Session-Affinity", "session_id"     # vLLM's, routers', agents'
@@ -157,18 +154,6 @@ class Server(ThreadingHTTPServer):
             self.drain()
         if self.stop_at and (not self.at_work or now > self.stop_at):
             raise Drained
-
-    def prune_history(self, max_age: float):
-        """Forgets conversations that are idle for longer than max_age seconds. Runs in a thread of its own,
-        until the engine fails. In the first hour nothing is too old: if the clock was wrong at the start,
-        somebody has time to set it right."""
-        time.sleep(min(max_age, FIRST_PRUNE_SECONDS))
-        while not self.engine.failure:
-            try:
-                self.sessions.prune(max_age, float("inf"))
-            except Exception as error:                      # the next round tries again
-                traceback.print_exception(error)
-            time.sleep(PRUNE_SECONDS)
 
     # ---- turns
 
