@@ -117,16 +117,10 @@ class History:
         ValueError if the file belongs to another tokenizer, to another version of this program, or to a
         server that is running, or if it is not a history. Then the file stays as it was."""
         self._root_hash = digest(b"", fingerprint)
-        self._open = ExitStack()        # closes all that we have opened, the last one first
+        self._open = ExitStack()        # closes all that we open, in reverse order
         try:
             if path != ":memory:":
-                file = open_alone(path)
-                self._open.callback(os.close, file)
-                if os.fstat(file).st_size:
-                    with closing(untouched(path)) as db:
-                        check(db, path, fingerprint)
-                # Conversations are private. SQLite gives the -wal and -shm files the mode of this one.
-                os.fchmod(file, 0o600)
+                self._take_file(path, fingerprint)
             self._connect(path, fingerprint)
             check(self._reader, path, fingerprint)
             check_ids(self._reader, path, vocab_size)
@@ -137,19 +131,25 @@ class History:
                 raise ValueError(reason) from error
             raise
 
+    def _take_file(self, path: str | os.PathLike, fingerprint: str):
+        """Lock the file, check that it is a history of ours, and then make it private."""
+        file = open_alone(path)
+        self._open.callback(os.close, file)
+        if os.fstat(file).st_size:
+            with closing(untouched(path)) as db:
+                check(db, path, fingerprint)
+        os.fchmod(file, 0o600)          # SQLite gives the -wal and -shm files the mode of this one
+
     def _connect(self, path: str | os.PathLike, fingerprint: str):
-        """One connection writes, the other one reads, each under its lock. So nobody who reads waits for a
-        write. A history in memory has only one connection."""
+        """One connection writes, the other one reads, and each has a lock of its own. So reading never waits
+        for a write. A history in memory has one connection for both."""
         def connect() -> sqlite3.Connection:
             connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._open.callback(connection.close)
             return connection
         self._db, self._write_lock = connect(), threading.RLock()
         with self._writing() as db:
-            if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                for statement in SCHEMA.split(";\n"):
-                    db.execute(statement)
-                db.execute("INSERT INTO meta VALUES (?)", (fingerprint,))
+            create_tables(db, fingerprint)
         for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "busy_timeout = 20"):
             self._db.execute(f"PRAGMA {setting}")
         count_bytes(self._db)
@@ -427,6 +427,14 @@ def untouched(path: str | os.PathLike) -> sqlite3.Connection:
     return sqlite3.connect(f"{Path(path).absolute().as_uri()}?immutable=1", uri=True)
 
 
+def create_tables(db: sqlite3.Connection, fingerprint: str):
+    """Create our tables, unless the file has tables already."""
+    if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        for statement in SCHEMA.split(";\n"):
+            db.execute(statement)
+        db.execute("INSERT INTO meta VALUES (?)", (fingerprint,))
+
+
 def check(db: sqlite3.Connection, path: str | os.PathLike, fingerprint: str):
     """ValueError or sqlite3.DatabaseError if it is not a history of ours with this fingerprint."""
     version, = db.execute("PRAGMA user_version").fetchone()
@@ -471,7 +479,7 @@ def count_bytes(db: sqlite3.Connection):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Rows. Whoever calls these holds the connection's lock.
+# Rows. The callers hold the connection's lock.
 
 def find_turn(db: sqlite3.Connection, where: str, **values) -> Turn | None:
     """The first turn for which an SQL condition holds."""
