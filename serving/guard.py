@@ -26,6 +26,8 @@ from serving.operations import APIError
 
 
 class Guard:
+    """Reads the headers of a request. May this site ask (check_site)? What may this client see (prefix)?
+    May a page of this site read our answer (cors)?"""
 
     def __init__(self, host: str, api_keys: Sequence[str] = (), origins: Sequence[str] = ()):
         """host: the address that we listen on. api_keys: if there is none, no key is needed. origins: the
