@@ -107,8 +107,8 @@ def scale(engine: Engine) -> dict:
 
 class Broadcast:
     """The live picture for all who watch it. While anybody watches, one thread draws for all of them. After
-    each picture it rests RESTS times as long as the picture took, so the engine has nine tenths of its time
-    for turns."""
+    each picture it rests RESTS times as long as the picture took (STILL_SECONDS at most), so the engine has
+    most of its time for turns."""
 
     def __init__(self, engine: Engine, private: bool = False):
         """private: see `part_for`."""
