@@ -1,15 +1,16 @@
-"""Who may ask, and what a web page may read.
+"""Decides which clients may use the server, and which web pages may read its answers.
 
-A server on one's own machine has guests whom nobody has invited: any web site can make the browsers of its
-visitors send requests to http://localhost:8000. Three headers tell who asks:
+Any web site can make the browsers of its visitors send requests to http://localhost:8000. So a server on your
+own machine gets requests from strangers. Three headers tell us who asks:
 
     Origin          the site whose page sends the request. Clients that are no browsers send none.
     Host            the name by which the client calls us. A site can let a name of its own point to
-                    127.0.0.1 (DNS rebinding). Then Origin looks like ours, but Host is not a loopback name.
+                    127.0.0.1 (DNS rebinding). Then Origin names the same site as Host, as it does for our own
+                    page; but Host is not a loopback name, so we refuse the request.
     Authorization   the API key, if the server has any.
 
-`--allow-origin https://chat.example` lets in the pages of one more site, and lets clients call us by its name
-(a proxy in front of us passes that name on).
+`--allow-origin https://chat.example` lets in the pages of one more site. It also lets clients call us by the
+name chat.example, since a proxy in front of us passes that name on in Host.
 """
 import base64
 import hashlib
@@ -25,6 +26,8 @@ from serving.operations import APIError
 
 
 class Guard:
+    """Reads the headers of a request. May this site ask (check_site)? What may this client see (prefix)?
+    May a page of this site read our answer (cors)?"""
 
     def __init__(self, host: str, api_keys: Sequence[str] = (), origins: Sequence[str] = ()):
         """host: the address that we listen on. api_keys: if there is none, no key is needed. origins: the
@@ -44,17 +47,17 @@ class Guard:
     def check_site(self, headers: Headers):
         """APIError for a request from the page of a site that we do not know."""
         host, origin = ", ".join(headers.get_all("Host", [])), headers.get("Origin")
-        name = name_of(host)
-        if self.is_local and host and not (is_loopback(name) or name in self.our_names):
+        called_by = name_of(host)
+        if self.is_local and host and not (is_loopback(called_by) or called_by in self.our_names):
             raise APIError(403, f"we listen on a loopback address, which {host!r:.100} does not name: use "
                                 "localhost, or start the server with --allow-origin http://NAME")
         ours = origin is None or origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
-        if not (ours or self.allowed(headers)):
+        if not (ours or self.allowed_origin(headers)):
             raise APIError(403, f"the site {origin!r:.100} may not use this server: start the server with "
                                 "--allow-origin if it may")
 
-    def allowed(self, headers: Headers) -> str | None:
-        """The origin of the request, or "*", if --allow-origin names it."""
+    def allowed_origin(self, headers: Headers) -> str | None:
+        """The origin of the request if --allow-origin names it; "*" if it names all sites; else None."""
         return next((origin for origin in (headers.get("Origin"), "*") if origin in self.origins), None)
 
     def prefix(self, headers: Headers) -> str:
@@ -71,7 +74,7 @@ class Guard:
 
     def cors(self, headers: Headers) -> dict[str, str]:
         """The headers with which a browser lets the page of an allowed site read our answer."""
-        if not (origin := self.allowed(headers)):
+        if not (origin := self.allowed_origin(headers)):
             return {}
         asked = " ".join(headers.get("Access-Control-Request-Headers", "").split())
         return {"Access-Control-Allow-Origin": origin, "Vary": "Origin",
@@ -80,12 +83,12 @@ class Guard:
 
 
 def prefix_of(key: str) -> str:
-    """All conversations of this API key have names that begin so. The key itself is stored nowhere."""
+    """The names of all conversations of this API key begin with it. The key itself is stored nowhere."""
     return f"{hashlib.sha256(key.encode()).hexdigest()[:16]}/"
 
 
 def name_of(host: str) -> str:
-    """Of a Host header: "localhost:8000" -> "localhost", "[::1]:8000" -> "::1"."""
+    """The name in a Host header: "localhost:8000" -> "localhost", "[::1]:8000" -> "::1"."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -100,8 +103,8 @@ def is_loopback(name: str) -> bool:
 
 
 def page_policy(page: str) -> str:
-    """The Content-Security-Policy of our page. It runs its own script, and none that somebody has written
-    into a message; it talks to this server alone; no other page may frame it."""
+    """The Content-Security-Policy of our page: the page runs its own script, and no script that somebody has
+    written into a message; it talks to this server alone; no other page may frame it."""
     scripts = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
                for script in re.findall("<script[^>]*>(.*?)</script>", page, re.DOTALL)]
     sources = " ".join(f"'sha256-{digest}'" for digest in scripts)

@@ -36,6 +36,7 @@ import time
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from itertools import dropwhile, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,11 +75,10 @@ PRAGMA user_version = {SCHEMA_VERSION}"""
 # The columns are the fields of Turn.
 TURNS = ("SELECT id, parent, coalesce(name, conversation), length, last_token, note, hash, turn.created "
          "FROM turn LEFT JOIN conversation ON head = id")
-# SQL for the turn before a turn, in three senses: as far as the model reads, as far as the conversation goes,
-# and none, for a turn alone.
-CONTEXT = "CASE WHEN carried IS NULL THEN parent END"
-ANCESTRY = "parent"
-ALONE = "NULL"
+# SQL for the turn before a turn. `chain` follows one of them back to its end.
+CONTEXT = "CASE WHEN carried IS NULL THEN parent END"       # as far as the model reads
+ANCESTRY = "parent"                                         # as far as the conversation goes
+ALONE = "NULL"                                              # nowhere: the turn alone
 
 
 class Turn(NamedTuple):
@@ -117,16 +117,10 @@ class History:
         ValueError if the file belongs to another tokenizer, to another version of this program, or to a
         server that is running, or if it is not a history. Then the file stays as it was."""
         self._root_hash = digest(b"", fingerprint)
-        self._open = ExitStack()        # closes all that we have opened, the last one first
+        self._open = ExitStack()        # closes all that we open, in reverse order
         try:
             if path != ":memory:":
-                file = open_alone(path)
-                self._open.callback(os.close, file)
-                if os.fstat(file).st_size:
-                    with closing(untouched(path)) as db:
-                        check(db, path, fingerprint)
-                # Conversations are private. SQLite gives the -wal and -shm files the mode of this one.
-                os.fchmod(file, 0o600)
+                self._take_file(path, fingerprint)
             self._connect(path, fingerprint)
             check(self._reader, path, fingerprint)
             check_ids(self._reader, path, vocab_size)
@@ -137,19 +131,25 @@ class History:
                 raise ValueError(reason) from error
             raise
 
+    def _take_file(self, path: str | os.PathLike, fingerprint: str):
+        """Lock the file, check that it is a history of ours, and then make it private."""
+        file = open_alone(path)
+        self._open.callback(os.close, file)
+        if os.fstat(file).st_size:
+            with closing(untouched(path)) as db:
+                check(db, path, fingerprint)
+        os.fchmod(file, 0o600)          # SQLite gives the -wal and -shm files the mode of this one
+
     def _connect(self, path: str | os.PathLike, fingerprint: str):
-        """One connection writes, the other one reads, each under its lock. So nobody who reads waits for a
-        write. A history in memory has only one connection."""
+        """One connection writes, the other one reads, and each has a lock of its own. So reading never waits
+        for a write. A history in memory has one connection for both."""
         def connect() -> sqlite3.Connection:
             connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._open.callback(connection.close)
             return connection
         self._db, self._write_lock = connect(), threading.RLock()
         with self._writing() as db:
-            if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                for statement in SCHEMA.split(";\n"):
-                    db.execute(statement)
-                db.execute("INSERT INTO meta VALUES (?)", (fingerprint,))
+            create_tables(db, fingerprint)
         for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "busy_timeout = 20"):
             self._db.execute(f"PRAGMA {setting}")
         count_bytes(self._db)
@@ -284,7 +284,7 @@ class History:
                 raise ValueError(f"conversation {conversation!r} exists already: use a new name")
             now = time.time()
             db.execute("INSERT INTO conversation VALUES (?, NULL, ?, ?, ?, ?)",
-                             (conversation, json.dumps(metadata), json.dumps(list(messages)), now, now))
+                       (conversation, json.dumps(metadata), json.dumps(list(messages)), now, now))
 
     def record(self, conversation: str) -> ConversationRecord | None:
         with self._reading() as db:
@@ -295,39 +295,22 @@ class History:
         metadata, waiting = json.dumps(record.metadata or {}), json.dumps(record.waiting)
         with self._writing() as db:
             db.execute("UPDATE conversation SET metadata = ?, waiting = ?, active = ? WHERE name = ?",
-                             (metadata, waiting, time.time(), record.name))
+                       (metadata, waiting, time.time(), record.name))
 
     def items(self, conversation: str, after: str | None = None, newest_first: bool = False,
               limit: int | None = None) -> list[dict]:
         """The visible messages of a conversation, each once, in order, without those of deleted turns.
 
         Each has an id. The reply of turn T is msg_T; the messages before it are msg_T_0, msg_T_1, ...
-        after: the id of the item before the first one. limit: of their number."""
+        after, limit: see `items_after`."""
         with self._reading() as db:
             if (record := find_record(db, conversation)) is None:
                 return []
-            # None stands for the messages that wait for the next turn.
-            places = [id for id, in chain(db, ANCESTRY, record.head, "id")] if record.head else []
-            places.append(None)
-            if newest_first:
-                places.reverse()
-            # Most ids name a turn: then we need not look for the item before that turn.
-            turn_id = (after or "").removeprefix("msg_").partition("_")[0]
-            found, items = after is None, []
-            for place in places[places.index(turn_id) if turn_id in places else 0:]:
-                new = record.waiting if place is None else items_of(db, ALONE, place)
-                for item in reversed(new) if newest_first else new:
-                    if found:
-                        items.append(item)
-                    found = found or item["id"] == after
-                if limit is not None and len(items) >= limit:
-                    break
-        return items[:limit]
+            return items_after(items_one_by_one(db, record, after, newest_first), after, limit)
 
     def items_of(self, turn_id: str, way: str = ANCESTRY) -> list[dict]:
-        """The same for a turn, its reply included, and for all turns before it; or for the turn ALONE.
-
-        StaleTurn if it is gone."""
+        """The visible messages of a turn, its reply included, and of all turns before it; or those of the
+        turn ALONE. StaleTurn if the turn is gone."""
         with self._reading() as db:
             return items_of(db, way, turn_id)
 
@@ -401,8 +384,8 @@ class History:
     def _begin(self):
         """Take the lock and begin a transaction.
 
-        While another process writes to the file, we try again for BUSY_SECONDS. Between two attempts we
-        release the lock."""
+        While another process writes to the file, we try again, for BUSY_SECONDS at most. Between two attempts
+        we release the lock."""
         deadline = time.monotonic() + BUSY_SECONDS
         while True:
             self._write_lock.acquire()
@@ -421,7 +404,8 @@ class History:
 # The file.
 
 def open_alone(path: str | os.PathLike) -> int:
-    """A descriptor of the file, which is made if there is none. While it is open, no other call succeeds.
+    """A descriptor of the file, which is made if there is none. While it is open, no other call for this
+    file succeeds.
 
     ValueError if another server has it open, or if it is no regular file."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)     # opening a pipe must not wait
@@ -441,6 +425,14 @@ def open_alone(path: str | os.PathLike) -> int:
 def untouched(path: str | os.PathLike) -> sqlite3.Connection:
     """A connection that changes nothing: SQLite neither makes nor reads a -wal file beside the file."""
     return sqlite3.connect(f"{Path(path).absolute().as_uri()}?immutable=1", uri=True)
+
+
+def create_tables(db: sqlite3.Connection, fingerprint: str):
+    """Create our tables, unless the file has tables already."""
+    if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        for statement in SCHEMA.split(";\n"):
+            db.execute(statement)
+        db.execute("INSERT INTO meta VALUES (?)", (fingerprint,))
 
 
 def check(db: sqlite3.Connection, path: str | os.PathLike, fingerprint: str):
@@ -469,25 +461,25 @@ def check_ids(db: sqlite3.Connection, path: str | os.PathLike, vocab_size: int):
 def count_bytes(db: sqlite3.Connection):
     """From now on this connection keeps count of the bytes that each owner has stored.
 
-    A row counts for what its client has sent, and for 500 bytes of columns and indexes."""
+    A row counts for its texts and token ids, and for 500 bytes of other columns and indexes. Triggers add the
+    size of a row that is written, and subtract the size of a row that is deleted or replaced."""
     db.execute("CREATE TEMP TABLE stored (owner TEXT PRIMARY KEY, bytes INTEGER NOT NULL)")
     tables = dict(turn=("conversation", "length({0}prompt) + length({0}reply) + length({0}messages)"),
                   conversation=("name", "length({0}waiting) + coalesce(length({0}metadata), 0)"))
     for table, (name, size) in tables.items():
-        def count(row: str, sign: str) -> str:
-            return (f"SELECT substr({row}{name}, 1, instr({row}{name}, '/')), "
-                    f"{sign} (500 + {size.format(row)})")
-        upsert = "ON CONFLICT (owner) DO UPDATE SET bytes = bytes + excluded.bytes"
-        db.execute(f"INSERT INTO stored {count('', '+')} FROM {table} WHERE true {upsert}")
-        for event, rows in dict(INSERT=("new.",), DELETE=("old.",), UPDATE=("old.", "new.")).items():
-            steps = [f"INSERT INTO stored {count(row, '+' if row == 'new.' else '-')} WHERE true {upsert};"
-                     for row in rows]
+        def change(sign: str, row: str, source: str = "") -> str:
+            return (f"INSERT INTO stored SELECT substr({row}{name}, 1, instr({row}{name}, '/')), "
+                    f"{sign} (500 + {size.format(row)}) {source} WHERE true "
+                    "ON CONFLICT (owner) DO UPDATE SET bytes = bytes + excluded.bytes;")
+        add, subtract = change("+", "new."), change("-", "old.")
+        db.execute(change("+", "", f"FROM {table}"))            # the rows that are there now
+        for event, steps in dict(INSERT=add, DELETE=subtract, UPDATE=subtract + add).items():
             db.execute(f"CREATE TEMP TRIGGER {table}_{event} AFTER {event} ON main.{table} "
-                       f"BEGIN {' '.join(steps)} END")
+                       f"BEGIN {steps} END")
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Rows. Whoever calls these holds the connection's lock.
+# Rows. The callers hold the connection's lock.
 
 def find_turn(db: sqlite3.Connection, where: str, **values) -> Turn | None:
     """The first turn for which an SQL condition holds."""
@@ -541,7 +533,7 @@ def release(db: sqlite3.Connection, turn_id: str | None) -> list[str]:
 def chain(db: sqlite3.Connection, way: str, turn_id: str, columns: str) -> list[tuple]:
     """These columns of a turn and of all turns before it, the first turn first.
 
-    way: CONTEXT or ANCESTRY. StaleTurn if the turn is gone."""
+    way: CONTEXT, ANCESTRY or ALONE. StaleTurn if the turn is gone."""
     rows = db.execute(f"""
         WITH RECURSIVE chain(link, above, depth) AS (
             SELECT id, {way}, 0 FROM turn WHERE id = ?
@@ -553,13 +545,39 @@ def chain(db: sqlite3.Connection, way: str, turn_id: str, columns: str) -> list[
     return rows
 
 
+def items_one_by_one(db: sqlite3.Connection, record: ConversationRecord, after: str | None,
+                     newest_first: bool) -> Iterator[dict]:
+    """The items of a conversation. We read each turn only when somebody asks for its items.
+
+    after: nobody asks for items before this one. Most ids name a turn: then we begin with that turn."""
+    places = [id for id, in chain(db, ANCESTRY, record.head, "id")] if record.head else []
+    places.append(None)                 # for the messages that wait for the next turn
+    if newest_first:
+        places.reverse()
+    turn_id = (after or "").removeprefix("msg_").partition("_")[0]
+    for place in places[places.index(turn_id) if turn_id in places else 0:]:
+        items = record.waiting if place is None else items_of(db, ALONE, place)
+        yield from reversed(items) if newest_first else items
+
+
+def items_after(items: Iterable[dict], after: str | None, limit: int | None) -> list[dict]:
+    """At most `limit` items, those that follow the item with the id `after`.
+
+    after: None: begin with the first item. If no item has this id, the result is empty. limit: None: all."""
+    if after is not None:
+        items = islice(dropwhile(lambda item: item["id"] != after, items), 1, None)
+    return list(islice(items, limit))
+
+
 def items_of(db: sqlite3.Connection, way: str, turn_id: str) -> list[dict]:
-    """The visible messages that were new in each of these turns, with their ids."""
+    """The visible messages that were new in a turn and in the turns before it, with their ids.
+
+    way: ANCESTRY or ALONE."""
     items = []
-    for turn_id, text, carried, hidden in chain(db, way, turn_id,
-                                                "id, messages, coalesce(carried, 0), hidden"):
+    columns = "id, messages, coalesce(carried, 0), hidden"
+    for name, text, carried, hidden in chain(db, way, turn_id, columns):
         messages = [] if hidden else json.loads(text)[carried:]
-        ids = [f"msg_{turn_id}_{i}" for i in range(len(messages) - 1)] + [f"msg_{turn_id}"]
+        ids = [f"msg_{name}_{i}" for i in range(len(messages) - 1)] + [f"msg_{name}"]
         items += [dict(id=id) | message for id, message in zip(ids, messages)]
     return items
 
@@ -583,8 +601,8 @@ def rolled(start: bytes, messages: list[dict]) -> list[bytes]:
 
 
 def said(message: dict) -> str:
-    """The content, but for the thoughts that a reply begins with: many clients and chat templates do not
-    send them back, and the reply is to be recognised without them. <think>2 + 2</think> 4  ->  4"""
+    """The content without the thoughts that a reply begins with: <think>2 + 2</think> 4  ->  4. Many clients
+    and chat templates do not send the thoughts back, and we must recognise the reply all the same."""
     _, end_of_thoughts, answer = message["content"].rpartition("</think>")
     if message["role"] == "assistant" and end_of_thoughts:
         return answer.lstrip()

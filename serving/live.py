@@ -25,12 +25,14 @@ from contextlib import suppress
 from queue import Empty, Queue
 
 from engine import Engine
+from eviction import Policy
 from kv_cache import Chunk, Conversation
 from scheduler import Batch
 
 LETTERS = {"GPU": "G", "GPU_AND_CPU": "B", "CPU": "C", None: "."}      # by the state of a chunk
 EVENT_SECONDS = 0.1     # between two pictures, at least
 STILL_SECONDS = 1.0     # between two pictures while no step runs
+RESTS = 9               # seconds of rest for each second of drawing
 MOST_MOVES = 1000       # remembered between two pictures
 
 
@@ -42,10 +44,11 @@ def letter(conversation: Conversation, index: int, chunk: Chunk) -> str:
     return LETTERS[chunk.state]
 
 
-def portrait(conversation: Conversation, idle: float, leaving: Chunk | None) -> dict:
-    """One conversation. idle: seconds. leaving: the chunk that leaves the GPU next, perhaps of another
-    conversation. gpu, cpu: tokens on the GPU, and on the CPU alone."""
-    gpu, cpu = conversation.sources()
+def portrait(conversation: Conversation, policy: Policy, now: float, leaving: Chunk | None) -> dict:
+    """The picture of one conversation. leaving: the chunk that leaves the GPU next; it may belong to another
+    conversation."""
+    gpu, cpu = conversation.sources()                           # tokens on the GPU, and on the CPU alone
+    idle = policy.idle(now, policy.last_needed(conversation))
     letters = [letter(conversation, index, chunk) for index, chunk in enumerate(conversation.chunks)]
     return dict(id=conversation.name, tokens=len(conversation.tokens), gpu=gpu, cpu=cpu,
                 running=conversation.row is not None, waiting=bool(conversation.waiting),
@@ -54,29 +57,28 @@ def portrait(conversation: Conversation, idle: float, leaving: Chunk | None) -> 
 
 
 def portrait_of(engine: Engine, name: str) -> dict | None:
-    """One conversation, by its name. None if it has no KV in a tier."""
+    """The picture of the conversation with this name. None if it has no KV in a tier."""
     cache, now = engine.cache, engine.clock()
     conversation = cache.conversations.get(name)
     if not (conversation and any(conversation.sources())):
         return None
-    idle = cache.policy.idle(now, cache.policy.last_needed(conversation))
-    return portrait(conversation, idle, cache.next_to_leave(now))
+    return portrait(conversation, cache.policy, now, cache.next_to_leave(now))
 
 
 def picture(engine: Engine) -> dict:
     """The engine's stats, and every conversation that has KV in a tier."""
     def read() -> list[dict]:
-        policy, now = engine.cache.policy, engine.clock()
-        leaving = engine.cache.next_to_leave(now)
-        return [portrait(conversation, policy.idle(now, policy.last_needed(conversation)), leaving)
-                for conversation in engine.cache.conversations.values() if any(conversation.sources())]
+        cache, now = engine.cache, engine.clock()
+        leaving = cache.next_to_leave(now)
+        return [portrait(conversation, cache.policy, now, leaving)
+                for conversation in cache.conversations.values() if any(conversation.sources())]
     return dict(stats=engine.stats(), conversations=engine.call(read))
 
 
 def part_for(prefix: str, whole: dict, private: bool) -> dict:
-    """The part of a picture that is shown to a client: conversations and transfers whose names begin with the
-    prefix. private: the engine's stats would tell how long the turns of others are. So a client learns only
-    how full the tiers are with its own KV-tokens."""
+    """The part of a picture that a client may see: the conversations and transfers whose names begin with its
+    prefix. private: the engine's stats would tell how long the turns of other clients are. So we show only
+    how much of the tiers the client's own KV-tokens fill."""
     part = dict(whole, conversations=outside(prefix, whole["conversations"], "id"))
     if "transfers" in whole:
         part["transfers"] = outside(prefix, whole["transfers"], "conversation")
@@ -86,6 +88,7 @@ def part_for(prefix: str, whole: dict, private: bool) -> dict:
 
 
 def own_stats(stats: dict, conversations: list[dict]) -> dict:
+    """The stats of the tiers, as if they held these conversations alone."""
     slots, places = stats["slots_total"], stats["cpu_chunks_total"]
     gpu = sum(entry["gpu"] for entry in conversations)
     cpu = sum(entry["chunks"].count("C") + entry["chunks"].count("B") for entry in conversations)
@@ -103,8 +106,9 @@ def scale(engine: Engine) -> dict:
 
 
 class Broadcast:
-    """The live picture for all who watch it. While anybody watches, a thread draws one for all of them. Then
-    it rests nine times as long as that took, so most of the engine's time is left for turns."""
+    """The live picture for all who watch it. While anybody watches, one thread draws for all of them. After
+    each picture it rests RESTS times as long as the picture took (STILL_SECONDS at most), so the engine has
+    most of its time for turns."""
 
     def __init__(self, engine: Engine, private: bool = False):
         """private: see `part_for`."""
@@ -132,7 +136,7 @@ class Broadcast:
     def _come(self, events: Queue, prefix: str):
         with self.lock:
             if not self.queues:
-                self.engine.watchers.append(self._see)
+                self.engine.watchers.append(self._remember)
             self.queues[events] = prefix
             if not self.drawing:
                 self.drawing = True
@@ -143,16 +147,16 @@ class Broadcast:
         with self.lock:
             del self.queues[events]
             if not self.queues:
-                self.engine.watchers.remove(self._see)
+                self.engine.watchers.remove(self._remember)
 
-    def _see(self, batch: Batch):
+    def _remember(self, batch: Batch):
         """The engine calls this with each batch."""
         if batch:
             self.recent.extend(moves(batch))
             self.changed.set()
 
     def _draw(self):
-        """In a thread: as long as anybody watches."""
+        """Draws pictures as long as anybody watches. Runs in a thread of its own."""
         before = {}                                             # the letters of each conversation
         try:
             while self._anybody_watches():
@@ -164,7 +168,7 @@ class Broadcast:
                 transfers += departures(before, after, self.engine.config.chunk_size)
                 self._send(dict(now, transfers=transfers))
                 before = after
-                rest = 9 * (time.monotonic() - begin)
+                rest = RESTS * (time.monotonic() - begin)
                 time.sleep(min(max(rest, EVENT_SECONDS), STILL_SECONDS))
                 self.changed.wait(STILL_SECONDS)
         except Exception:                                       # the engine has failed
@@ -183,7 +187,7 @@ class Broadcast:
             return dict(self.queues)
 
     def _send(self, whole: dict):
-        """The part of each client is written once, for all of its watchers."""
+        """Puts each client's part of the picture into the queues of its watchers, written as JSON once."""
         watchers = self._watchers()
         for prefix in set(watchers.values()):
             event = json.dumps(part_for(prefix, whole, self.private))
@@ -226,8 +230,8 @@ def departures(before: dict[str, str], after: dict[str, str], chunk_size: int) -
 
 
 def outside(prefix: str, entries: list[dict], key: str) -> list[dict]:
-    """The entries whose conversation, which stands under `key`, has the prefix; there without it, as its
-    client knows it."""
+    """The entries of one client, with the names that it knows. entry[key] is the name of a conversation: we
+    keep the entries whose name begins with the prefix, and remove the prefix."""
     if not prefix:
         return entries
     return [dict(entry, **{key: entry[key].removeprefix(prefix)})

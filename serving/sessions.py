@@ -58,7 +58,7 @@ class Busy(Exception):
 
 
 class Answering(Busy):
-    """Another turn has the conversation. Who does not want to wait in respond() waits for that turn."""
+    """Another turn has the conversation. The caller of respond(wait=False) may wait for that turn."""
 
     def __init__(self, turn: "LiveTurn"):
         super().__init__(f"conversation {turn.conversation!r} is being answered")
@@ -67,7 +67,7 @@ class Answering(Busy):
 
 @dataclass(frozen=True)
 class Plan:
-    """The token ids that a turn appends, and to what."""
+    """The token ids that a turn appends, and the turn that they follow."""
     prompt: list[int]
     messages: list[dict]        # the visible messages that `prompt` stands for
     after: Turn | None          # the turn before this one, if there is one
@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def restarts(self) -> bool:
-        """Is there a cached context that does not go on?"""
+        """Is there a turn before this one, whose context the prompt does not continue?"""
         return self.after is not None and self.carried is not None
 
 
@@ -216,7 +216,7 @@ class Sessions:
         self.writer: ThreadPoolExecutor | None = None       # the writing thread
         self.system = self._designate(system_prompt) if system_prompt else []
         engine.forgets_cold = True                  # since the history has the tokens
-        self.started = time.time() - time.monotonic()       # by our clock, when the system's showed 0
+        self.clock_offset = time.time() - time.monotonic()  # at the start; later the clock may jump
 
     def start(self) -> "Sessions":
         """From now on one thread steps the engine, and another one writes the history."""
@@ -267,9 +267,9 @@ class Sessions:
         is idle; else in a new one.
 
         hint: the client's name for its conversation. It decides between equals and names a new conversation;
-        it opens nothing. prefix: how the names of this client's conversations begin; others are not looked
-        at. keep: False: nothing is kept, although what is kept already may be used; not with a conversation.
-        wait: while the conversation is busy; False: raise Answering instead.
+        it opens nothing. prefix: the names of this client's conversations begin with it; we look at no other.
+        keep: False: the history keeps nothing of this turn, which may use what is kept already. It needs
+        conversation=None. wait: True: wait while the conversation is busy. False: raise Answering instead.
         instructions: the system message of this turn alone; by default the system prompt.
         truncate: drop old messages if less than max_tokens (by default a quarter of the limit) would be left
         for the reply. note: kept with the turn. template_options: see Tokenizer.turn. options: see
@@ -314,12 +314,12 @@ class Sessions:
         anew, with the visible messages so far."""
         if conversation is not None and (record := self.history.record(conversation)):
             after, messages = self.history.head(conversation), record.waiting + messages
-        if conversation is None and after is None:
+        if conversation is None and after is None:                  # the client shows all of its messages
             system = cached_system = self._system(messages, instructions)
             found = self.history.match(system + messages, hint, prefix)
             after, known = found or (None, len(system))
             earlier, new = messages[:known - len(system)], messages[known - len(system):]
-        else:
+        else:                                                       # the client shows only new messages
             cached_system = instructed(json.loads(after.note).get("system")) if after else []
             earlier = self.history.messages(after.id)[len(cached_system):] if after else []
             system, new = self._system(earlier + messages, instructions), messages
@@ -401,8 +401,8 @@ class Sessions:
             raise
 
     def _claim(self, live: LiveTurn, name: str, wait: bool = True):
-        """The conversation is the turn's alone, once the turn that has it now has settled. If several turns
-        wait for it, any of them may be next."""
+        """Give the conversation to this turn alone. If another turn has it, wait until that turn has settled.
+        If several turns wait, any of them may be next."""
         require(isinstance(name, str), "conversation", "a string or None", name)
         while (claimant := self._claim_if_free(live, name)) is not live:
             if not wait:
@@ -536,8 +536,9 @@ class Sessions:
         none is older (seconds) and the history is small enough. Those that are being answered stay. The next
         call goes on after MOST_PRUNED.
 
-        If the clock jumps ahead, we do not believe it, since everything would be too old at once."""
-        before, busy = min(time.time(), self.started + time.monotonic()) - max_age, []
+        If the clock jumps ahead, everything would be too old at once. So we do not let it run ahead of
+        time.monotonic()."""
+        before, busy = min(time.time(), self.clock_offset + time.monotonic()) - max_age, []
         for _ in range(MOST_PRUNED):
             name = self.history.oldest(before, max_bytes, owner, busy)
             if name is None:
@@ -572,7 +573,8 @@ class Sessions:
         return self._write(partial(self._alone, conversation, change))
 
     def _alone(self, conversation: str, change: Callable):
-        """Make a change while no turn can begin: it would miss new messages, and yet end their waiting."""
+        """Make a change while no turn of the conversation can begin. Such a turn would not see the messages
+        that we add, and its commit would clear them."""
         claim = LiveTurn(new_id(), self.engine, None)             # not a turn: it only holds the claim
         if self._claim_if_free(claim, conversation) is not claim:
             raise Busy("a response is being written in this conversation: change its items when that is done")

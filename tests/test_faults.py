@@ -23,12 +23,12 @@ from urllib.parse import quote
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-import server as server_module
-from serving import live
+from serving import live, sockets
 from serving.operations import OPERATIONS, ChatBody, ReplyBody, ResponseBody
 from serving.output import MOST_PIECES, PatientStream
 from serving.sessions import Sessions
-from server import Handler
+from serving.sockets import Handler
+
 from clients import CONTEXT, ROOT, ask, connect, eventually, fetch, posting, serving, user
 
 openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
@@ -89,7 +89,7 @@ def test_too_many_connections(server):
 
 def test_one_deadline_for_a_whole_request(server, monkeypatch):
     """A byte now and then does not prolong it."""
-    monkeypatch.setattr(server_module, "REQUEST_SECONDS", 0.4)
+    monkeypatch.setattr(sockets, "REQUEST_SECONDS", 0.4)
     for request in (b"GET /health HTTP/1.1\r\n" + b"X: y\r\n" * 50, posting(LONG)):
         with socket.create_connection(server.server_address, timeout=30) as connection:
             begin = time.monotonic()

@@ -16,7 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serving.history import History
 from serving.sessions import Sessions
-from server import MAX_BODY_BYTES, Handler, parse_flags
+from serving.sockets import MAX_BODY_BYTES, Handler
+from server import parse_flags
 from clients import CONTEXT, ROOT, ask, connect, eventually, fetch, hang_up_after, program, raw, serving, user
 
 openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
