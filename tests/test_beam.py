@@ -59,3 +59,91 @@ def test_the_replies_are_those_of_transformers(model, engine, width, max_tokens)
     ours = beam_search(engine, PROMPT, width, max_tokens, ignore_eos=True)
     assert_same(ours, theirs(model, PROMPT, width, max_tokens))
     assert all(len(reply) == max_tokens for reply, _ in ours)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("places", [(0,), (5, 2), (3, 4, 9)])
+def test_stop_tokens_finish_replies_as_in_transformers(model, engine, width, places):
+    """Stop tokens at these places of the likeliest reply without any, so that they do matter."""
+    ((likeliest, _),) = beam_search(engine, PROMPT, 1, 10, ignore_eos=True)
+    engine.worker.stop_ids = frozenset(likeliest[place] for place in places)
+    ours = beam_search(engine, PROMPT, width, 16)
+    if width > 1:               # with one beam, transformers would be greedy
+        assert_same(ours, theirs(model, PROMPT, width, 16, sorted(engine.worker.stop_ids)))
+    else:
+        greedy = engine.generate(PROMPT, max_tokens=16)
+        assert [reply for reply, _ in ours] == [greedy.token_ids]
+    assert any(reply[-1] in engine.worker.stop_ids and len(reply) < 16 for reply, _ in ours)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_replies_do_not_depend_on_the_cache(model, engine, tmp_path, depth):
+    """A search in a few slots, a step ahead or not, while others use the cache."""
+    ours = beam_search(engine, PROMPT, 4, 12, ignore_eos=True)
+    small = Engine(str(tmp_path), **TINY | dict(gpu_cache_tokens=48, cpu_cache_tokens=32, max_running=3))
+    small.depth = depth
+    others = [small.submit(PROMPT[:9 + n], max_tokens=12, ignore_eos=True) for n in range(3)]
+    assert_same(beam_search(small, PROMPT, 4, 12, ignore_eos=True), ours)
+    assert all(len(other.result().token_ids) == 12 for other in others)
+    assert small.stats()["prompt_tokens_recomputed"] > 0        # the pressure is real
+    small.close()
+
+
+def test_a_search_may_fill_the_whole_context(model, engine):
+    prompt = 6 * PROMPT
+    assert_same(beam_search(engine, prompt, 2, 2, ignore_eos=True), theirs(model, prompt, 2, 2))
+
+
+def test_beams_share_full_chunks_and_copy_the_rest(engine):
+    """Only new tokens are computed: the prompt once, then one token for each beam and step."""
+    shared, copied, computed = [], [], []
+
+    def watch(batch):
+        computed.append(sum(span.end - span.start for span in batch.spans))
+        copied.append(len(batch.slot_copies))
+        running = [span.request.conversation for span in batch.spans]
+        slots = {slot for conversation in running for chunk in conversation.chunks for slot in chunk.slots}
+        shared.append(sum(conversation.room for conversation in running) - len(slots))
+
+    engine.watchers.append(watch)
+    beam_search(engine, PROMPT, 4, 12, ignore_eos=True)
+    assert computed == [21] + 11 * [4]
+    contexts = range(21, 32)                # of the parents, in chunks of 8
+    assert copied == [0] + [4 * (context % 8) for context in contexts]
+    # All four share the prompt's full chunks, 3 * 16 slots; some of them share chunks of replies, too.
+    assert shared[0] == 0 and shared[1:4] == 3 * [48] and all(slots >= 48 for slots in shared[1:])
+    assert engine.stats()["slots_free"] == 256 and engine.stats()["conversations"] == 0
+
+
+@pytest.mark.parametrize("values, message", [
+    (dict(width=0), "width must be an int of at least 1, got 0"),
+    (dict(width=True), "width must be an int of at least 1, got True"),
+    (dict(max_tokens=0), "max_tokens must be an int of at least 1, got 0"),
+    (dict(prompt=[]), "prompt must be a list of at least one token id"),
+    (dict(prompt=[VOCAB]), f"a token id must be an int from 0 to 60, got {VOCAB}"),
+    (dict(prompt=6 * PROMPT, max_tokens=3), "prompt and max_tokens together must be at most 128 tokens, got 129")])
+def test_what_cannot_be_served_is_refused(engine, values, message):
+    with pytest.raises(ValueError, match=message):
+        beam_search(engine, **dict(prompt=PROMPT, width=2, max_tokens=4) | values)
+
+
+def test_a_search_that_fails_leaves_nothing_behind(engine):
+    execute, batches = engine.worker.execute, []
+
+    def fail_later(batch):
+        batches.append(batch)
+        if len(batches) == 5:
+            raise OSError("the device has gone")
+        return execute(batch)
+
+    engine.worker.execute = fail_later
+    with pytest.raises(RuntimeError, match="the device has gone"):
+        beam_search(engine, PROMPT, 3, 12, ignore_eos=True)
+    assert engine.stats()["conversations"] == 0 and engine.stats()["slots_free"] == 256
+    assert len(beam_search(engine, PROMPT, 3, 4, ignore_eos=True)) == 3
+
+
+def test_a_search_in_an_engine_that_is_closed_is_told(engine):
+    engine.watchers.append(lambda batch: engine.close() if engine.scheduler.steps == 4 else None)
+    with pytest.raises(RuntimeError, match="closed"):
+        beam_search(engine, PROMPT, 3, 12, ignore_eos=True)

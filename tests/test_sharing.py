@@ -24,10 +24,10 @@ def forked(cache, shared=8, own=4, now=0.0):
     return a, b
 
 
-def test_fork_shares_full_chunks_and_the_child_computes_its_own_tail():
+def test_fork_shares_full_chunks_and_the_child_copies_its_own_tail():
     cache = make()
     a = idle(cache, "a", 14)
-    b = cache.fork(a, "b", a.tokens[:11])                       # a[8:11) is part of a chunk: recomputed
+    b = cache.fork(a, "b", a.tokens[:11])                       # a[8:11) is part of a chunk: copied later
     assert b.chunks == a.chunks[:2] and b.sources() == (8, 0) and b.known == 10
     assert len(cache.free_slots) == 32 - 14
     assert a.holders[1:] == b.holders[1:]
@@ -311,7 +311,7 @@ def test_a_child_does_not_wait_for_a_leader_that_has_gone():
     cache.truncate(leader, 0, 0)
     assert cache.extend(child, range(9)) and child.sources() == (0, 0)
     cache.forget(child)
-    assert not cache.leaders
+    assert not cache.origins
 
 
 # ---- check_integrity itself
