@@ -45,7 +45,8 @@ def theirs(model, prompt, width, max_tokens, stop_ids=None):
         torch.tensor([prompt]), num_beams=width, num_return_sequences=width, max_new_tokens=max_tokens,
         do_sample=False, length_penalty=0.0, early_stopping="never", eos_token_id=stop_ids, pad_token_id=-1,
         return_dict_in_generate=True, output_scores=True)
-    replies = [[token for token in reply if token >= 0] for reply in found.sequences[:, len(prompt):].tolist()]
+    padded = found.sequences[:, len(prompt):].tolist()
+    replies = [[token for token in reply if token >= 0] for reply in padded]
     return list(zip(replies, found.sequences_scores.tolist()))
 
 
@@ -121,7 +122,8 @@ def test_beams_share_full_chunks_and_copy_the_rest(engine):
     (dict(max_tokens=0), "max_tokens must be an int of at least 1, got 0"),
     (dict(prompt=[]), "prompt must be a list of at least one token id"),
     (dict(prompt=[VOCAB]), f"a token id must be an int from 0 to 60, got {VOCAB}"),
-    (dict(prompt=6 * PROMPT, max_tokens=3), "prompt and max_tokens together must be at most 128 tokens, got 129")])
+    (dict(prompt=6 * PROMPT, max_tokens=3),
+     "prompt and max_tokens together must be at most 128 tokens, got 129")])
 def test_what_cannot_be_served_is_refused(engine, values, message):
     with pytest.raises(ValueError, match=message):
         beam_search(engine, **dict(prompt=PROMPT, width=2, max_tokens=4) | values)
