@@ -139,12 +139,12 @@ class KVPool:
             slots, rows = self._ends(tickets)
             copy_tokens(self.gpu.flatten(0, 1), slots, self.cpu.flatten(0, 1), rows)
 
-    def copy_slots(self, sources: dict[int, int]):
+    def copy_slots(self, copies: dict[int, int]):
         """Copy KV from slot to slot, target -> source, in the order of the current stream: earlier
-        steps have written the sources, and a later swap_in may overwrite them. Of each layer we read
-        all sources before we write a target, because a slot may be both."""
-        if sources:
-            targets, sources = self._upload([list(sources), list(sources.values())])
+        steps have written the sources, and a later swap_in may overwrite them. In each layer all
+        sources are read before a target is written, because a slot may be both."""
+        if copies:
+            targets, sources = self._upload([list(copies), list(copies.values())])      # [c] each
             for layer in self.gpu:                                          # [2, slots, H_kv, D]
                 layer.index_copy_(1, targets, layer.index_select(1, sources))
 

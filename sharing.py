@@ -9,10 +9,10 @@ the tokens up to there and on nothing else, so both conversations can use the sa
 
     a.holders = [a, S0, S1, S2]      b.holders = [b, S0, S1, S2]      S0.used_by = {a, b}
 
-If they have a part of chunk 3 in common, too, b gets these KV-tokens as a copy when it is admitted: from
-slots of a into its own, on the GPU. So only full chunks are shared, and nobody writes into a shared slot.
-(PagedAttention shares the partial block as well, and copies it when one of them is about to write: in our
-batches that is at once.)
+If a and b also begin chunk 3 with the same tokens, b gets their KV as a copy, from slots of a to its own,
+when it is admitted. So only full chunks are shared, and nobody writes into a slot that others use.
+(PagedAttention shares the chunk that is not full, too, and copies it on write: that is when its second user
+computes its first token, so at the same time.)
 
 To the core every chunk has one *holder*, and eviction looks at holders only. The holder of a chunk that is
 not shared is its conversation. When we share a chunk, we hand it over to a *stem*: a holder that nobody
@@ -98,7 +98,7 @@ class SharingCache(KVCache):
         """A new conversation made from `tokens`, which begin like those of `parent`.
 
         It shares the full chunks of what they have in common, wherever these are and whatever the parent is
-        doing; more of them, and a copy of what lies behind them, as it `follow`s the parent."""
+        doing. With its first turn it also gets what it has in common behind these: see `follow`."""
         assert name not in self.conversations
         child = self.open(name, tokens)
         self._share(child, child.tokens[:child.known], parent)
@@ -106,8 +106,9 @@ class SharingCache(KVCache):
         return child
 
     def follow(self, conversation: Conversation, origin: Conversation):
-        """The next turn of `conversation` uses what `origin` has computed, as far as both begin alike. If
-        the origin is just computing the same prompt, this turn waits for that: one prompt, n replies."""
+        """The next turn of `conversation` uses what `origin` has computed, as far as both begin alike: it
+        shares full chunks and copies what is behind them. While the origin computes the same prompt, this
+        turn waits: one prompt, n replies."""
         self.origins[conversation.order] = origin
 
     def extend(self, conversation: Conversation, prompt: Sequence[int]) -> bool:
@@ -133,14 +134,14 @@ class SharingCache(KVCache):
         return swap_in
 
     def _copy_tail(self, conversation: Conversation, origin: Conversation):
-        """Copy the KV that the conversation, which has just got its slots, has in common with its origin
-        behind the chunks that it shares. In chunks of 4:
+        """Copy the KV that the conversation has in common with its origin behind the chunks that it shares.
+        It has its slots already. In chunks of 4, if the common tokens are those of positions 0 to 9:
 
-            origin            [ s0 ]   [ s1 ]   [ 8 9 10 11 ]       both have tokens 8 and 9 in common
-            conversation        ^        ^      [ 8 9 ]             a copy of two slots
+            origin            [ s0 ]   [ s1 ]   [ 8  9  10  11 ]
+            conversation        ^        ^      [ 8  9 ]            the next step begins with two copies
 
-        The origin may have lost its slots meanwhile, or they may wait for a copy from the CPU: then the
-        conversation computes these tokens itself."""
+        The origin may have lost these slots meanwhile, or their KV may be on its way from the CPU. Then the
+        conversation computes its tokens itself."""
         index = len(conversation.holders) - 1
         if index >= len(origin.chunks) or conversation.chunks[index].filled:
             return
@@ -149,7 +150,8 @@ class SharingCache(KVCache):
         arriving = source.ticket and source.ticket.direction == "in"
         if end > start and source.slots and not arriving:
             for target, slot in zip(conversation.chunks[index].slots, source.slots[:end - start]):
-                self.slot_copies[target] = self.slot_copies.get(slot, slot)     # the step copies all at once
+                # All copies happen at once, so a copy of a copy is one of the original.
+                self.slot_copies[target] = self.slot_copies.get(slot, slot)
             self.computed(conversation, start, end)
 
     def _share(self, child: Conversation, tokens: Sequence[int], parent: Conversation):
