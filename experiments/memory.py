@@ -1,18 +1,18 @@
 """How much of a KV cache holds KV, and how much of it sharing saves (the PagedAttention paper, SOSP '23).
 
-A cache is worth its largest batch, so every slot that holds no KV costs throughput. `waste` plays one queue
-of requests, which is never empty, under rules that give slots to requests:
+A slot without KV could hold a token of one more request, and a larger batch has more throughput. `waste`
+serves the same queue, which is never empty, under several rules that give slots to requests:
 
-    whole context      Orca (Max)     2,048 slots, one behind another, for any request
-    power of two       Orca (Pow2)    prompt + the next power of two above the reply's length
-    true length        Orca (Oracle)  prompt + reply, as if somebody knew it before
-    chunks of 16       PagedAttention a chunk when the last one is full; their word for it is block
+    whole context    Orca (Max)        2,048 slots for any request
+    power of two     Orca (Pow2)       its prompt, and the next power of two above the length of its reply
+    true length      Orca (Oracle)     prompt and reply, as if we knew the length before
+    chunks of 16     PagedAttention    a chunk whenever the last one is full
 
-Slots one behind another come from a buddy allocator, as the paper assumes of Orca. `ours` is the real
-engine on a simulated worker. `sharing` counts the slots of a request with several replies.
+In the first three a request gets neighbouring slots from a buddy allocator, as the paper assumes. `ours` is
+the real engine on a simulated worker. `sharing` counts slots of requests with several replies to a prompt.
 
-The papers give mean lengths only. The spread is our choice, the same as in workload.py, and nothing else is
-chosen: neither figure has a number that was fitted to the published results.
+The paper gives the mean lengths of prompts and replies. The spread is our choice, the same as in
+workload.py. No number here was fitted to the published results.
 """
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -28,9 +28,9 @@ from experiments.simulator import HARDWARE, OPERATORS, SimulatedWorker, VirtualC
 LIMIT = 2048                    # tokens of a context of OPT
 SLOTS = 15_700                  # of OPT-13B on one A100 with 40 GB (the paper's Table 1)
 MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}    # tokens of prompt and reply (Figure 11)
+SIGMAS = 1.2, 0.8               # of the logarithms of these lengths
 MAX_RUNNING = 256               # requests; Alpaca's are so short that this limits its largest batches
 WASTE_TOKENS, SHARING_REQUESTS = 400_000, 300           # how much of each dataset is played
-SIGMAS = 1.2, 0.8               # of their logarithms
 
 # What the paper reports, in percent: Figure 2, and Figure 15 by (system, replies).
 PUBLISHED_USE = {"whole context": 20.4, "true length": 38.2, "chunks of 16": 96.3}
@@ -205,7 +205,7 @@ def waste(seed: int) -> tuple[list[dict], list[dict]]:
         best = by_name[dataset, "chunks of 16"]["tokens_per_second"]
         for name in ("whole context", "power of two", "true length", *OURS):
             gain = best / by_name[dataset, name]["tokens_per_second"]
-            ratios.append(ratio(f"{dataset}: throughput, chunks of 16 / {name}", gain))
+            ratios.append(ratio(f"{dataset}: throughput, chunks of 16 / {name}", gain, how="simulated"))
     return rows, ratios
 
 
@@ -252,11 +252,11 @@ def parallel_sampling(prompt: int, reply: int, replies: int, chunk: int, rng) ->
 
 
 def beams(prompt: int, reply: int, width: int, chunk: int, rng) -> tuple[int, int]:
-    """The same for beam search. Each beam of a step continues one of the step before, and each of those is
-    as likely to be continued as any other. This model of descent knows nothing of words.
+    """The same for beam search. Which beams go on depends on the model. We let chance decide: each beam of a
+    step continues one of the `width` beams before it, all with the same probability.
 
-    A beam is the list of its chunks' numbers. A chunk that is not full is copied for all but one of the
-    beams that continue it."""
+    A beam here is the list of its chunks' numbers. If several beams continue one whose last chunk is not
+    full, all but the first get a copy of that chunk."""
     numbers = count()
     parents = [[next(numbers) for _ in range(-(-prompt // chunk))]] * width
     saved = slots = 0
@@ -281,5 +281,5 @@ def beams(prompt: int, reply: int, width: int, chunk: int, rng) -> tuple[int, in
 WAYS = {"parallel sampling": parallel_sampling, "beam search": beams}
 
 
-def ratio(name: str, ours: float, paper: float | None = None) -> dict:
-    return dict(name=name, paper=paper, ours=float(ours), how="computed")
+def ratio(name: str, ours: float, paper: float | None = None, how: str = "computed") -> dict:
+    return dict(name=name, paper=paper, ours=ours, how=how)

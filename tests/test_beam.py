@@ -83,6 +83,8 @@ def test_the_replies_do_not_depend_on_the_cache(model, engine, tmp_path, depth):
     ours = beam_search(engine, PROMPT, 4, 12, ignore_eos=True)
     small = Engine(str(tmp_path), **TINY | dict(gpu_cache_tokens=48, cpu_cache_tokens=32, max_running=3))
     small.depth = depth
+    if depth:
+        small.start()                                               # then a thread of its own steps
     others = [small.submit(PROMPT[:9 + n], max_tokens=12, ignore_eos=True) for n in range(3)]
     assert_same(beam_search(small, PROMPT, 4, 12, ignore_eos=True), ours)
     assert all(len(other.result().token_ids) == 12 for other in others)
