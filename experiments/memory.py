@@ -29,7 +29,7 @@ LIMIT = 2048                    # tokens of a context of OPT
 SLOTS = 15_700                  # of OPT-13B on one A100 with 40 GB (the paper's Table 1)
 MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}    # tokens of prompt and reply (Figure 11)
 SIGMAS = 1.2, 0.8               # of the logarithms of these lengths
-MAX_RUNNING = 256               # requests; Alpaca's are so short that this limits its largest batches
+MAX_RUNNING = 256               # requests, as in our other simulations
 WASTE_TOKENS, SHARING_REQUESTS = 400_000, 300           # how much of each dataset is played
 
 # What the paper reports, in percent: Figure 2, and Figure 15 by (system, replies).

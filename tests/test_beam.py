@@ -68,12 +68,14 @@ def test_stop_tokens_finish_replies_as_in_transformers(model, engine, width, pla
     """Stop tokens at these places of the likeliest reply without any, so that they do matter."""
     ((likeliest, _),) = beam_search(engine, PROMPT, 1, 10, ignore_eos=True)
     engine.worker.stop_ids = frozenset(likeliest[place] for place in places)
+    steps = engine.scheduler.steps
     ours = beam_search(engine, PROMPT, width, 16)
+    steps = engine.scheduler.steps - steps
     if width > 1:               # with one beam, transformers would be greedy
         assert_same(ours, theirs(model, PROMPT, width, 16, sorted(engine.worker.stop_ids)))
     else:
         greedy = engine.generate(PROMPT, max_tokens=16)
-        assert [reply for reply, _ in ours] == [greedy.token_ids]
+        assert [reply for reply, _ in ours] == [greedy.token_ids] and steps == len(greedy.token_ids)
     assert any(reply[-1] in engine.worker.stop_ids and len(reply) < 16 for reply, _ in ours)
 
 
