@@ -178,6 +178,7 @@ class KVCache:
         self.free_rows = list(range(rows - 1, -1, -1))              # a stack
         self.table = np.full((rows, max_context), -1, np.int32)     # the slot table's master copy
         self.table_updates: list[tuple[int, int, int]] = []         # (row, start, end) written lately
+        self.slot_copies: dict[int, int] = {}       # target -> source, see `take_slot_copies`
         self.conversations: dict[str | int, Conversation] = {}      # by name
         self.running: dict[int, Conversation] = {}                  # by order
         self.in_flight: set[Ticket] = set()
@@ -359,6 +360,12 @@ class KVCache:
         """(row, start, slots): the entries of the slot table written since the last call."""
         updates, self.table_updates = self.table_updates, []
         return [(row, start, self.table[row, start:end].copy()) for row, start, end in updates]
+
+    def take_slot_copies(self) -> dict[int, int]:
+        """target -> source: the next step begins by copying the KV of these slots. (Only sharing.py plans
+        such copies.)"""
+        copies, self.slot_copies = self.slot_copies, {}
+        return copies
 
     # ---- eviction
 

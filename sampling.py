@@ -38,7 +38,7 @@ LIMITS = {      # of each value, both inclusive; where the limits are ints, so m
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.01, 100.0),
     "seed": (-2**63, 2**63 - 1),
-    "logprobs": (0, 20),
+    "logprobs": (0, 2**31 - 1),
 }
 BIAS = (-100.0, 100.0)
 

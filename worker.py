@@ -147,6 +147,7 @@ class Worker:
         packed = pack(batch.spans)
         size = self._graph_size(batch, packed)
         inputs = self._inputs(packed, batch.table_updates, size)
+        self.pool.copy_slots(batch.slot_copies)
         self.pool.swap_in(batch.swap_in)
         if not batch.spans:
             self.pool.swap_out(batch.swap_out)

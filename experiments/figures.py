@@ -30,7 +30,7 @@ import torch
 from tqdm import tqdm
 
 from eviction import POLICIES, RecomputeCost
-from experiments import microbench
+from experiments import memory, microbench
 from experiments.fleet import ROUTERS, play_fleet
 from experiments.policies import EXPERIMENTS
 from experiments.remote import RemoteEngine
@@ -286,6 +286,11 @@ def costs(cost: RecomputeCost, panel: Panel, options) -> Found:
     return Found(rows, [ratio(name, cost.seconds[-1] / cost.rest, options)])
 
 
+def of_memory(count: Callable, options) -> Found:
+    """A figure of memory.py: it counts slots, and needs neither a device nor a model."""
+    return Found(*count(options.seed))
+
+
 # ---- measured only
 
 def only_measured(options):
@@ -411,6 +416,12 @@ FIGURES = {
     "draft": latency_figure(
         partial(sweep, ("stateless", "pensieve", "draft"), DRAFT, HERE),
         "the system of the paper's draft, on its datasets (3 minutes; simulated: hours)"),
+    "waste": Figure(
+        partial(of_memory, memory.waste), "how many slots of a cache hold KV, by who gives them (1 minute)",
+        "running", "tokens_per_second", ("system", "dataset", "kv_share", "running", "tokens_per_second")),
+    "sharing": Figure(
+        partial(of_memory, memory.sharing), "slots that several replies to a prompt save together (20 s)",
+        "replies", "saved", ("system", "dataset", "chunk", "replies", "saved")),
     "serve": Figure(
         serve, "a running server (--url), for clients that resend their history or need not (1 minute)",
         "request_rate", "mean_ttft_ms"),

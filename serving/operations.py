@@ -192,7 +192,7 @@ class ReplyBody(EngineOptions):
     model: Annotated[str, Field(min_length=1, max_length=1000)] = None
     stream: bool = False
     store: bool = True
-    top_logprobs: int = limited("logprobs")
+    top_logprobs: int = Field(None, ge=0, le=20)
 
     # Other servers' names for the client's conversation. Only hints: we verify them.
     conversation_id: Name = None

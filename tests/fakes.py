@@ -44,6 +44,8 @@ class FakeWorker:
         self.traces.append(str(batch))
         for row, start, slots in batch.table_updates:
             self.table[row, start:start + len(slots)] = slots
+        copied = {target: self.slots[source] for target, source in batch.slot_copies.items()}
+        self.slots.update(copied)
         for ticket in batch.swap_in + batch.swap_out:
             self.flying[ticket] = self.read(ticket) if self.random.random() < 0.5 else None
         for span in batch.spans:

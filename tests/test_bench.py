@@ -2,12 +2,13 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 
 import bench
 from engine import Engine
 from eviction import POLICIES, RecomputeCost
-from experiments import fleet, figures, run
+from experiments import fleet, figures, memory as memory_file, run
 from experiments.policies import EXPERIMENTS
 from experiments.workload import PlannedConversation, PlannedTurn
 
@@ -228,3 +229,59 @@ def test_a_fleet():
     assert affine["hit_rate"] > 0.9 and random["hit_rate"] < 0.3 and least["hit_rate"] < 0.3
     assert affine["busiest_server"] > least["busiest_server"] >= 1
     assert affine["request_rate"] == 8 and affine["turns"] == pytest.approx(random["turns"], rel=0.1)
+
+
+# ---- memory: rules that give slots
+
+@pytest.mark.parametrize("slots", [64, 100])
+def test_contiguous_slots_never_overlap_and_are_joined_again(slots):
+    rng, held = np.random.default_rng(0), []
+    memory = memory_file.Buddies(slots, lambda prompt, reply: prompt + reply)
+    whole = {size: set(free) for size, free in memory.free.items()}
+    for prompt in rng.integers(1, 20, 300).tolist():
+        if piece := memory.take(prompt, 3):
+            assert prompt + 3 <= piece[1] < 2 * (prompt + 3)
+            held.append(piece)
+        else:
+            memory.give_back(held.pop(int(rng.integers(len(held)))))
+        taken = [slot for first, size in held for slot in range(first, first + size)]
+        assert len(taken) == len(set(taken)) and set(taken) <= set(range(slots))
+    for piece in held:
+        memory.give_back(piece)
+    assert {size: free for size, free in memory.free.items() if free} == whole
+
+
+def test_requests_are_served_under_any_rule():
+    """Chunks too few for all: the latest request gives way, and all replies are complete in the end."""
+    lengths = [(5, 8), (3, 1), (9, 12), (4, 4), (6, 2)]
+    worker = memory_file.simulated_worker()
+    for memory in (memory_file.Chunks(24, 4), memory_file.Buddies(32, lambda prompt, reply: prompt + reply)):
+        steps = list(memory_file.play([*lengths, (24, 1)], memory, worker))     # the last one must run alone
+        assert sum(running for _, running, _ in steps) == 27 + 1
+        assert max(kv for kv, _, _ in steps) <= 24 and all(seconds > 0 for _, _, seconds in steps)
+
+
+def test_slots_of_replies_are_counted():
+    rng = np.random.default_rng(0)
+    # Chunks of 2: two replies of 2 tokens share the two chunks of a prompt of 4 in both steps; each holds 3.
+    assert memory_file.parallel_sampling(4, 2, 2, 2, rng) == (8, 24)
+    assert memory_file.parallel_sampling(5, 1, 2, 2, rng) == memory_file.beams(5, 1, 2, 2, rng) == (4, 12)
+    assert memory_file.beams(5, 9, 1, 2, rng)[0] == 0
+    saved = [memory_file.beams(20, 60, width, 4, rng) for width in (2, 4)]
+    assert 0.3 < saved[0][0] / saved[0][1] < 0.5 < saved[1][0] / saved[1][1] < 0.75
+
+
+def test_waste_and_sharing_are_computed(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_file, "SLOTS", 4_200)
+    monkeypatch.setattr(memory_file, "WASTE_TOKENS", 60_000)
+    monkeypatch.setattr(memory_file, "SHARING_REQUESTS", 5)
+    figure = run_bench(tmp_path, monkeypatch, "waste")
+    rows = {row["system"]: row for row in figure["rows"] if row["dataset"] == "sharegpt"}
+    systems = "whole context", "true length", "chunks of 128", "chunks of 16"
+    shares = [rows[system]["kv_share"] for system in systems]
+    assert shares == sorted(shares) and rows["whole context"]["running"] == pytest.approx(2)
+    assert rows["ours, stateless"]["kv_share"] < rows["ours"]["kv_share"] <= 1
+    assert run_bench(tmp_path, monkeypatch, "waste")["rows"] == figure["rows"]
+    saved = {(row["dataset"], row["chunk"], row["system"], row["replies"]): row["saved"]
+             for row in run_bench(tmp_path, monkeypatch, "sharing")["rows"]}
+    assert saved["alpaca", 16, "parallel sampling", 2] < saved["alpaca", 16, "beam search", 2] < 1 / 2

@@ -328,7 +328,7 @@ def test_logprobs_travel_with_the_tokens():
     (dict(presence_penalty=2.1), "presence_penalty"), (dict(frequency_penalty=-3), "frequency_penalty"),
     (dict(repetition_penalty=0), "repetition_penalty"), (dict(seed=2**63), "seed"),
     (dict(logprobs=True), "True"),
-    (dict(logprobs=21), "logprobs must be an int from 0 to 20, got 21"),
+    (dict(logprobs=-1), "logprobs must be an int from 0 to 2147483647, got -1"),
     (dict(logit_bias=[1]), "logit_bias"), (dict(logit_bias={1: 101}), "from -100.0 to 100.0"),
     (dict(logit_bias={"1": 1}), "logit_bias"), (dict(logit_bias={10**6: 1.0}), "1000000")])
 def test_bad_values_are_refused_by_name(engine, values, message):
