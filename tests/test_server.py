@@ -152,8 +152,8 @@ def several(client, n, stream, **options):
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 def test_several_choices(server, client, stream):
     """Choice i is the answer to seed + i. Whichever is resent is recognised; branches share what
-    their turn had cached, and the new prompt is computed by the first, but for the end of it that
-    fills no chunk."""
+    their turn had cached, and the new prompt is computed by the first, but for its last
+    token."""
     options, length = dict(temperature=1.5, seed=7), 0
     messages = [user(f"Say something, {stream}: " + "x" * 40)]
     for turn in range(3):
