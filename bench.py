@@ -29,7 +29,8 @@ from config import Config
 from experiments.figures import FIGURES, Figure, Found
 from experiments.run import thinking
 from experiments.simulator import HARDWARE
-from experiments.workload import SHAPES, load
+from experiments.traces import KINDS, load
+from experiments.workload import SHAPES
 
 
 # ---- flags
@@ -71,8 +72,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
 
     add = parser.add_argument_group("load, instead of the figure's own").add_argument
     add("--trace", metavar="FILE",
-        help="replay a Mooncake trace, or the conversations of a file of texts: ShareGPT (JSON), "
-             "UltraChat or LMSYS-Chat-1M (JSON lines)")
+        help="replay a file of conversations: " + ", ".join(kind.name for kind in KINDS))
     add("--tokenizer", metavar="MODEL", default="gpt2",
         help="counts the tokens of a file of texts (default: gpt2)")
     add("--dataset", choices=SHAPES, help="synthetic conversations with the lengths of this dataset")

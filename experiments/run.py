@@ -180,14 +180,17 @@ class Panel(NamedTuple):
     paper: float | None = None      # the paper's ratio there, of the last system to the first
     gpus: int = 1
     hardware: str = "a100"          # a key of HARDWARE, or a file that `bench.py profile` has written
-    think: float | str = 60.0       # mean seconds from a reply to the next turn; "reading": see reading_think
+    think: float | str = 60.0       # mean seconds from a reply to the next turn; or a key of THINKING
 
     def __str__(self):
         return f"{self.model}, {self.dataset}, {thinking(self.think)}"
 
 
+THINKING = {"reading": "think while reading", "own": "think as in the trace"}
+
+
 def thinking(think: float | str) -> str:
-    return "think while reading" if think == "reading" else f"think {think:g} s"
+    return THINKING.get(think) or f"think {think:g} s"
 
 
 # KV bytes of the two tiers per GPU (paper, §6.1), and vLLM's limits of a batch.
@@ -204,8 +207,8 @@ def at_scale(options) -> bool:
 
 def planned(panel: Panel, rate: float | None, options) -> list[PlannedConversation]:
     """The panel's conversations with their arrival times. rate: None keeps the times of the trace."""
-    if panel.think == "reading":
-        think = reading_think
+    if panel.think in THINKING:
+        think = reading_think if panel.think == "reading" else None
     else:
         think = partial(exponential_think, mean=panel.think)
     if options.trace:
