@@ -37,8 +37,8 @@ from eviction import POLICIES, RecomputeCost
 from experiments.policies import EXPERIMENTS, Oracle
 from experiments.simulator import (HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker, VirtualClock,
                                    kv_token_bytes)
-from experiments.workload import (SHAPES, PlannedConversation, cut_to_context, exponential_think, many_turns,
-                                  reading_think, synthetic, with_arrivals)
+from experiments.workload import (SHAPES, PlannedConversation, exponential_think, many_turns, reading_think,
+                                  synthetic, with_arrivals, within_context)
 from scheduler import SOURCES
 
 
@@ -241,7 +241,7 @@ def play(name: str, panel: Panel, rate: float | None, options) -> dict:
     conversations = planned(panel, rate, options)
     engine = build(SYSTEMS[name], panel, conversations, options)
     limit = engine.scheduler.limit
-    conversations = list(cut_to_context(conversations, limit))
+    conversations = within_context(conversations, limit)
     if not conversations:
         raise ValueError(f"no conversation of {panel.dataset} fits {limit} tokens: "
                          "give --gpu-cache-tokens a larger number")

@@ -55,6 +55,11 @@ def numbered(turn_lists: Iterable[list[PlannedTurn]]) -> Iterator[PlannedConvers
             yield PlannedConversation(str(number), turns)
 
 
+def within_context(conversations: Iterable[PlannedConversation], limit: int) -> list[PlannedConversation]:
+    """Leave out the conversations whose context grows above `limit` tokens, as the paper does."""
+    return [conversation for conversation in conversations if conversation.tokens <= limit]
+
+
 def cut_to_context(conversations: Iterable[PlannedConversation], limit: int) -> Iterator[PlannedConversation]:
     """End each conversation before its context would grow above `limit` tokens.
 
@@ -127,12 +132,16 @@ def many_turns(limit: int, rate: float, think: Callable, seed: int) -> list[Plan
 
 
 class Shape(NamedTuple):
-    """A dataset as papers describe it: mean lengths, the longest context used, the spread of lengths.
+    """A dataset: the papers' means and limit, and our choice of the spread around them.
 
-    The papers give no spread, so the sigmas (of the logarithm of a length) are our choice. People send
-    one word or paste a page: at 1.2 the mean is twice the median, and one message in a hundred is eight
-    times as long as the mean. A model's replies vary less: 0.8. In UltraChat both sides are models: 0.7
-    and 0.5.
+    The papers': mean turns and mean lengths (Table 2), the longest context, and that longer conversations
+    are left out; the draft's, that a conversation has at least 5 turns.
+
+    Ours: all three numbers are lognormal; a sigma is that of the logarithm. Of ShareGPT's conversations
+    0.57% exceed 16,384 tokens (paper); a turn_sigma of 1.26 gives 0.5%. People send one word or paste a
+    page: at 1.2 the mean is twice the median. A model's replies vary less: 0.8. In UltraChat both sides are
+    models: 0.7 and 0.5. The draft's conversations must hold 5 turns and more within 2,048 tokens, which
+    leaves no room for a spread of turns: 0.3.
     """
     turns: float
     input_tokens: float
@@ -140,13 +149,15 @@ class Shape(NamedTuple):
     max_context: int
     input_sigma: float = 1.2
     output_sigma: float = 0.8
+    turn_sigma: float = 1.26
+    least_turns: int = 1
 
 
 SHAPES = {
     "sharegpt": Shape(5.56, 37.77, 204.58, 16_384),                     # Table 2
     "ultrachat": Shape(3.86, 51.78, 257.81, 16_384, 0.7, 0.5),
-    "sharegpt-draft": Shape(7.58, 31.26, 180.44, 2_048),                # arXiv 2312.05516
-    "lmsys-draft": Shape(7.73, 22.49, 100.67, 2_048),
+    "sharegpt-draft": Shape(7.58, 31.26, 180.44, 2_048, turn_sigma=0.3, least_turns=5),     # arXiv 2312.05516
+    "lmsys-draft": Shape(7.73, 22.49, 100.67, 2_048, turn_sigma=0.3, least_turns=5),
 }
 
 
@@ -158,53 +169,50 @@ def synthetic(dataset: str, count: int, seed: int) -> list[PlannedConversation]:
     if dataset not in SHAPES or count < 1:
         raise ValueError(f"expected one of {', '.join(SHAPES)} and a count of at least 1, "
                          f"got {dataset!r} and {count}")
-    shape = SHAPES[dataset]
-    owner, lengths = draw(shape, means_before_cut(shape), count, np.random.default_rng(seed))
-    first_of_next = np.flatnonzero(np.diff(owner)) + 1
-    each = np.split(lengths, first_of_next)
-    return list(numbered([PlannedTurn(*turn) for turn in turns.tolist()] for turns in each))
+    shape, rng = SHAPES[dataset], np.random.default_rng(seed)
+    means = means_of_all(shape)
+    kept = []
+    while len(kept) < count:
+        turns, lengths = draw(shape, means, count, rng)
+        kept += np.split(lengths, np.cumsum(turns)[:-1])
+    return list(numbered([PlannedTurn(*turn) for turn in lengths.tolist()] for lengths in kept[:count]))
 
 
 def draw(shape: Shape, means: np.ndarray, count: int, rng: np.random.Generator
          ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw `count` conversations, and cut them to the shape's max_context as `cut_to_context` does.
+    """Draw `count` conversations, and leave out those that are too long or have too few turns.
 
-    The number of turns is geometric: after each turn the user leaves with the same probability. Lengths
-    are lognormal, at least 1 and at most half of max_context, so that the first turn always fits.
-    means [3]: of turns, input tokens and output tokens, before the cut.
-    Returns owner [turns]: the number of each turn's conversation; and lengths [turns, 2]: its input and
-    output tokens.
+    means [3]: of turns, input tokens and output tokens, of all that we draw.
+    Returns turns [kept]: how many each conversation has; and lengths [sum of turns, 2]: the input and output
+    tokens of each turn.
     """
-    sigma = np.array([shape.input_sigma, shape.output_sigma])
-    turns = rng.geometric(1 / means[0], count)                                              # [count]
+    sigma = np.array([shape.turn_sigma, shape.input_sigma, shape.output_sigma])
+    mu = np.log(means) - sigma**2 / 2                   # the mean of a lognormal is exp(mu + sigma^2 / 2)
+    turns = np.rint(rng.lognormal(mu[0], sigma[0], count)).astype(int).clip(1, shape.max_context)   # [count]
     owner = np.repeat(np.arange(count), turns)                                              # [all turns]
-    # The mean of a lognormal is exp(mu + sigma^2 / 2).
-    lengths = rng.lognormal(np.log(means[1:]) - sigma**2 / 2, sigma, (len(owner), 2))       # [all turns, 2]
-    lengths = np.clip(np.rint(lengths), 1, shape.max_context // 2).astype(int)
-    # A turn's context is the running total of all tokens, less the total before its conversation.
-    total = np.cumsum(lengths.sum(axis=1))                                                  # [all turns]
-    first_turn = np.cumsum(turns) - turns                                                   # [count]
-    before = np.append(0, total)[first_turn]                                                # [count]
-    context = total - before[owner]                                                         # [all turns]
-    fits = context <= shape.max_context                                                     # [all turns]
-    return owner[fits], lengths[fits]
+    lengths = rng.lognormal(mu[1:], sigma[1:], (len(owner), 2))                             # [all turns, 2]
+    lengths = np.rint(lengths).clip(1).astype(int)
+    context = np.bincount(owner, lengths.sum(axis=1), count)                                # [count]
+    kept = (context <= shape.max_context) & (turns >= shape.least_turns)                    # [count]
+    return turns[kept], lengths[kept[owner]]
 
 
-def means_before_cut(shape: Shape) -> np.ndarray:
-    """The means [3] that `draw` needs, so that the shape's means remain after the cut.
+def means_of_all(shape: Shape) -> np.ndarray:
+    """The means [3] that `draw` needs, so that the conversations that it keeps have the shape's means.
 
-    The cut takes late turns, and conversations with long messages lose more of them. So all three means
-    shrink: of sharegpt-draft's 7.58 turns only 5.5 would be left. We draw, measure the means that are
-    left, scale each mean by its shortfall, and repeat until all are within 0.5%. The seed here is
-    fixed, so the correction is the same for every load.
+    Leaving out the longest shrinks all three means. We draw, measure the means that are left, scale each
+    mean by its shortfall, and repeat until all are within 0.5%. The seed here is fixed, so the correction is
+    the same for every load.
     ValueError: contexts that short cannot have these means.
     """
     wanted, count = np.array(shape[:3]), 20_000
     means = wanted
     # A mean that has moved by a factor of ten and is still not right never will be.
     while np.abs(np.log10(means / wanted)).max() < 1:
-        owner, lengths = draw(shape, means, count, np.random.default_rng(0))
-        shortfall = wanted / [len(owner) / count, *lengths.mean(axis=0)]
+        turns, lengths = draw(shape, means, count, np.random.default_rng(0))
+        if not len(turns):
+            break
+        shortfall = wanted / [turns.mean(), *lengths.mean(axis=0)]
         if np.abs(shortfall - 1).max() < 0.005:
             return means
         means = means * shortfall
