@@ -200,7 +200,8 @@ WORDS = dict(
     throughput="throughput (turns/s)", request_rate="load (turns/s)", context="context (tokens)",
     history="history (tokens)", seconds="time (s)", mean_ttft_ms="mean time to first token (ms)",
     normalized_latency_ms="normalized latency (ms/token)", recomputed_tokens="recomputed tokens",
-    computed_tokens="computed tokens", recomputed_seconds="recomputation (s)")
+    computed_tokens="computed tokens", recomputed_seconds="recomputation (s)",
+    servers="servers")
 
 
 def plot(figure: Figure, rows: list[dict], path: str):

@@ -18,13 +18,15 @@ run, and ratios. With --simulate the sizes are the paper's; without it they are 
 model.
 """
 import argparse
+import json
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, stdev
+from tempfile import TemporaryDirectory
 from typing import Callable, NamedTuple
 
 import torch
@@ -332,6 +334,30 @@ def profile(options) -> Found:
     return Found(rows, ratios)
 
 
+CHECKED = "throughput", "mean_ttft_ms", "normalized_latency_ms"
+
+
+def check(options) -> Found:
+    """The simulator's error: the same loads and systems, measured on this machine and simulated for it.
+
+    The machine's rates come first, from `profile`. A point's error is |simulated - measured| / measured."""
+    panel = adapted(HERE, options)[0]
+    rates = profile(options).rows
+    rows, errors = [], {name: [] for name in CHECKED}
+    with TemporaryDirectory() as directory:
+        machine = Path(directory) / "machine.json"
+        machine.write_text(json.dumps(dict(rows=rates)))
+        simulation = argparse.Namespace(**vars(options) | dict(simulate=True, hardware=str(machine)))
+        for rate, system in product(panel.rates, ("stateless", "gpu cache", "pensieve")):
+            measured = play(system, panel, rate, options)
+            simulated = play(system, panel._replace(hardware=str(machine)), rate, simulation)
+            rows += [measured | dict(how="measured"), simulated | dict(how="simulated")]
+            for name in CHECKED:
+                errors[name].append(abs(simulated[name] / measured[name] - 1))
+    return Found(rows, [ratio(f"{name}: mean absolute error of {len(rows) // 2} points, %", 100 * mean(each),
+                              options) for name, each in errors.items()])
+
+
 def serve(options) -> Found:
     """A running server, under clients that resend their history, and under stateful ones if it can."""
     panel = adapted(HERE, options)[0]
@@ -452,6 +478,9 @@ FIGURES = {
     "profile": Figure(
         profile, "the rates of this machine, to be saved for --hardware and --profile (10 s)",
         "context", "seconds", ("system", "context", "seconds", "name", "value")),
+    "check": Figure(
+        check, "the simulator's error on this machine: twelve points, measured and simulated (5 minutes)",
+        "request_rate", "normalized_latency_ms", ("system", "how", "request_rate", *CHECKED)),
     "kernel": microbenchmark(
         microbench.kernel, "attention over scattered slots, against other ways to compute it (15 s)", *RATES),
     "swap": microbenchmark(

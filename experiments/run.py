@@ -75,7 +75,8 @@ class Recomputation:
     def count(self, batch):
         """Positions before those that are new to the conversation have been computed before."""
         for request, start, end in batch.spans:
-            seen = request.usage["prompt_tokens"] - request.usage["new"]
+            usage = request.usage
+            seen = usage["gpu"] + usage["cpu"] + usage["recomputed"]
             if start < seen:
                 begin, done = np.interp([start, min(end, seen)], self.ends, self.until)
                 name = request.conversation.name

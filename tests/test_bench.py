@@ -131,6 +131,15 @@ def test_a_profile_is_saved_and_loaded(tmp_path, monkeypatch):
     assert predicted["ratios"][0]["how"] == "simulated" and predicted["ratios"][0]["ours"] > 0.9
 
 
+def test_the_simulator_is_checked_against_measured_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "many_turns", lambda limit, rate, think, seed: USERS)
+    figure = run_bench(tmp_path, monkeypatch, "check --rates 20")
+    assert [row["how"] for row in figure["rows"]] == ["measured", "simulated"] * 3
+    measured, simulated = figure["rows"][::2], figure["rows"][1::2]
+    expected = [abs(ours["throughput"] / real["throughput"] - 1) for ours, real in zip(simulated, measured)]
+    assert figure["ratios"][0]["ours"] == pytest.approx(100 * sum(expected) / 3)
+
+
 def test_throughput_is_read_where_the_curve_crosses():
     curve = [(1.0, 20.0), (2.0, 30.0), (2.5, 130.0)]
     assert figures.throughput_at(curve, 80.0) == pytest.approx(2.25)
@@ -185,7 +194,7 @@ def test_a_run_too_short_to_fill_the_caches_says_so(tmp_path, monkeypatch, capsy
     rows = run_bench(tmp_path, monkeypatch, command)["rows"]
     assert [row.get("too_short") for row in rows] == [None, None, "GPU"]
     told = capsys.readouterr().out
-    assert "opt-13b, sharegpt, think 60 s\n" in told and "The run was too short" in told
+    assert "opt-13b, sharegpt, think 60 s\n" in told and "the run was too short" in told
     tiers = "--gpu-cache-tokens 4000 --cpu-cache-tokens"
     rows = run_bench(tmp_path, monkeypatch, f"{command} {tiers} 2000000")["rows"]
     assert [row.get("too_short") for row in rows] == [None, None, "CPU"]
@@ -208,6 +217,7 @@ def test_a_run_too_short_to_fill_the_caches_says_so(tmp_path, monkeypatch, capsy
     (["--think", "soon"], "soon"),
     (["--hardware", "h100"], "add --simulate"),
     (["profile", "--simulate"], "profile"),
+    (["check", "--simulate"], "check"),
     (["kernel", "--simulate"], "kernel"),
     (["fig10", "--profile", __file__], "no profile")])
 def test_bad_input_gets_one_line_and_exit_2(monkeypatch, capsys, flags, message):
