@@ -118,8 +118,8 @@ class TailOptimized(LeastRecentlyUsed):
 
 
 class ReuseByCategory(Policy):
-    """"KVCache in the wild" (arXiv 2506.02634): conversations of a category return alike. A category is the
-    number of turns so far; its think times are exponential.
+    """From "KVCache in the wild" (arXiv 2506.02634): conversations of a category return alike. A category is
+    the number of turns so far; its think times are exponential.
 
     A category's share p returns at all, after `mean` seconds on average. What has not returned after
     `idle` seconds is one that still will, with the odds p exp(-idle / mean) : 1 - p. The value is the chance
