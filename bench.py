@@ -71,7 +71,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of conversations and prompts (default: 0)")
     add("--seeds", type=int, choices=range(1, 101), metavar="N",
         help="repeat the figure for N seeds; ratios are means, with their standard deviation as spread "
-             "(default: 5 for fig14, which compares policies, unless there is a --trace; else 1)")
+             "(default: 5 for fig14 if simulated and without a --trace; else 1)")
 
     add = parser.add_argument_group("load, instead of the figure's own").add_argument
     add("--trace", metavar="FILE",
@@ -244,7 +244,7 @@ def main():
         options = parse_flags()
         options.conversations = load(options.trace, options.tokenizer) if options.trace else None
         figure = FIGURES[options.figure]
-        seeds = options.seeds or (1 if options.trace else figure.seeds)
+        seeds = options.seeds or (figure.seeds if options.simulate and not options.trace else 1)
         found = over_seeds(figure.run, seeds, options)
         print_rows(figure, found.rows)
         if any("too_short" in row for row in found.rows):

@@ -232,9 +232,9 @@ def policy_ratios(by_policy: dict[str, dict], options) -> list[dict]:
     for policy in [name for name in by_policy if name != "lru"]:
         ours = seconds[policy] / max(seconds["lru"], 1e-9)
         ratios.append(ratio(f"{load}: seconds of recomputation, {policy} / lru", ours, options))
-        if gap > 0:
-            ratios.append(ratio(f"{load}: share of the gap from lru to oracle that {policy} closes",
-                                (seconds["lru"] - seconds[policy]) / gap, options))
+        closed = (seconds["lru"] - seconds[policy]) / gap if gap > 0 else 0.0
+        ratios.append(ratio(f"{load}: share of the gap from lru to oracle that {policy} closes", closed,
+                            options))
     return ratios
 
 

@@ -202,4 +202,5 @@ class Oracle(RetentionValue):
 
 EXPERIMENTS = {
     "literal idleness": LiteralIdleness, "tail-optimized": TailOptimized,
-    "reuse by category": ReuseByCategory, "return hazard": ReturnHazard, "return chance": ReturnChance, "oracle": Oracle}
+    "reuse by category": ReuseByCategory, "return hazard": ReturnHazard, "return chance": ReturnChance,
+    "oracle": Oracle}

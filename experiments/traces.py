@@ -140,7 +140,7 @@ def sessions(path: str) -> list[PlannedConversation]:
     A turn comes `delay` ms after the previous reply or, if it has none, as long after the previous turn as
     the timestamps tell. A session whose first turn has no timestamp begins at 0."""
     turns: dict[object, list[PlannedTurn]] = {}         # session_id -> its turns so far
-    times: dict[object, list[float]] = {}               # session_id -> their timestamps, in seconds
+    times: dict[object, list[float]] = {}               # session_id -> the timestamps so far, in seconds
 
     def parse(record):
         session = record["session_id"]
@@ -203,15 +203,16 @@ def check_parents(path: str, parents: dict[int, int]):
     """ValueError: a parent is in no line, or a request is its own ancestor."""
     sound = {ROOT}
     for chat in parents:
-        path_up = []
+        ancestors = []                  # the chat_id and its ancestors, as far as nobody has looked
         while chat not in sound:
             if chat not in parents:
-                raise ValueError(f"{path}: the parent_chat_id {chat} of chat_id {path_up[-1]} is in no line")
-            if chat in path_up:
+                child = ancestors[-1]
+                raise ValueError(f"{path}: the parent_chat_id {chat} of chat_id {child} is in no line")
+            if chat in ancestors:
                 raise ValueError(f"{path}: the parents of chat_id {chat} form a loop")
-            path_up.append(chat)
+            ancestors.append(chat)
             chat = parents[chat]
-        sound.update(path_up)
+        sound.update(ancestors)
 
 
 def weka(path: str) -> list[PlannedConversation]:
