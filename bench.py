@@ -26,10 +26,11 @@ from pathlib import Path
 import torch
 
 from config import Config
-from experiments.figures import FIGURES, Figure, Found
+from experiments.figures import FIGURES, Figure, Found, over_seeds
 from experiments.run import thinking
 from experiments.simulator import HARDWARE
-from experiments.workload import SHAPES, load
+from experiments.traces import KINDS, load
+from experiments.workload import SHAPES
 
 
 # ---- flags
@@ -68,11 +69,13 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--json", metavar="FILE", help="also write the figure to FILE")
     add("--plot", metavar="FILE", help="also draw the figure as a PNG")
     add("--seed", type=int, default=0, help="seed of conversations and prompts (default: 0)")
+    add("--seeds", type=int, choices=range(1, 101), metavar="N",
+        help="repeat the figure for N seeds; ratios are means, with their standard deviation as spread "
+             "(default: 5 for fig14 if simulated and without a --trace; else 1)")
 
     add = parser.add_argument_group("load, instead of the figure's own").add_argument
     add("--trace", metavar="FILE",
-        help="replay a Mooncake trace, or the conversations of a file of texts: ShareGPT (JSON), "
-             "UltraChat or LMSYS-Chat-1M (JSON lines)")
+        help="replay a file of conversations: " + ", ".join(kind.name for kind in KINDS))
     add("--tokenizer", metavar="MODEL", default="gpt2",
         help="counts the tokens of a file of texts (default: gpt2)")
     add("--dataset", choices=SHAPES, help="synthetic conversations with the lengths of this dataset")
@@ -89,6 +92,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         help=f"simulate {', '.join(HARDWARE)} (default: a100; h100 for a trace), or the machine that "
              "`python bench.py profile --json NAME` has measured")
     add("--gpus", type=int, choices=range(1, 9), metavar="N", help="GPUs of a simulation, 1 to 8")
+    add("--cpu-gb", type=positive, metavar="GB", help="CPU tier of each GPU of a simulation (default: 220)")
     add("--jobs", type=int, default=os.cpu_count(), help="simulations at once (default: the number of cores)")
     add("--profile", metavar="FILE",
         help="cost of recomputation that `python bench.py profile --json FILE` has measured (default: "
@@ -99,9 +103,9 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
 
     Config.add_flags(parser.add_argument_group("engine"))
     options = parser.parse_args(argv)
-    for name in ("hardware", "gpus"):
+    for name in ("hardware", "gpus", "cpu_gb"):
         if getattr(options, name) and not options.simulate:
-            parser.error(f"--{name} needs --simulate: add --simulate")
+            parser.error(f"--{name.replace('_', '-')} needs --simulate: add --simulate")
     for file in filter(None, (options.json, options.plot)):
         if Path(file).is_dir() or not Path(file).parent.is_dir():
             parser.error(f"{file} cannot be written: name a file in a directory that exists")
@@ -121,6 +125,8 @@ def panel_of(row: dict) -> str:
     names = [row["model"], row["dataset"]] if "model" in row else ["this machine"]
     if "think" in row:
         names.append(thinking(row["think"]))
+    if row.get("cpu_gb", 220) != 220:
+        names.append(f"{row['cpu_gb']:g} GB of CPU tier")
     return ", ".join(names)
 
 
@@ -138,7 +144,8 @@ def print_rows(figure: Figure, rows: list[dict]):
         print()
         return
     for panel, of_panel in by_panel(rows).items():
-        columns = [name for name in (*figure.columns, "never_full") if any(name in row for row in of_panel)]
+        columns = "seed", *figure.columns, "too_short"
+        columns = [name for name in columns if any(name in row for row in of_panel)]
         print(panel)
         print_table(of_panel, columns)
         print()
@@ -193,7 +200,8 @@ WORDS = dict(
     throughput="throughput (turns/s)", request_rate="load (turns/s)", context="context (tokens)",
     history="history (tokens)", seconds="time (s)", mean_ttft_ms="mean time to first token (ms)",
     normalized_latency_ms="normalized latency (ms/token)", recomputed_tokens="recomputed tokens",
-    computed_tokens="computed tokens")
+    computed_tokens="computed tokens", recomputed_seconds="recomputation (s)",
+    servers="servers")
 
 
 def plot(figure: Figure, rows: list[dict], path: str):
@@ -236,13 +244,14 @@ def main():
         options = parse_flags()
         options.conversations = load(options.trace, options.tokenizer) if options.trace else None
         figure = FIGURES[options.figure]
-        found = figure.run(options)
+        seeds = options.seeds or (figure.seeds if options.simulate and not options.trace else 1)
+        found = over_seeds(figure.run, seeds, options)
         print_rows(figure, found.rows)
-        if any("never_full" in row for row in found.rows):
-            print("never_full: this tier never filled up. The run was too short: give --seconds a larger "
-                  "number,\nor --gpu-cache-tokens and --cpu-cache-tokens smaller ones.\n")
-        must = ("must",) if any("must" in ratio for ratio in found.ratios) else ()
-        print_table(found.ratios, ("name", "paper", "ours", "how", *must))
+        if any("too_short" in row for row in found.rows):
+            print("too_short: the run was too short. This tier never filled up, or the hits still change.\n"
+                  "Give --seconds a larger number, or the tiers fewer tokens.\n")
+        more = [name for name in ("spread", "must") if any(name in ratio for ratio in found.ratios)]
+        print_table(found.ratios, ("name", "paper", "ours", "how", *more))
         if options.json:
             write_json(options.json, options.figure, found, options.seed)
         if options.plot:

@@ -346,7 +346,7 @@ def llama2(layers: int, heads: int, kv_heads: int, width: int, ffn_width: int) -
 PRESETS = {
     "gpt2": gpt(12, 12, 768, 1024),
     "gpt3-6.7b": gpt(32, 32, 4096, 2048),       # dense in every layer; GPT-3's own is in every other one
-    "gpt3-13b": gpt(40, 40, 5120, 2048),        # the paper's table says 5140; 40 heads of 128 make 5120
+    "gpt3-13b": gpt(40, 40, 5120, 2048),        # the draft's Table 1
     "opt-125m": opt(12, 12, 768),
     "opt-1.3b": opt(24, 32, 2048),
     "opt-2.7b": opt(32, 32, 2560),

@@ -18,12 +18,15 @@ run, and ratios. With --simulate the sizes are the paper's; without it they are 
 model.
 """
 import argparse
+import json
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import mean, stdev
+from tempfile import TemporaryDirectory
 from typing import Callable, NamedTuple
 
 import torch
@@ -40,22 +43,27 @@ from experiments.workload import PlannedConversation, PlannedTurn, cut_to_contex
 
 # On the paper's machines, simulated. The rates are wide enough that every system crosses at_ms.
 ONE_GPU = [
-    Panel("opt-13b", "sharegpt", (2.0, 3.0, 3.5, 4.0, 4.5, 5.0), at_ms=120, paper=1.36),
+    Panel("opt-13b", "sharegpt", (2.0, 3.0, 3.5, 4.0, 4.5, 5.0), at_ms=120, paper=1.36, paper_fused=1.14),
     Panel("llama2-13b-gqa", "sharegpt", (3.0, 6.0, 8.0, 9.0, 10.0, 12.0, 14.0, 16.0, 18.0, 20.0, 22.0),
-          at_ms=180, paper=1.70),
-    Panel("opt-13b", "ultrachat", (2.0, 3.0, 3.5, 4.0, 4.5), at_ms=120, paper=1.17),
+          at_ms=180, paper=1.70, paper_fused=1.58),
+    Panel("opt-13b", "ultrachat", (2.0, 3.0, 3.5, 4.0, 4.5), at_ms=120, paper=1.17,
+          paper_fused=1.14),
     Panel("llama2-13b-gqa", "ultrachat", (3.0, 6.0, 7.0, 8.0, 9.0, 10.0, 12.0, 14.0, 16.0, 18.0, 20.0),
-          at_ms=100, paper=1.58),
+          at_ms=100, paper=1.58, paper_fused=1.47),
 ]
 FOUR_GPUS = [
     Panel("opt-66b", "sharegpt", (1.0, 2.0, 3.0, 4.0, 5.0, 6.0), at_ms=200, paper=2.04, gpus=4),
     Panel("llama2-70b", "sharegpt", (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0, 18.0, 20.0, 24.0),
           at_ms=400, paper=3.0, gpus=4),
 ]
+# Figures 13 and 15 are of Llama 2-13B; the paper gives no ratio for them.
+LLAMA = ONE_GPU[1]._replace(paper=None, paper_fused=None)
 DRAFT = [
-    Panel(model, dataset, (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 14.0), at_ms=120, think="reading")
+    Panel(model, dataset, (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 14.0), at_ms=120, think="reading",
+          latency="p90_normalized_latency_ms")
     for dataset in ("sharegpt-draft", "lmsys-draft") for model in ("gpt3-6.7b", "gpt3-13b")
 ]
+BASELINES = "vllm then", "stateless", "stateless, fused", "gpu cache"
 # On this machine, with the embedded model.
 HERE = [Panel("tiny_chat", "many turns", (20.0, 40.0, 60.0, 80.0), think=0.1)]
 
@@ -87,28 +95,30 @@ def sweep(systems: tuple[str, ...], simulated: list[Panel], measured: list[Panel
     ratios = []
     for panel in panels:
         for other in others:
-            paper = panel.paper if other == others[0] else None         # the paper's ratio is to the first
+            paper = {"vllm then": panel.paper, "stateless, fused": panel.paper_fused}.get(other)
             ratios.append(compared(panel, curves[panel, other], curves[panel, last], paper, options))
     return Found(list(chain(*curves.values())), ratios)
 
 
 def adapted(panels: list[Panel], options) -> list[Panel]:
     """The panels as the flags change them: --model, --dataset, --rates, --think, --at-ms, --gpus,
-    --hardware.
+    --hardware, --cpu-gb.
 
     A --trace replaces all panels by one, for a long-context model on H100 GPUs."""
     if options.trace:
-        has_times = any(conversation.arrival for conversation in options.conversations)
-        rates = (None,) if has_times else panels[0].rates
+        has_times = any(conversation.arrival or conversation.thinks for conversation in options.conversations)
+        rates, think = ((None,), "own") if has_times else (panels[0].rates, panels[0].think)
         gpus = 4 if at_scale(options) else 1
-        panels = [Panel("llama2-13b-gqa", Path(options.trace).stem, rates, gpus=gpus, hardware="h100")]
+        panels = [Panel("llama2-13b-gqa", Path(options.trace).stem, rates, gpus=gpus, hardware="h100",
+                        think=think)]
     changes = {}
     for field in Panel._fields:
         value = getattr(options, field, None)
         if value is not None:
             changes[field] = value
     if changes:
-        panels = [panel._replace(paper=None, **changes) for panel in panels]    # no longer the paper's panel
+        # No longer the paper's panels.
+        panels = [panel._replace(paper=None, paper_fused=None, **changes) for panel in panels]
     return list(dict.fromkeys(panels))          # --model and --dataset together make several panels one
 
 
@@ -136,7 +146,7 @@ def play_curve(task: tuple[Panel, str, argparse.Namespace]) -> list[dict]:
     for rate in panel.rates:
         row = play(system, panel, rate, options)
         rows.append(row)
-        if panel.at_ms and row["normalized_latency_ms"] > 2 * panel.at_ms:
+        if panel.at_ms and row[panel.latency] > 2 * panel.at_ms:
             break
     return rows
 
@@ -147,33 +157,33 @@ def compared(panel: Panel, other: list[dict], last: list[dict], paper: float | N
     If the panel has no at_ms, we compare the latencies at the highest rate."""
     systems = f"{last[0]['system']} / {other[0]['system']}"
     if panel.at_ms is None:
-        ours = last[-1]["normalized_latency_ms"] / other[-1]["normalized_latency_ms"]
+        ours = last[-1][panel.latency] / other[-1][panel.latency]
         return ratio(f"{panel}: latency at the highest rate, {systems}", ours, options)
 
-    name = f"{panel}: throughput at {panel.at_ms:g} ms per token, {systems}"
-    if last[-1]["normalized_latency_ms"] <= panel.at_ms:
+    percentile = "p90 " if panel.latency.startswith("p90") else ""
+    name = f"{panel}: throughput at {percentile}{panel.at_ms:g} ms per token, {systems}"
+    curves = [[(row["throughput"], row[panel.latency]) for row in rows] for rows in (last, other)]
+    if last[-1][panel.latency] <= panel.at_ms:
         name += ", at least"                            # at a higher rate it might have served more
-    if max(other[0]["normalized_latency_ms"], last[0]["normalized_latency_ms"]) > panel.at_ms:
+    if max(other[0][panel.latency], last[0][panel.latency]) > panel.at_ms:
         name += ", extrapolated: try lower rates"
-    ours = throughput_at(last, panel.at_ms) / throughput_at(other, panel.at_ms)
-    return ratio(name, ours, options, paper)
+    ours, theirs = (throughput_at(curve, panel.at_ms) for curve in curves)
+    return ratio(name, ours / theirs, options, paper)
 
 
-def throughput_at(rows: list[dict], latency_ms: float) -> float:
-    """Turns per second at which a system's curve first crosses a normalized latency.
+def throughput_at(curve: list[tuple[float, float]], at_ms: float) -> float:
+    """Turns per second at which a curve of (turns per second, latency) first crosses a latency.
 
     Between two rates the curve is a straight line: 2.0 turns/s at 30 ms and 2.5 turns/s at 130 ms give
     2.25 at 80 ms. If the lowest rate is already too slow, the line begins at 0 turns/s and 0 ms. If no
     rate is too slow, the result is the throughput at the highest rate."""
-    first = rows[0]
-    if first["normalized_latency_ms"] > latency_ms:
-        return first["throughput"] * latency_ms / first["normalized_latency_ms"]
-    for below, above in pairwise(rows):
-        if above["normalized_latency_ms"] > latency_ms:
-            rise = above["normalized_latency_ms"] - below["normalized_latency_ms"]
-            share = (latency_ms - below["normalized_latency_ms"]) / rise
-            return below["throughput"] + share * (above["throughput"] - below["throughput"])
-    return rows[-1]["throughput"]
+    throughput, latency = curve[0]
+    if latency > at_ms:
+        return throughput * at_ms / latency
+    for (below, low), (above, high) in pairwise(curve):
+        if high > at_ms:
+            return below + (at_ms - low) / (high - low) * (above - below)
+    return curve[-1][0]
 
 
 def everyday(options) -> Found:
@@ -192,31 +202,39 @@ def everyday(options) -> Found:
     return Found(rows, ratios)
 
 
+CPU_GB = 110.0, 165.0, 220.0        # the paper does not say how much of the machine's 220 GB the tier has
+
+
 def fig14(options) -> Found:
     """All policies under the same load, also those that no server has."""
-    panels = [Panel("opt-13b", "sharegpt", (3.0, 3.5, 4.0, 4.5))]
+    panels = [Panel("opt-13b", "sharegpt", (4.0, 4.5), cpu_gb=size) for size in CPU_GB]
     rows, _ = sweep((*POLICIES, *EXPERIMENTS), panels, HERE, options)
-    by_load = {}                                # (model, rate) -> policy -> row
+    by_load = {}                                # (model, CPU tier, rate) -> policy -> row
     for row in rows:
-        by_load.setdefault((row["model"], row["request_rate"]), {})[row["policy"]] = row
+        by_load.setdefault((row["model"], row["cpu_gb"], row["request_rate"]), {})[row["policy"]] = row
     ratios = [policy_ratios(by_policy, options) for by_policy in by_load.values()]
     return Found(rows, list(chain(*ratios)))
 
 
 def policy_ratios(by_policy: dict[str, dict], options) -> list[dict]:
-    """The policies' rows of one load, by policy -> ratios to the retention value."""
+    """The policies' rows of one load, by policy -> ratios to LRU."""
     retention, lru = by_policy["retention"], by_policy["lru"]
-    rate = retention["request_rate"]
-    load = f"at {rate:g}/s" if rate else retention["dataset"]
+    load = f"at {lru['request_rate']:g}/s" if lru["request_rate"] else lru["dataset"]
+    if at_scale(options):
+        load += f", {lru['cpu_gb']:g} GB"
     recomputed = retention["recomputed_tokens"] / max(lru["recomputed_tokens"], 1)
     hits = 100 * (retention["cpu_hit_rate"] - lru["cpu_hit_rate"])
     ratios = [
         ratio(f"{load}: recomputed tokens, retention / lru (paper: at best)", recomputed, options, 0.854),
         ratio(f"{load}: CPU hit rate, retention - lru, points (paper: at best)", hits, options, 4.4)]
-    for policy, row in by_policy.items():
-        if policy not in ("retention", "lru"):
-            ours = row["recomputed_tokens"] / max(retention["recomputed_tokens"], 1)
-            ratios.append(ratio(f"{load}: recomputed tokens, {policy} / retention", ours, options))
+    seconds = {policy: row["recomputed_seconds"] for policy, row in by_policy.items()}
+    gap = seconds["lru"] - seconds["oracle"]
+    for policy in [name for name in by_policy if name != "lru"]:
+        ours = seconds[policy] / max(seconds["lru"], 1e-9)
+        ratios.append(ratio(f"{load}: seconds of recomputation, {policy} / lru", ours, options))
+        closed = (seconds["lru"] - seconds[policy]) / gap if gap > 0 else 0.0
+        ratios.append(ratio(f"{load}: share of the gap from lru to oracle that {policy} closes", closed,
+                            options))
     return ratios
 
 
@@ -321,6 +339,30 @@ def profile(options) -> Found:
     return Found(rows, ratios)
 
 
+CHECKED = "throughput", "mean_ttft_ms", "normalized_latency_ms"
+
+
+def check(options) -> Found:
+    """The simulator's error: the same loads and systems, measured on this machine and simulated for it.
+
+    The machine's rates come first, from `profile`. A point's error is |simulated - measured| / measured."""
+    panel = adapted(HERE, options)[0]
+    rates = profile(options).rows
+    rows, errors = [], {name: [] for name in CHECKED}
+    with TemporaryDirectory() as directory:
+        machine = Path(directory) / "machine.json"
+        machine.write_text(json.dumps(dict(rows=rates)))
+        simulation = argparse.Namespace(**vars(options) | dict(simulate=True, hardware=str(machine)))
+        for rate, system in product(panel.rates, ("stateless", "gpu cache", "pensieve")):
+            measured = play(system, panel, rate, options)
+            simulated = play(system, panel._replace(hardware=str(machine)), rate, simulation)
+            rows += [measured | dict(how="measured"), simulated | dict(how="simulated")]
+            for name in CHECKED:
+                errors[name].append(abs(simulated[name] / measured[name] - 1))
+    return Found(rows, [ratio(f"{name}: mean absolute error of {len(rows) // 2} points, %", 100 * mean(each),
+                              options) for name, each in errors.items()])
+
+
 def serve(options) -> Found:
     """A running server, under clients that resend their history, and under stateful ones if it can."""
     panel = adapted(HERE, options)[0]
@@ -353,6 +395,23 @@ def drive_server(system: str, panel: Panel, options) -> dict:
 
 # ---- all figures by name
 
+def over_seeds(run: Callable, seeds: int, options) -> Found:
+    """The figure for `seeds` loads. A row tells its seed; a ratio is the mean, with the standard deviation
+    as its spread."""
+    each = []
+    for seed in range(options.seed, options.seed + seeds):
+        each.append(run(argparse.Namespace(**vars(options) | dict(seed=seed))))
+    if seeds == 1:
+        return each[0]
+    rows = [row | dict(seed=options.seed + n) for n, found in enumerate(each) for row in found.rows]
+    ratios = []
+    for same in zip(*(found.ratios for found in each), strict=True):
+        values = [one["ours"] for one in same]
+        name = max((one["name"] for one in same), key=len)          # with all doubts: "at least"
+        ratios.append(same[0] | dict(name=name, ours=mean(values), spread=stdev(values)))
+    return Found(rows, ratios)
+
+
 class Figure(NamedTuple):
     run: Callable[[argparse.Namespace], Found]
     about: str                      # a line for --help
@@ -360,13 +419,15 @@ class Figure(NamedTuple):
     y: str
     columns: tuple = ()             # of its table: fields of its rows; none: a line for each field
     bars: tuple = ()                # fields to draw as bars, a bar for each row, instead of y over x
+    seeds: int = 1                  # loads of other seeds over which it is repeated, to know the spread
 
 
 def latency_figure(run: Callable, about: str, x: str = "throughput", y: str = "normalized_latency_ms"
                    ) -> Figure:
     return Figure(run, about, x, y, (
         "system", "request_rate", "throughput", "normalized_latency_ms", "p90_normalized_latency_ms",
-        "mean_ttft_ms", "mean_tpot_ms", "recomputed_tokens", "gpu_hit_rate", "cpu_hit_rate"))
+        "mean_ttft_ms", "mean_tpot_ms", "recomputed_tokens", "recomputed_seconds", "gpu_hit_rate",
+        "cpu_hit_rate", "hits_of_attainable", "turnovers"))
 
 
 def microbenchmark(measure: Callable, about: str, *more: str) -> Figure:
@@ -390,22 +451,22 @@ FIGURES = {
         fig4, "seconds to recompute a chunk, by the context before it (10 s, simulated too)",
         "context", "seconds", ("system", "context", "seconds")),
     "fig10": latency_figure(
-        partial(sweep, ("stateless", "stateless, fused", "gpu cache", "pensieve"), ONE_GPU, HERE),
-        "latency over throughput of four systems, one GPU (4 minutes; simulated: hours)"),
+        partial(sweep, BASELINES + ("pensieve",), ONE_GPU, HERE),
+        "latency over throughput of five systems, one GPU (4 minutes; simulated: hours)"),
     "fig11": latency_figure(
-        partial(sweep, ("stateless", "gpu cache", "pensieve"), FOUR_GPUS, HERE),
+        partial(sweep, BASELINES + ("pensieve",), FOUR_GPUS, HERE),
         "latency over throughput of larger models, four GPUs (3 minutes; simulated: hours)"),
     "fig12": microbenchmark(
         microbench.kernel, "attention over scattered slots, as kernel, which is the same (15 s)", *RATES),
     "fig13": latency_figure(
-        partial(sweep, ("separate phases", "pensieve"), [ONE_GPU[0]._replace(paper=None)], HERE),
+        partial(sweep, ("separate phases", "pensieve"), [LLAMA], HERE),
         "prefill and decode in one batch or in batches of their own (2 minutes; simulated: 10)"),
     "fig14": latency_figure(
         fig14, "eviction policies, also some that no server has (8 minutes; simulated: 30)",
-        "request_rate", "recomputed_tokens"),
+        "request_rate", "recomputed_seconds")._replace(seeds=5),
     "fig15": latency_figure(
-        partial(sweep, ("stateless", "pensieve"),
-                [ONE_GPU[0]._replace(think=think, paper=None) for think in (60.0, 120.0, 300.0, 600.0)],
+        partial(sweep, ("vllm then", "stateless", "pensieve"),
+                [LLAMA._replace(think=think) for think in (60.0, 120.0, 300.0, 600.0)],
                 [HERE[0]._replace(think=think) for think in (0.1, 0.4, 1.6)]),
         "stateless and Pensieve, by the users' think time (6 minutes; simulated: 40)"),
     "fleet": Figure(
@@ -414,7 +475,7 @@ FIGURES = {
         ("system", "servers", "hit_rate", "busiest_server", "throughput", "normalized_latency_ms",
          "p99_ttft_ms", "mean_ttft_ms")),
     "draft": latency_figure(
-        partial(sweep, ("stateless", "pensieve", "draft"), DRAFT, HERE),
+        partial(sweep, ("vllm then", "stateless", "pensieve", "draft"), DRAFT, HERE),
         "the system of the paper's draft, on its datasets (3 minutes; simulated: hours)"),
     "waste": Figure(
         partial(of_memory, memory.waste), "how many slots of a cache hold KV, by who gives them (1 minute)",
@@ -428,6 +489,9 @@ FIGURES = {
     "profile": Figure(
         profile, "the rates of this machine, to be saved for --hardware and --profile (10 s)",
         "context", "seconds", ("system", "context", "seconds", "name", "value")),
+    "check": Figure(
+        check, "the simulator's error on this machine: twelve points, measured and simulated (5 minutes)",
+        "request_rate", "normalized_latency_ms", ("system", "how", "request_rate", *CHECKED)),
     "kernel": microbenchmark(
         microbench.kernel, "attention over scattered slots, against other ways to compute it (15 s)", *RATES),
     "swap": microbenchmark(

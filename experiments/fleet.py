@@ -27,7 +27,7 @@ import numpy as np
 
 from engine import Engine, Handle
 from experiments.run import Panel, Served, System, build, planned, summary, window
-from experiments.workload import PlannedConversation, cut_to_context
+from experiments.workload import PlannedConversation, within_context
 
 POINTS = 1600           # of each server on the ring: HAProxy makes 16 for each unit of its weight, 100
 
@@ -130,7 +130,7 @@ def play_fleet(task: tuple[Panel, int, str, argparse.Namespace]) -> dict:
     rate = panel.rates[0] * servers
     conversations = planned(panel, rate, options)
     engines = [build(System(), panel, conversations, options) for _ in range(servers)]
-    conversations = list(cut_to_context(conversations, engines[0].scheduler.limit))
+    conversations = within_context(conversations, engines[0].scheduler.limit)
     router = ROUTERS[name](servers, np.random.default_rng([options.seed, 3]))
     fleet = Fleet(engines, router, conversations)
     begin, until = window(panel, rate, options)

@@ -1,7 +1,10 @@
 """Eviction policies that no server offers: `bench.py fig14` compares them with the others.
 
     literal idleness    the paper to the letter; shows what it costs to evict a conversation whose turn waits
-    return hazard       our own try: learns when conversations return, and ignores the cost of recomputing
+    tail-optimized      LRU, but first the chunks whose loss would not make the next answer late
+    reuse by category   the chance that a conversation of this category returns within the next minutes
+    return hazard       ours: learns when conversations return, and ignores the cost of recomputing
+    return chance       ours: the retention value, times the chance that the conversation returns at all
     oracle              knows when each conversation returns; shows how far any policy is from the best
 
 A policy of your own is a class like these and a line in `EXPERIMENTS`; then `bench.py fig14` compares
@@ -14,7 +17,7 @@ import math
 from bisect import bisect_right
 from itertools import accumulate
 
-from eviction import MIN_IDLE, Policy, RecomputeCost, RetentionValue
+from eviction import MIN_IDLE, LeastRecentlyUsed, Policy, RecomputeCost, RetentionValue
 
 
 class LiteralIdleness(RetentionValue):
@@ -92,6 +95,87 @@ class ReturnHazard(Policy):
         return (1 - share) * hazards[n] + share * hazards[n + 1]
 
 
+class TailOptimized(LeastRecentlyUsed):
+    """Tail-Optimized LRU (arXiv 2510.15152), two lines more than LRU.
+
+    If a conversation returns and must recompute no more than 200 ms, its first token still comes in time.
+    Chunks within that budget are free: they leave first, in the order of LRU."""
+    BUDGET = 0.2        # seconds
+    FREE = 1e-9         # of the value of other chunks
+
+    def __init__(self, cost: RecomputeCost, chunk_size: int):
+        super().__init__(cost, chunk_size)
+        self.free, spent = 0, cost(chunk_size)          # free: so many leading chunks fit into the budget
+        while spent <= self.BUDGET and self.free < 4096:
+            self.free += 1
+            spent += cost((self.free + 1) * chunk_size)
+
+    def key(self, conversation, index, count):
+        return int(index >= self.free)
+
+    def value(self, key, idle):
+        return (1 if key else self.FREE) / idle
+
+
+class ReuseByCategory(Policy):
+    """From "KVCache in the wild" (arXiv 2506.02634): conversations of a category return alike. A category is
+    the number of turns so far; its think times are exponential.
+
+    A category's share p returns at all, after `mean` seconds on average. What has not returned after
+    `idle` seconds is one that still will, with the odds p exp(-idle / mean) : 1 - p. The value is the chance
+    of a return within the next HORIZON seconds.
+    """
+    TURNS = 8                                           # so many turns, and more, are one category
+    HORIZON = 300.0
+
+    def __init__(self, cost: RecomputeCost, chunk_size: int):
+        super().__init__(cost, chunk_size)
+        # We begin as if of 10 conversations of a category 5 had returned, after a minute on average.
+        self.left = [10] * (self.TURNS + 1)             # [turns]: how many became idle
+        self.returns = [5] * (self.TURNS + 1)           # [turns]: how many of them returned
+        self.waited = [300.0] * (self.TURNS + 1)        # [turns]: their think times together, in seconds
+
+    def ended(self, conversation):
+        conversation.turns = min(conversation.turns + 1, self.TURNS)
+        self.left[conversation.turns] += 1
+
+    def returned(self, conversation, now):
+        if conversation.turns:                          # its first turn is no return
+            self.returns[conversation.turns] += 1
+            self.waited[conversation.turns] += now - conversation.last_active
+
+    def chance(self, turns: int, idle: float) -> tuple[float, float]:
+        """The chance that it still returns, and the mean think time of its category in seconds."""
+        returns = self.returns[turns]
+        mean = self.waited[turns] / returns
+        waiting = returns * math.exp(-idle / mean)
+        return waiting / (waiting + max(self.left[turns] - returns, 0) + 1), mean
+
+    def key(self, conversation, index, count):
+        return conversation.turns
+
+    def value(self, key, idle):
+        chance, mean = self.chance(key, idle)
+        return chance * (1 - math.exp(-self.HORIZON / mean))
+
+
+class ReturnChance(ReuseByCategory):
+    """The retention value, times the chance that the conversation returns at all.
+
+        V = chance(turns, T) * Cost(l) / T
+
+    Of conversations with one turn 22% return, of those with six 75%: then a chunk of the latter is worth
+    3.4 times as much. The key is the chunk's index and the turns in one number."""
+
+    def key(self, conversation, index, count):
+        return index * (self.TURNS + 1) + conversation.turns
+
+    def value(self, key, idle):
+        index, turns = divmod(key, self.TURNS + 1)
+        chance, _ = self.chance(turns, idle)
+        return chance * self.cost((index + 1) * self.chunk_size) / idle
+
+
 class Oracle(RetentionValue):
     """No real policy can do this: recomputation cost per second until the conversation *returns*.
 
@@ -116,4 +200,7 @@ class Oracle(RetentionValue):
         return max(-last_needed - now, MIN_IDLE)
 
 
-EXPERIMENTS = {"literal idleness": LiteralIdleness, "return hazard": ReturnHazard, "oracle": Oracle}
+EXPERIMENTS = {
+    "literal idleness": LiteralIdleness, "tail-optimized": TailOptimized,
+    "reuse by category": ReuseByCategory, "return hazard": ReturnHazard, "return chance": ReturnChance,
+    "oracle": Oracle}

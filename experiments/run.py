@@ -37,8 +37,8 @@ from eviction import POLICIES, RecomputeCost
 from experiments.policies import EXPERIMENTS, Oracle
 from experiments.simulator import (HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker, VirtualClock,
                                    kv_token_bytes)
-from experiments.workload import (SHAPES, PlannedConversation, cut_to_context, exponential_think, many_turns,
-                                  reading_think, synthetic, with_arrivals)
+from experiments.workload import (SHAPES, PlannedConversation, exponential_think, many_turns, reading_think,
+                                  synthetic, with_arrivals, within_context)
 from scheduler import SOURCES
 
 
@@ -51,6 +51,7 @@ class Served(NamedTuple):
     ended: float
     output_tokens: int
     usage: dict
+    recomputed_seconds: float = 0.0     # what the batches needed for its recomputed tokens, see Recomputation
 
 
 @dataclass
@@ -60,6 +61,26 @@ class Active:
     conversation: int                   # its number
     index: int                          # of the turn in the conversation
     first_token: float | None = None
+
+
+class Recomputation:
+    """The seconds that each turn's recomputed tokens cost: the sum that the retention value minimises."""
+
+    def __init__(self, cost: RecomputeCost, chunk_size: int, max_context: int):
+        ends = range(chunk_size, max_context + chunk_size, chunk_size)
+        self.ends = [0, *ends]
+        self.until = np.cumsum([0.0, *map(cost, ends)])         # [chunks + 1], in seconds
+        self.seconds: dict[str, float] = {}                     # conversation -> of its present turn
+
+    def count(self, batch):
+        """Positions before those that are new to the conversation have been computed before."""
+        for request, start, end in batch.spans:
+            usage = request.usage
+            seen = usage["gpu"] + usage["cpu"] + usage["recomputed"]
+            if start < seen:
+                begin, done = np.interp([start, min(end, seen)], self.ends, self.until)
+                name = request.conversation.name
+                self.seconds[name] = self.seconds.get(name, 0.0) + done - begin
 
 
 def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Callable = time.sleep,
@@ -76,6 +97,10 @@ def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Ca
     heapq.heapify(due)                              # of (time, conversation, turn)
     active: dict[object, Active] = {}               # by handle
     served = []
+    recomputation = None
+    if isinstance(engine, Engine):
+        policy = engine.cache.policy
+        recomputation = Recomputation(policy.cost, policy.chunk_size, engine.scheduler.limit)
     # In a terminal only (None), and not in the processes of parallel simulations.
     progress = tqdm(total=sum(len(conversation.turns) for conversation in conversations), unit="turn",
                     leave=False, disable=True if parent_process() else None)
@@ -93,7 +118,9 @@ def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Ca
         while due and due[0][0] <= now:
             submit(*heapq.heappop(due))
         if active:
-            engine.step()
+            batch = engine.step()
+            if recomputation:
+                recomputation.count(batch)
         else:
             sleep(due[0][0] - now)
         now = engine.clock() - begin
@@ -106,7 +133,10 @@ def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Ca
             if request.finish_reason:
                 del active[handle]
                 reply = handle.result()
-                served.append(Served(turn.due, turn.first_token, now, len(reply.token_ids), reply.usage))
+                name = conversations[turn.conversation].name
+                seconds = recomputation.seconds.pop(name, 0.0) if recomputation else 0.0
+                served.append(Served(turn.due, turn.first_token, now, len(reply.token_ids), reply.usage,
+                                     seconds))
                 progress.update()
                 later = conversations[turn.conversation].turns[turn.index + 1:]
                 if later:
@@ -144,8 +174,12 @@ def summary(served: list[Served], begin: float = 0.0) -> dict:
     for source, count in tokens.items():
         row[f"prompt_tokens_{source}"] = count
     row["recomputed_tokens"] = tokens["recomputed"]
+    row["recomputed_seconds"] = sum(turn.recomputed_seconds for turn in served)
+    # An infinite cache has every token that was seen before. So these rates are shares of the attainable.
     row["gpu_hit_rate"] = tokens["gpu"] / seen_before
     row["cpu_hit_rate"] = tokens["cpu"] / seen_before
+    row["hits_of_attainable"] = row["gpu_hit_rate"] + row["cpu_hit_rate"]
+    row["attainable_hit_rate"] = seen_before / max(1, prompts)          # share of all prompt tokens
     row["turns"] = len(served)
     row["computed_tokens"] = tokens["recomputed"] + tokens["new"] + outputs
     return row
@@ -160,7 +194,9 @@ class System(NamedTuple):
 
 STATELESS = dict(stateless=True, cpu_cache_tokens=0)
 SYSTEMS = {
-    "stateless": System(STATELESS),                             # forgets the KV of every request, as vLLM did
+    # vLLM as it was then: forgets every request, computes prompts apart from decodes, and keeps 1% free.
+    "vllm then": System(STATELESS | dict(separate_phases=True, reserve=0.01)),
+    "stateless": System(STATELESS),                             # our engine, but for the memory of it
     "stateless, fused": System(STATELESS, "fused"),             # stands for TensorRT-LLM, see OPERATORS
     "gpu cache": System(dict(cpu_cache_tokens=0)),              # no CPU tier: evicted chunks are recomputed
     "pensieve": System(),
@@ -177,21 +213,28 @@ class Panel(NamedTuple):
     dataset: str
     rates: tuple = (None,)          # requests per second; None: a trace's own times
     at_ms: float | None = None      # systems are compared by their throughput at this normalized latency
-    paper: float | None = None      # the paper's ratio there, of the last system to the first
+    paper: float | None = None      # the paper's ratio there, of the last system to vLLM
+    paper_fused: float | None = None                            # and to TensorRT-LLM
     gpus: int = 1
     hardware: str = "a100"          # a key of HARDWARE, or a file that `bench.py profile` has written
-    think: float | str = 60.0       # mean seconds from a reply to the next turn; "reading": see reading_think
+    cpu_gb: float = 220.0           # CPU tier of each GPU. The paper's machine has 220 GB of memory per GPU
+    latency: str = "normalized_latency_ms"      # by which systems are compared; the draft's: its p90
+    think: float | str = 60.0       # mean seconds from a reply to the next turn; or a key of THINKING
 
     def __str__(self):
-        return f"{self.model}, {self.dataset}, {thinking(self.think)}"
+        name = f"{self.model}, {self.dataset}, {thinking(self.think)}"
+        return name if self.cpu_gb == 220 else f"{name}, {self.cpu_gb:g} GB of CPU tier"
+
+
+THINKING = {"reading": "think while reading", "own": "think as in the trace"}
 
 
 def thinking(think: float | str) -> str:
-    return "think while reading" if think == "reading" else f"think {think:g} s"
+    return THINKING.get(think) or f"think {think:g} s"
 
 
-# KV bytes of the two tiers per GPU (paper, §6.1), and vLLM's limits of a batch.
-GPU_BYTES, CPU_BYTES = 40e9, 220e9
+# KV bytes of the GPU tier per GPU (paper, §6.1), and vLLM's limits of a batch.
+GPU_BYTES = 40e9
 SIMULATED = dict(max_running=256, max_batch_tokens=2048)
 # For the embedded model. The conversations of "many turns" need some 12,000 tokens together.
 MEASURED = dict(gpu_cache_tokens=3072, cpu_cache_tokens=12288)
@@ -204,8 +247,8 @@ def at_scale(options) -> bool:
 
 def planned(panel: Panel, rate: float | None, options) -> list[PlannedConversation]:
     """The panel's conversations with their arrival times. rate: None keeps the times of the trace."""
-    if panel.think == "reading":
-        think = reading_think
+    if panel.think in THINKING:
+        think = reading_think if panel.think == "reading" else None
     else:
         think = partial(exponential_think, mean=panel.think)
     if options.trace:
@@ -238,7 +281,7 @@ def play(name: str, panel: Panel, rate: float | None, options) -> dict:
     conversations = planned(panel, rate, options)
     engine = build(SYSTEMS[name], panel, conversations, options)
     limit = engine.scheduler.limit
-    conversations = list(cut_to_context(conversations, limit))
+    conversations = within_context(conversations, limit)
     if not conversations:
         raise ValueError(f"no conversation of {panel.dataset} fits {limit} tokens: "
                          "give --gpu-cache-tokens a larger number")
@@ -249,26 +292,43 @@ def play(name: str, panel: Panel, rate: float | None, options) -> dict:
     served = drive(engine, conversations, options.seed, sleep, until, foresee)
 
     row = dict(system=name, policy=name if name in EXPERIMENTS else engine.config.policy, model=panel.model,
-               dataset=panel.dataset, think=panel.think, request_rate=rate)
+               dataset=panel.dataset, think=panel.think, request_rate=rate, cpu_gb=panel.cpu_gb)
     row |= summary(served, begin)
-    if tier := never_full(engine, until):
-        row["never_full"] = tier
+    if reason := too_short(engine, served, begin, until):
+        row["too_short"] = reason
+    stats = engine.stats()
+    row["turnovers"] = stats["chunks_dropped"] / max(1, stats["cpu_chunks_total"])      # of the CPU tier
     for counter, value in engine.stats().items():       # of the whole run, so figures of the summary win
         row.setdefault(counter, value)
     engine.close()
     return row
 
 
-def never_full(engine: Engine, until: float) -> str | None:
-    """The tier that no chunk had to leave, "GPU" or "CPU": the run was too short to fill it.
+STEADY = 0.02           # hit rates that differ by less are the same
 
-    A run that ends by itself (until is inf) may leave the CPU tier partly empty: its load is all there is."""
+
+def too_short(engine: Engine, served: list[Served], begin: float, until: float) -> str | None:
+    """Why the run was too short to tell, if it was.
+
+    "GPU" or "CPU": no chunk had to leave this tier. "hits": the tiers still fill, because the hit rates of
+    the first and the second half of the turns that count differ by more than 2 points. A run that ends by
+    itself (until is inf) is all there is of its load: it may leave the CPU tier partly empty."""
     stats = engine.stats()
-    if engine.config.stateless or stats["chunks_dropped"]:
+    if engine.config.stateless:
         return None
-    if not stats["chunks_swapped_out"]:
+    if not stats["chunks_dropped"] and not stats["chunks_swapped_out"]:
         return "GPU"
-    return "CPU" if until < math.inf else None
+    if until == math.inf:
+        return None
+    if not stats["chunks_dropped"]:
+        return "CPU"
+    middle = (begin + until) / 2
+    halves = [[turn for turn in served if begin < turn.ended <= middle],
+              [turn for turn in served if turn.ended > middle]]
+    if not all(halves):
+        return "hits"
+    first, second = (summary(half)["hits_of_attainable"] for half in halves)
+    return "hits" if abs(second - first) > STEADY else None
 
 
 def build(system: System, panel: Panel, conversations: list[PlannedConversation], options) -> Engine:
@@ -295,7 +355,8 @@ def simulated_engine(system: System, panel: Panel, conversations: list[PlannedCo
     token_bytes = kv_token_bytes(shape, hardware.element_size)
     chunk_size = flags.get("chunk_size", Config.chunk_size)
     num_slots = flags.get("gpu_cache_tokens", int(GPU_BYTES * panel.gpus / token_bytes))
-    num_places = flags.get("cpu_cache_tokens", int(CPU_BYTES * panel.gpus / token_bytes)) // chunk_size
+    cpu_tokens = flags.get("cpu_cache_tokens", int(1e9 * panel.cpu_gb * panel.gpus / token_bytes))
+    num_places = cpu_tokens // chunk_size
     max_context = min(num_slots, longest_context(conversations))
     clock = VirtualClock()
     worker = SimulatedWorker(shape, hardware, operators, clock, num_slots, num_places, max_context,

@@ -71,14 +71,14 @@ def test_the_everyday_figure_is_measured(tmp_path, monkeypatch, capsys):
 def test_the_draft_has_a_rule_of_its_own_for_thinking(tmp_path, monkeypatch):
     figure = run_bench(tmp_path, monkeypatch,
                        "draft --simulate --model gpt3-6.7b --dataset lmsys-draft --rates 1 --seconds 60")
-    assert {row["system"] for row in figure["rows"]} == {"stateless", "pensieve", "draft"}
+    assert {row["system"] for row in figure["rows"]} == {"vllm then", "stateless", "pensieve", "draft"}
     assert {row["think"] for row in figure["rows"]} == {"reading"}
 
 
 def test_a_latency_figure_is_simulated_and_repeats(tmp_path, monkeypatch):
     command = "fig15 --simulate --rates 0.5,1 --seconds 60 --seed 7"
     figure = run_bench(tmp_path, monkeypatch, command)
-    assert len(figure["rows"]) == 4 * 2 * 2 and len(figure["ratios"]) == 4      # panels x systems x rates
+    assert len(figure["rows"]) == 4 * 3 * 2 and len(figure["ratios"]) == 4 * 2      # panels x systems x rates
     fields = {"system", "model", "dataset", "request_rate", "throughput", "normalized_latency_ms"}
     assert fields <= figure["rows"][0].keys()
     assert all(ratio["how"] == "simulated" for ratio in figure["ratios"])
@@ -132,17 +132,34 @@ def test_a_profile_is_saved_and_loaded(tmp_path, monkeypatch):
     assert predicted["ratios"][0]["how"] == "simulated" and predicted["ratios"][0]["ours"] > 0.9
 
 
+def test_the_simulator_is_checked_against_measured_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "many_turns", lambda limit, rate, think, seed: USERS)
+    figure = run_bench(tmp_path, monkeypatch, "check --rates 20")
+    assert [row["how"] for row in figure["rows"]] == ["measured", "simulated"] * 3
+    measured, simulated = figure["rows"][::2], figure["rows"][1::2]
+    expected = [abs(ours["throughput"] / real["throughput"] - 1) for ours, real in zip(simulated, measured)]
+    assert figure["ratios"][0]["ours"] == pytest.approx(100 * sum(expected) / 3)
+
+
 def test_throughput_is_read_where_the_curve_crosses():
-    rows = [dict(throughput=throughput, normalized_latency_ms=latency)
-            for throughput, latency in ((1.0, 20.0), (2.0, 30.0), (2.5, 130.0))]
-    assert figures.throughput_at(rows, 80.0) == pytest.approx(2.25)
-    assert figures.throughput_at(rows, 500.0) == 2.5
-    assert figures.throughput_at(rows, 10.0) == pytest.approx(0.5)
-    rows = [dict(row, system="any") for row in rows]
+    curve = [(1.0, 20.0), (2.0, 30.0), (2.5, 130.0)]
+    assert figures.throughput_at(curve, 80.0) == pytest.approx(2.25)
+    assert figures.throughput_at(curve, 500.0) == 2.5
+    assert figures.throughput_at(curve, 10.0) == pytest.approx(0.5)
+    rows = [dict(throughput=throughput, normalized_latency_ms=latency, system="any")
+            for throughput, latency in curve]
     for at_ms, doubt in ((80.0, ""), (500.0, "at least"), (10.0, "extrapolated")):
         panel = figures.HERE[0]._replace(at_ms=at_ms)
         name = figures.compared(panel, rows, rows, None, bench.parse_flags([]))["name"]
         assert name.endswith("any / any") if not doubt else doubt in name
+
+
+def test_seeds_give_the_spread():
+    def run(options):
+        return figures.Found([dict(x=options.seed)], [dict(name="r", paper=None, ours=options.seed, how="")])
+    rows, [ratio] = figures.over_seeds(run, 3, bench.parse_flags(["--seed", "4"]))
+    assert [row["seed"] for row in rows] == [row["x"] for row in rows] == [4, 5, 6]
+    assert ratio["ours"] == 5 and ratio["spread"] == 1
 
 
 def test_a_plot_is_drawn(tmp_path):
@@ -176,16 +193,15 @@ def test_a_flag_that_cannot_work_fails_before_anything_runs(monkeypatch, capsys,
 def test_a_run_too_short_to_fill_the_caches_says_so(tmp_path, monkeypatch, capsys):
     command = "fig15 --simulate --model opt-13b --think 60 --rates 3 --seconds 60"
     rows = run_bench(tmp_path, monkeypatch, command)["rows"]
-    assert [row.get("never_full") for row in rows] == [None, "GPU"]
+    assert [row.get("too_short") for row in rows] == [None, None, "GPU"]
     told = capsys.readouterr().out
-    assert "opt-13b, sharegpt, think 60 s\n" in told and "The run was too short" in told
+    assert "opt-13b, sharegpt, think 60 s\n" in told and "the run was too short" in told
     tiers = "--gpu-cache-tokens 4000 --cpu-cache-tokens"
     rows = run_bench(tmp_path, monkeypatch, f"{command} {tiers} 2000000")["rows"]
-    assert [row.get("never_full") for row in rows] == [None, "CPU"]
+    assert [row.get("too_short") for row in rows] == [None, None, "CPU"]
     capsys.readouterr()
     rows = run_bench(tmp_path, monkeypatch, f"{command} {tiers} 2000")["rows"]
-    assert "too short" not in capsys.readouterr().out
-    assert [row.get("never_full") for row in rows] == [None, None]
+    assert rows[-1]["turnovers"] > 1
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -202,6 +218,7 @@ def test_a_run_too_short_to_fill_the_caches_says_so(tmp_path, monkeypatch, capsy
     (["--think", "soon"], "soon"),
     (["--hardware", "h100"], "add --simulate"),
     (["profile", "--simulate"], "profile"),
+    (["check", "--simulate"], "check"),
     (["kernel", "--simulate"], "kernel"),
     (["fig10", "--profile", __file__], "no profile")])
 def test_bad_input_gets_one_line_and_exit_2(monkeypatch, capsys, flags, message):

@@ -1,0 +1,369 @@
+"""Files of conversations: datasets of texts, and traces of requests that somebody has recorded.
+
+    load("trace.jsonl", tokenizer)      knows the kind by the fields of the first record
+
+    kind          records (JSON lines, but for ShareGPT)                      times        an id stands for
+    Mooncake      timestamp, input_length, output_length, hash_ids            ms           512 tokens
+    the same      session_id, input_length, output_length, delay, timestamp   ms           -
+    Qwen-Bailian  chat_id, parent_chat_id, timestamp, input_length, ...       s            16 tokens
+    Weka, AgentX  requests: t, type, in, out, hash_ids                        s            64 tokens
+    ShareGPT, UltraChat, LMSYS-Chat-1M: texts without times
+
+In a trace with sessions `input_length` counts the new tokens of a turn. In the other traces it counts the
+whole context, and conversations must be found first. A request *continues* another one if it begins with
+that one's whole prefix (the ids of its full pieces), and is longer than that request with its reply.
+
+Traces do not tell when a reply ended (only a `delay` counts from there). So a think time is the whole gap
+between two requests, and a replay falls behind by the time that the answers take.
+"""
+import json
+from contextlib import contextmanager
+from itertools import cycle, groupby, pairwise
+from typing import Callable, Iterable, Iterator, NamedTuple
+
+from experiments.workload import PlannedConversation, PlannedTurn, numbered
+
+
+# ---- datasets of text
+
+# The names that datasets give to the model. Messages from everyone else are input.
+ASSISTANT = {"assistant", "gpt", "chatgpt", "bing", "bard"}
+
+
+def turns_of(messages: Iterable[tuple[str, str]], count_tokens: Callable[[str], int]) -> list[PlannedTurn]:
+    """The turns of a conversation's (role, text) messages.
+
+    Consecutive messages of one side count as one message, so a system prompt belongs to the user's
+    first message. Empty messages do not count. We drop a reply at the start, which nobody asked for,
+    and a prompt at the end, which nobody answered.
+    """
+    counted = [(role in ASSISTANT, count_tokens(text)) for role, text in messages]
+    counted = [(is_reply, tokens) for is_reply, tokens in counted if tokens]
+    sides = [(is_reply, sum(tokens for _, tokens in run))
+             for is_reply, run in groupby(counted, key=lambda message: message[0])]
+    if sides and sides[0][0]:
+        del sides[0]
+    prompts, replies = sides[::2], sides[1::2]
+    return [PlannedTurn(prompt, reply) for (_, prompt), (_, reply) in zip(prompts, replies)]
+
+
+def sharegpt(path: str, count_tokens: Callable[[str], int]) -> Iterator[PlannedConversation]:
+    """ShareGPT: an array of {"conversations": [{"from": "human" or "gpt", "value": text}, ...]}."""
+    def turns(record):
+        messages = ((message["from"], message["value"]) for message in record["conversations"])
+        return turns_of(messages, count_tokens)
+    return numbered(json_array(path, turns))
+
+
+def ultrachat(path: str, count_tokens: Callable[[str], int]) -> Iterator[PlannedConversation]:
+    """UltraChat: lines of {"data": [user text, assistant text, user text, ...]}."""
+    def turns(record):
+        return turns_of(zip(cycle(["user", "assistant"]), record["data"]), count_tokens)
+    return numbered(json_lines(path, turns))
+
+
+def lmsys(path: str, count_tokens: Callable[[str], int]) -> Iterator[PlannedConversation]:
+    """LMSYS-Chat-1M: lines of {"conversation": [{"role": ..., "content": text}, ...]}."""
+    def turns(record):
+        messages = ((message["role"], message["content"]) for message in record["conversation"])
+        return turns_of(messages, count_tokens)
+    return numbered(json_lines(path, turns))
+
+
+# ---- traces of requests
+
+class TraceRequest(NamedTuple):
+    arrival: float                  # seconds
+    input_tokens: int               # the whole context
+    output_tokens: int
+    prefix: list[int]               # an id for each full piece of input; equal ids: equal input up to here
+
+    @property
+    def context(self) -> int:
+        return self.input_tokens + self.output_tokens
+
+    def continues(self, earlier: "TraceRequest") -> bool:
+        start = self.prefix[:len(earlier.prefix)]
+        return self.input_tokens > earlier.context and start == earlier.prefix
+
+
+def trace_request(seconds: float, prompt: int, reply: int, ids: list[int], piece: int) -> TraceRequest:
+    """ids: one for every `piece` tokens of the prompt, the last one perhaps for fewer."""
+    if min(prompt, reply) < 1 or seconds < 0:
+        raise ValueError(f"lengths must be at least 1 and times at least 0, got {prompt}, {reply}, {seconds}")
+    return TraceRequest(float(seconds), int(prompt), int(reply), ids[:int(prompt) // piece])
+
+
+def planned(chains: Iterable[list[TraceRequest]]) -> list[PlannedConversation]:
+    return [PlannedConversation(str(number), replay(chain), chain[0].arrival)
+            for number, chain in enumerate(chains)]
+
+
+def replay(chain: list[TraceRequest]) -> list[PlannedTurn]:
+    """The turns of one conversation's requests: the tokens that each adds, and the time between them."""
+    turns = [PlannedTurn(chain[0].input_tokens, chain[0].output_tokens)]
+    for previous, request in pairwise(chain):
+        new_tokens = request.input_tokens - previous.context
+        turns.append(PlannedTurn(new_tokens, request.output_tokens, request.arrival - previous.arrival))
+    return turns
+
+
+def check_unit(path: str, arrivals: list[float], unit: str):
+    """ValueError: the times seem to be of another unit than `unit`, which this kind of trace has.
+
+    arrivals: in seconds. An hour in ms, read as seconds, makes 42 days; the other way round it makes 3.6 s,
+    with thousands of requests in each."""
+    covered = max(arrivals, default=0) - min(arrivals, default=0)
+    if unit == "s" and covered > 30 * 86400:
+        raise ValueError(f"{path}: its times cover {covered / 86400:,.0f} days. This kind of trace has "
+                         "seconds; they look like milliseconds: divide them by 1,000")
+    if unit == "ms" and len(arrivals) > max(100, 1000 * covered):
+        raise ValueError(f"{path}: {len(arrivals):,} requests come in {covered:.3g} s. This kind of trace "
+                         "has milliseconds; they look like seconds: multiply them by 1,000")
+
+
+def mooncake(path: str) -> list[PlannedConversation]:
+    """A Mooncake trace, with its own times. We find its conversations by their prefixes.
+
+    Every request keeps exactly its context of the trace."""
+    def parse(record):
+        return trace_request(record["timestamp"] / 1000, record["input_length"], record["output_length"],
+                             record["hash_ids"], piece=512)
+    requests = sorted(json_lines(path, parse), key=lambda request: request.arrival)
+    check_unit(path, [request.arrival for request in requests], "ms")
+    return planned(rebuild(requests))
+
+
+def sessions(path: str) -> list[PlannedConversation]:
+    """A trace with sessions, as AIPerf and Dynamo write them: the turns of a `session_id`, in order.
+
+    A turn comes `delay` ms after the previous reply or, if it has none, as long after the previous turn as
+    the timestamps tell. A session whose first turn has no timestamp begins at 0."""
+    turns: dict[object, list[PlannedTurn]] = {}         # session_id -> its turns so far
+    times: dict[object, list[float]] = {}               # session_id -> the timestamps so far, in seconds
+
+    def parse(record):
+        session = record["session_id"]
+        if record.get("context_mode", "deltas_without_responses") != "deltas_without_responses":
+            raise ValueError(f"context_mode {record['context_mode']!r}: input_length must count new tokens")
+        if session not in turns:
+            turns[session], times[session] = [], [record.get("timestamp", 0) / 1000]
+            think = 0.0
+        elif "delay" in record:
+            think = record["delay"] / 1000
+        else:
+            times[session].append(record["timestamp"] / 1000)
+            think = times[session][-1] - times[session][-2]
+        turn = PlannedTurn(int(record["input_length"]), int(record["output_length"]), think)
+        if min(turn) < 0 or min(turn[:2]) < 1:
+            raise ValueError(f"lengths must be at least 1 and waits at least 0, got {tuple(turn)}")
+        turns[session].append(turn)
+
+    for _ in json_lines(path, parse):
+        pass
+    check_unit(path, [time for of_session in times.values() for time in of_session], "ms")
+    return [PlannedConversation(str(session), of_session, times[session][0])
+            for session, of_session in turns.items()]
+
+
+def bailian(path: str) -> list[PlannedConversation]:
+    """Qwen-Bailian, the trace of "KVCache in the wild", with its own times and its own links.
+
+    A request whose parent it does not continue (an edited history), or whose parent another one has
+    continued before, begins a new conversation.
+    ValueError: a chat_id is there twice, a parent is unknown, or parents form a loop."""
+    def parse(record):
+        request = trace_request(record["timestamp"], record["input_length"], record["output_length"],
+                                record.get("hash_ids", []), piece=16)
+        return record["chat_id"], record["parent_chat_id"], request
+
+    requests, parents = {}, {}
+    for chat, parent, request in json_lines(path, parse):
+        if chat in requests:
+            raise ValueError(f"{path}: two lines have the chat_id {chat}")
+        requests[chat], parents[chat] = request, parent
+    check_unit(path, [request.arrival for request in requests.values()], "s")
+    check_parents(path, parents)
+
+    chains, ends = [], {}                               # ends: chat_id -> the conversation that ends there
+    for chat, request in sorted(requests.items(), key=lambda item: item[1].arrival):
+        chain = ends.pop(parents[chat], None)
+        if chain is None or not request.continues(chain[-1]):
+            chain = []
+            chains.append(chain)
+        chain.append(request)
+        ends[chat] = chain
+    return planned(chains)
+
+
+ROOT = -1           # the parent of a conversation's first request
+
+
+def check_parents(path: str, parents: dict[int, int]):
+    """ValueError: a parent is in no line, or a request is its own ancestor."""
+    sound = {ROOT}
+    for chat in parents:
+        ancestors = []                  # the chat_id and its ancestors, as far as nobody has looked
+        while chat not in sound:
+            if chat not in parents:
+                child = ancestors[-1]
+                raise ValueError(f"{path}: the parent_chat_id {chat} of chat_id {child} is in no line")
+            if chat in ancestors:
+                raise ValueError(f"{path}: the parents of chat_id {chat} form a loop")
+            ancestors.append(chat)
+            chat = parents[chat]
+        sound.update(ancestors)
+
+
+def weka(path: str) -> list[PlannedConversation]:
+    """Weka's and AgentX's coding sessions: one session per line, and we find its conversations.
+
+    All sessions begin at 0. Ids are those of their own session. What a subagent asks is left out."""
+    def parse(record):
+        asked = [entry for entry in record["requests"] if entry["type"] != "subagent"]
+        return [trace_request(entry["t"], entry["in"], entry["out"], entry["hash_ids"],
+                              record.get("block_size", 64))
+                for entry in asked]
+    of_session = list(json_lines(path, parse))
+    check_unit(path, [request.arrival for requests in of_session for request in requests], "s")
+    return planned(chain for requests in of_session for chain in rebuild(requests))
+
+
+def rebuild(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
+    """Find out which request continues which. requests: in order of arrival. Returns conversations.
+
+    A request continues a conversation if it begins with the whole prefix of that conversation's latest
+    request, and is longer than that request with its reply. (A request that is not longer repeats or
+    edits the question; it does not answer the reply.) Of several such conversations we take the one
+    with the longest prefix.
+
+        request   input   output   prefix
+        1           600       50   [7]
+        2         1,100       20   [7 8]      continues 1: begins with 7, and 1,100 > 600 + 50
+        3         1,200       20   [7 9]      new: the conversation of 1 has moved on to [7 8]
+
+    Many conversations share some prefixes: a system prompt, or a document that many people ask about. If
+    an earlier conversation has shown a request's whole prefix, that prefix does not tell which request
+    continues this one. Then we let no request continue it.
+    """
+    ends: dict[int, list[TraceRequest]] = {}    # last id of a conversation's latest prefix -> its requests
+    seen: set[int] = set()
+    conversations = []
+    for request in requests:
+        end = continued_end(request, ends)
+        if end is None:
+            conversation = []
+            conversations.append(conversation)
+        else:
+            conversation = ends.pop(end)
+        conversation.append(request)
+        if request.prefix:
+            last = request.prefix[-1]
+            if last == end or last not in seen:
+                ends[last] = conversation
+        seen.update(request.prefix)
+    return conversations
+
+
+def continued_end(request: TraceRequest, ends: dict[int, list[TraceRequest]]) -> int | None:
+    """The key in `ends` of the conversation that the request continues; None: it begins a new one."""
+    for id in reversed(request.prefix):             # the longest prefix first
+        if id in ends and request.input_tokens > ends[id][-1].context:
+            return id
+    return None
+
+
+# ---- reading files
+
+class Kind(NamedTuple):
+    name: str
+    fields: set[str]                # that its first record must have
+    read: Callable                  # (path) or (path, count_tokens) -> conversations
+    has_text: bool = False
+
+
+# A file is of the first kind all of whose fields are in its first record.
+KINDS = [
+    Kind("ShareGPT", {"conversations"}, sharegpt, has_text=True),
+    Kind("UltraChat", {"data"}, ultrachat, has_text=True),
+    Kind("LMSYS-Chat-1M", {"conversation"}, lmsys, has_text=True),
+    Kind("Weka", {"requests"}, weka),
+    Kind("Qwen-Bailian", {"chat_id"}, bailian),
+    Kind("Mooncake with sessions", {"session_id"}, sessions),
+    Kind("Mooncake", {"hash_ids"}, mooncake),
+]
+
+
+def load(path: str, tokenizer: str) -> list[PlannedConversation]:
+    """The conversations of a file of any kind in KINDS. Traces have times of their own.
+
+    tokenizer: a checkpoint's directory or hub name; its tokenizer counts the tokens of texts.
+    ValueError: the file cannot be read, is of another kind, or has no turn.
+    """
+    with naming(path):
+        fields = first_record(path).keys()
+    kind = next((kind for kind in KINDS if kind.fields <= fields), None)
+    if kind is None:
+        known = "; ".join(f"{kind.name} has {', '.join(kind.fields)}" for kind in KINDS)
+        found = ", ".join(fields) or "no field"
+        raise ValueError(f"cannot read {path}: its first record has {found}, so it is of no kind that we "
+                         f"know ({known})")
+    conversations = list(kind.read(path, token_counter(tokenizer)) if kind.has_text else kind.read(path))
+    if not conversations:
+        raise ValueError(f"{path} has no conversation with a turn in it")
+    return conversations
+
+
+def first_record(path: str) -> dict:
+    """The first line as JSON. A file that begins with "[" is ShareGPT's; we do not parse it here."""
+    with open(path, "rb") as file:
+        start = file.read(1 << 20).lstrip()
+    if start.startswith(b"["):
+        return {"conversations": []}
+    return json.loads(start.partition(b"\n")[0])
+
+
+def token_counter(model: str) -> Callable[[str], int]:
+    # Imported here, because these import torch; a trace of lengths needs neither.
+    from checkpoint import find_checkpoint
+    from serving.tokenizer import load_tokenizer
+    tokenizer = load_tokenizer(find_checkpoint(model))
+    return lambda text: len(tokenizer.encode(text))
+
+
+def json_lines(path: str, parse: Callable) -> Iterator:
+    """parse(record) for each line that is not blank. ValueError: names file and line."""
+    with naming(path):
+        file = open(path, "rb")
+    with file:
+        lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+        yield from parsed(path, "line", lines, lambda line: parse(json.loads(line)))
+
+
+def json_array(path: str, parse: Callable) -> Iterator:
+    """parse(record) for each item of the array in a file. ValueError: names file and item."""
+    with naming(path), open(path, "rb") as file:
+        items = list(json.load(file))
+    yield from parsed(path, "item", enumerate(items, 1), parse)
+
+
+def parsed(path: str, unit: str, records: Iterable[tuple[int, object]], parse: Callable) -> Iterator:
+    """parse(record) for each (number, record). ValueError: names the record, or says "empty"."""
+    number = None
+    for number, record in records:
+        with naming(f"{path}, {unit} {number}"):
+            result = parse(record)
+        yield result
+    if number is None:
+        raise ValueError(f"{path} is empty")
+
+
+@contextmanager
+def naming(place: str):
+    """Turn any error of reading or parsing into one ValueError that names the place."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"cannot read {place}: the field {error} is missing") from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"cannot read {place}: {error!r}") from error

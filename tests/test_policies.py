@@ -1,0 +1,70 @@
+"""The rivals: values by hand, and that no value rises with idle time."""
+import math
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, strategies as st
+
+from eviction import RecomputeCost
+from experiments.policies import ReturnChance, ReuseByCategory, TailOptimized
+from experiments.run import Recomputation
+
+COST = RecomputeCost({32: 0.03, 64: 0.05}, rest=0.01)       # chunks of 32: 40 ms, 60 ms, 80 ms, ...
+
+
+def idle(turns, last_active=0.0):
+    return SimpleNamespace(turns=turns, last_active=last_active, waiting=False)
+
+
+def learnt(policy):
+    """1 of 4 conversations returns after the first turn, 3 of 4 after the second, always after 60 s."""
+    for n in range(4000):
+        for turns, returns in ((1, n % 4 == 0), (2, n % 4)):
+            policy.ended(idle(turns - 1))
+            if returns:
+                policy.returned(idle(turns), 60.0)
+    policy.returned(idle(0), 1e6)                           # a first turn is no return
+    return policy
+
+
+def test_chunks_that_can_be_recomputed_in_time_leave_first():
+    policy = TailOptimized(COST, 32)
+    assert policy.free == 3                                 # 40 + 60 + 80 ms are within 200 ms
+    assert [policy.key(None, index, 9) for index in range(5)] == [0, 0, 0, 1, 1]
+    assert policy.value(0, 1.0) < policy.value(1, 1e6)
+    assert policy.value(0, 2.0) < policy.value(0, 1.0)
+
+
+def test_a_category_returns_with_its_own_chance():
+    policy = learnt(ReuseByCategory(COST, 32))
+    once, twice = (policy.chance(turns, 60.0)[0] for turns in (1, 2))
+    assert once == pytest.approx(1 / (1 + 3 * math.e), rel=0.05)        # odds of 1 / e : 3
+    assert twice == pytest.approx(3 / (3 + math.e), rel=0.05)           # 3 / e : 1
+    assert policy.value(1, 60.0) == pytest.approx(once * (1 - math.exp(-5)), rel=0.05)
+
+
+def test_return_chance_weighs_the_retention_value():
+    policy = learnt(ReturnChance(COST, 32))
+    key = policy.key(idle(2), 1, 9)
+    assert policy.value(key, 60.0) == pytest.approx(policy.chance(2, 60.0)[0] * 0.060 / 60)
+    assert policy.value(policy.key(idle(1), 1, 9), 60.0) < policy.value(key, 60.0)
+
+
+@given(st.sampled_from([ReuseByCategory, ReturnChance]), st.integers(1, 8), st.integers(0, 50),
+       st.floats(1e-3, 1e5), st.floats(1e-3, 1e5))
+def test_no_value_rises_with_idle_time(kind, turns, index, one, other):
+    policy = learnt_once[kind]
+    key = policy.key(idle(turns), index, 60)
+    assert policy.value(key, max(one, other)) <= policy.value(key, min(one, other))
+
+
+learnt_once = {kind: learnt(kind(COST, 32)) for kind in (ReuseByCategory, ReturnChance)}
+
+
+def test_seconds_of_recomputation():
+    """Of 70 tokens 64 were seen before; positions 16 to 48 are half of a chunk of 40 ms, half of 60 ms."""
+    request = SimpleNamespace(conversation=SimpleNamespace(name="c"),
+                              usage=dict(gpu=0, cpu=32, recomputed=32, new=6))
+    counted = Recomputation(COST, 32, 100)
+    counted.count(SimpleNamespace(spans=[(request, 16, 48), (request, 64, 70)]))
+    assert counted.seconds == {"c": pytest.approx(0.5 * 0.040 + 0.5 * 0.060)}

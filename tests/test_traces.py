@@ -1,0 +1,305 @@
+"""Formats by hand, Mooncake's conversations by writing a trace and reading it back."""
+import json
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from checkpoint import find_checkpoint
+from experiments.traces import bailian, lmsys, load, mooncake, sessions, sharegpt, ultrachat, weka
+from experiments.workload import PlannedConversation, PlannedTurn, with_arrivals
+from serving.tokenizer import load_tokenizer
+
+TRACE = Path(__file__).parents[2] / "shared" / "data" / "mooncake_synthetic_trace.jsonl"
+
+
+def planned(name, *turns, arrival=0.0):
+    return PlannedConversation(name, [PlannedTurn(*turn) for turn in turns], arrival)
+
+
+def words(text):
+    return len(text.split())
+
+
+def contexts(turns):
+    return list(accumulate(turn.input_tokens + turn.output_tokens for turn in turns))
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def request(timestamp, input_length, output_length, *hash_ids):
+    return dict(timestamp=timestamp, input_length=input_length, output_length=output_length,
+                hash_ids=list(hash_ids))
+
+
+turn = st.builds(PlannedTurn, st.integers(1, 300), st.integers(1, 300))
+turn_lists = st.lists(turn, min_size=1, max_size=8)
+
+
+# --- datasets of text ---
+
+def test_sharegpt(tmp_path):
+    def said(*messages):
+        return {"id": "x", "conversations": [{"from": side, "value": text} for side, text in messages]}
+    path = tmp_path / "sharegpt.json"
+    path.write_text(json.dumps([
+        said(("human", "a b c"), ("gpt", "d e"), ("human", "f"), ("gpt", "g h i j")),
+        said(("gpt", "lost lost"), ("human", "a"), ("human", "b c"), ("gpt", "d"), ("gpt", "e"),
+             ("human", "unanswered")),
+        said(("gpt", "nobody asked")), said(),
+        said(("system", "be kind"), ("human", "a"), ("gpt", ""), ("human", "b"), ("chatgpt", "c"))]))
+    assert list(sharegpt(path, words)) == [
+        planned("0", (3, 2), (1, 4)), planned("1", (3, 2)), planned("4", (4, 1))]
+
+
+def test_ultrachat(tmp_path):
+    path = write(tmp_path / "u.jsonl",
+                 {"id": "0", "data": ["a b", "c", "d", "e f g"]}, {"id": "1", "data": ["a", "b", "c"]})
+    assert list(ultrachat(path, words)) == [planned("0", (2, 1), (1, 3)), planned("1", (1, 1))]
+
+
+def test_lmsys(tmp_path):
+    said = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
+    path = write(tmp_path / "l.jsonl", {"conversation_id": "x", "conversation": said})
+    path.write_text(path.read_text() + "\n\n")              # blank lines do not count
+    assert list(lmsys(path, words)) == [planned("0", (2, 1))]
+
+
+# --- Mooncake traces ---
+
+def test_mooncake_rebuilds_conversations(tmp_path):
+    path = write(tmp_path / "m.jsonl",
+                 # a: two full pieces, and a part whose id never returns
+                 request(0, 1300, 100, 0, 1, 2),
+                 # b: another conversation
+                 request(500, 700, 5, 90, 91),
+                 # a goes on: 100 new tokens, still in the third piece
+                 request(9_000, 1500, 50, 0, 1, 3),
+                 # new: longer than a's first turn, but a has moved on
+                 request(12_000, 1450, 60, 0, 1, 4),
+                 # a goes on
+                 request(15_000, 2100, 10, 0, 1, 5, 6, 7))
+    assert mooncake(path) == [
+        planned("0", (1300, 100), (100, 50, 9.0), (550, 10, 6.0)),
+        planned("1", (700, 5), arrival=0.5),
+        planned("2", (1450, 60), arrival=12.0)]
+
+
+def test_mooncake_branches(tmp_path):
+    """Two requests extend the same prefix: the first continues the conversation, the second begins a new one.
+    Later requests can continue either."""
+    path = write(tmp_path / "m.jsonl",
+                 request(0, 1024, 10, 0, 1), request(1000, 1536, 10, 0, 1, 2),
+                 request(2000, 1600, 20, 0, 1, 3, 6),
+                 request(3000, 2048, 10, 0, 1, 3, 4), request(4000, 2048, 10, 0, 1, 2, 5))
+    assert mooncake(path) == [planned("0", (1024, 10), (502, 10, 1.0), (502, 10, 3.0)),
+                              planned("1", (1600, 20), (428, 10, 1.0), arrival=2.0)]
+
+
+def test_mooncake_takes_the_longest_prefix(tmp_path):
+    """The second request is no answer to the first one's long reply; the third could continue either."""
+    path = write(tmp_path / "m.jsonl",
+                 request(0, 600, 1000, 0, 9), request(1, 1100, 1, 0, 1, 8), request(2, 2000, 1, 0, 1, 2, 7))
+    assert [len(conversation.turns) for conversation in mooncake(path)] == [1, 2]
+
+
+def test_mooncake_questions_about_one_document_are_separate(tmp_path):
+    """Another question about the same document has not seen the first reply. A shared system prompt does not
+    make one conversation either."""
+    path = write(tmp_path / "m.jsonl",
+                 request(0, 1500, 100, 0, 1, 2), request(1, 1510, 100, 0, 1, 3),
+                 request(2, 1500, 100, 0, 1, 2), request(3, 600, 10, 0, 4), request(4, 900, 10, 0, 5))
+    assert [len(conversation.turns) for conversation in mooncake(path)] == [1, 1, 1, 1, 1]
+
+
+def trace_of(conversations, system_prompt):
+    """The requests that Mooncake would have recorded: an id for each 512 tokens, by content up to there."""
+    ids = {}
+    for owner, (_, turns, arrival) in enumerate(conversations):
+        context, time = system_prompt, arrival
+        for turn in turns:
+            prompt, time = context + turn.input_tokens, time + turn.think_seconds
+            ends = [*range(512, prompt + 1, 512), prompt] if prompt % 512 else range(512, prompt + 1, 512)
+            contents = [end if end <= system_prompt else (owner, end) for end in ends]
+            hash_ids = [ids.setdefault(content, len(ids)) for content in contents]
+            yield request(round(1000 * time), prompt, turn.output_tokens, *hash_ids)
+            context = prompt + turn.output_tokens
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(turn_lists, min_size=1, max_size=8), st.integers(0, 100), st.sampled_from([0, 512, 1024]))
+def test_mooncake_round_trip(tmp_path_factory, sources, seed, system_prompt):
+    """Interleaved conversations behind one system prompt come back as they were, if their first turns fill a
+    piece of their own."""
+    distinct = [PlannedConversation("", [PlannedTurn(512 + turns[0].input_tokens, 30), *turns[1:]])
+                for turns in sources]
+    original = with_arrivals(distinct, request_rate=1.0, seed=seed)
+    records = sorted(trace_of(original, system_prompt), key=lambda record: record["timestamp"])
+    again = mooncake(write(tmp_path_factory.mktemp("trace") / "m.jsonl", *records))
+    assert len(again) == len(original)
+    for before, after in zip(original, again):
+        first, *later = before.turns
+        expected = [(system_prompt + first[0], first[1]), *(turn[:2] for turn in later)]
+        assert [turn[:2] for turn in after.turns] == expected
+        assert after.arrival == pytest.approx(before.arrival, abs=2e-3)
+        thinks = [[turn.think_seconds for turn in conversation.turns] for conversation in (before, after)]
+        assert thinks[0] == pytest.approx(thinks[1], abs=2e-3)
+
+
+@pytest.mark.skipif(not TRACE.exists(), reason="the published trace is not here")
+def test_mooncake_published_trace():
+    records = [json.loads(line) for line in TRACE.read_text().splitlines()]
+    conversations = mooncake(TRACE)
+    prompts = [context - turn.output_tokens for conversation in conversations
+               for turn, context in zip(conversation.turns, contexts(conversation.turns))]
+    assert sorted(prompts) == sorted(record["input_length"] for record in records)
+    times = []
+    for conversation in conversations:
+        thinks = (turn.think_seconds for turn in conversation.turns[1:])
+        times += accumulate(thinks, initial=conversation.arrival)
+    assert sorted(times) == pytest.approx(sorted(record["timestamp"] / 1000 for record in records))
+    assert max(len(conversation.turns) for conversation in conversations) > 1
+
+
+# --- other traces ---
+
+def chat(chat_id, parent, seconds, prompt, reply, *hash_ids):
+    return dict(chat_id=chat_id, parent_chat_id=parent, timestamp=seconds, input_length=prompt,
+                output_length=reply, type="text", turn=1, hash_ids=list(hash_ids))
+
+
+def test_bailian_has_seconds_and_links(tmp_path):
+    path = write(tmp_path / "b.jsonl",
+                 chat(7, -1, 1.5, 40, 10, 1, 2, 3), chat(8, 7, 61.5, 70, 5, 1, 2, 4, 5, 6),
+                 chat(9, 7, 70.0, 90, 5, 1, 2, 4, 5, 6, 9),         # 8 has continued 7 before
+                 chat(10, 8, 80.0, 60, 5, 1, 2, 4, 5),              # shorter than what it answers
+                 chat(11, 10, 90.0, 70, 5, 1, 2, 99, 98, 97))       # another history than that of 10
+    assert load(path, "none") == bailian(path) == [
+        planned("0", (40, 10), (20, 5, 60.0), arrival=1.5), planned("1", (90, 5), arrival=70.0),
+        planned("2", (60, 5), arrival=80.0), planned("3", (70, 5), arrival=90.0)]
+
+
+def test_sessions_have_new_tokens_and_delays(tmp_path):
+    def asked(session, prompt, reply, **fields):
+        return dict(session_id=session, input_length=prompt, output_length=reply, **fields)
+    path = write(tmp_path / "s.jsonl", asked("a", 300, 40, timestamp=2000, hash_ids=[1]),
+                 asked("b", 50, 5), asked("a", 150, 20, delay=3000), asked("b", 60, 5, timestamp=4000),
+                 asked("b", 70, 5, timestamp=5500))
+    assert load(path, "none") == sessions(path) == [
+        planned("a", (300, 40), (150, 20, 3.0), arrival=2.0),
+        planned("b", (50, 5), (60, 5, 4.0), (70, 5, 1.5))]
+
+
+def test_weka_finds_the_conversations_of_a_session(tmp_path):
+    def asked(seconds, prompt, reply, *hash_ids):
+        return {"t": seconds, "type": "n", "in": prompt, "out": reply, "hash_ids": list(hash_ids)}
+    subagent = dict(t=3.0, type="subagent", requests=[asked(0.5, 64, 1, 70)])
+    path = write(tmp_path / "w.jsonl",
+                 dict(id="one", block_size=64, requests=[
+                     asked(0.0, 130, 10, 1, 2, 3), subagent, asked(4.5, 200, 5, 1, 2, 4, 5),
+                     asked(5.0, 64, 5, 8)]),
+                 dict(id="two", requests=[asked(1.0, 640, 1, *range(1, 11))]))
+    assert load(path, "none") == weka(path) == [
+        planned("0", (130, 10), (60, 5, 4.5)), planned("1", (64, 5), arrival=5.0),
+        planned("2", (640, 1), arrival=1.0)]
+
+
+HOUR = range(0, 3_600_001, 30_000)       # ms
+
+
+def without_each(record, *fields):
+    return [{key: value for key, value in record.items() if key != field} for field in fields]
+
+
+ASKED = {"t": 0, "type": "n", "in": 9, "out": 1, "hash_ids": [1]}
+
+
+@pytest.mark.parametrize("records, message", [
+    ([chat(1, -1, 0, 9, 1), chat(2, 5, 1, 20, 1)], "parent_chat_id 5 of chat_id 2 is in no line"),
+    ([chat(1, 3, 0, 9, 1), chat(2, 1, 1, 20, 1), chat(3, 2, 2, 30, 1)], "parents of chat_id 1 form a loop"),
+    ([chat(1, 1, 0, 9, 1)], "parents of chat_id 1 form a loop"),
+    ([chat(1, -1, 0, 9, 1), chat(1, -1, 1, 20, 1)], "two lines have the chat_id 1"),
+    ([chat(n, -1, ms, 9, 1) for n, ms in enumerate(HOUR)], "cover 42 days.*divide them by 1,000"),
+    ([request(ms / 1e6, 9, 1, n) for n, ms in enumerate(HOUR)], "121 requests come in .*multiply them"),
+    ([dict(session_id=1, input_length=9, output_length=1, timestamp=ms / 1e6) for ms in HOUR], "multiply"),
+    ([{"requests": [ASKED | {"t": ms} for ms in HOUR]}], "cover 42 days"),
+    ([dict(session_id=1, input_length=9, output_length=1)] * 2, "line 2: the field 'timestamp' is missing"),
+    ([dict(session_id=1, input_length=9, output_length=1, context_mode="message_array_with_responses")],
+     "input_length must count new tokens"),
+    ([dict(session_id=1, input_length=9, output_length=1), dict(session_id=1, input_length=9,
+                                                                output_length=1, delay=-5)], "line 2.*waits"),
+    ([dict(timestamp=1, input_length=9, output_length=1)], "no kind that we know .ShareGPT has"),
+    *[([record], "line 1: the field '.*' is missing") for record in (
+        *without_each(chat(1, -1, 0, 9, 1), "parent_chat_id", "timestamp", "input_length", "output_length"),
+        *without_each(request(0, 9, 1, 1), "timestamp", "input_length", "output_length"),
+        *({"requests": [asked]} for asked in without_each(ASKED, *ASKED)))]])
+def test_a_bad_trace_is_one_clear_line(tmp_path, records, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        load(write(tmp_path / "trace.jsonl", *records), "none")
+    assert "trace.jsonl" in str(caught.value) and "\n" not in str(caught.value)
+
+
+# --- bad files ---
+
+@pytest.mark.parametrize("read", [
+    mooncake, lambda path: list(sharegpt(path, words)), lambda path: list(lmsys(path, words))])
+def test_missing_and_empty_files(tmp_path, read):
+    with pytest.raises(ValueError, match="absent.json.*No such file"):
+        read(tmp_path / "absent.json")
+    (tmp_path / "empty.json").touch()
+    with pytest.raises(ValueError, match="empty.json"):
+        read(tmp_path / "empty.json")
+
+
+@pytest.mark.parametrize("line", [
+    '{"timestamp": 0,', "null", "{}",
+    '{"timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": []}',
+    '{"timestamp": "x", "input_length": 1, "output_length": 1, "hash_ids": []}', "\xff"])
+def test_a_broken_line_is_named(tmp_path, line):
+    path = write(tmp_path / "m.jsonl", request(0, 100, 1, 0))
+    path.write_bytes(path.read_bytes() + b"\n" + line.encode("latin-1") + b"\n")
+    with pytest.raises(ValueError, match="m.jsonl, line 3"):
+        mooncake(path)
+
+
+def test_a_broken_item_is_named(tmp_path):
+    path = tmp_path / "s.json"
+    path.write_text('[{"conversations": []}, {"conversations": [{"from": "human"}]}]')
+    with pytest.raises(ValueError, match="s.json, item 2.*'value'"):
+        list(sharegpt(path, words))
+    path.write_text('[{"conversations": []},\n\n!]')
+    with pytest.raises(ValueError, match="s.json.*line 3"):
+        list(sharegpt(path, words))
+
+
+# ---- load: whichever of the kinds a file is
+
+@pytest.mark.parametrize("record, conversation", [
+    (dict(timestamp=2000, input_length=9, output_length=4, hash_ids=[1]), planned("0", (9, 4), arrival=2.0)),
+    (dict(data=["Hi, I'm Ada.", "Hello."]), None),
+    (dict(conversation=[dict(role="user", content="Hi"), dict(role="assistant", content="Yes?")]), None)])
+def test_load_knows_json_lines_by_their_first_record(tmp_path, record, conversation):
+    [loaded] = load(write(tmp_path / "lines.jsonl", record), "tiny_chat")
+    assert loaded == conversation or conversation is None and min(loaded.turns[0][:2]) >= 1
+
+
+def test_load_knows_sharegpt_and_counts_with_a_tokenizer(tmp_path):
+    texts = ["Hi, I'm Ada.", "Hello Ada."]
+    path = tmp_path / "sharegpt.json"
+    said = [{"from": side, "value": text} for side, text in zip(("human", "gpt"), texts)]
+    path.write_text(json.dumps([dict(conversations=said)]))
+    tokenizer = load_tokenizer(find_checkpoint("tiny_chat"))
+    prompt, reply = (len(tokenizer.encode(text)) for text in texts)
+    assert load(path, "tiny_chat") == [planned("0", (prompt, reply))]
+
+
+@pytest.mark.parametrize("content, message", [
+    ("", "cannot read"), ("{}", "no kind that we know"), ("nonsense", "cannot read"), ("[]", "empty")])
+def test_load_says_what_is_wrong_with_a_file(tmp_path, content, message):
+    (tmp_path / "file").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / "file", "tiny_chat")
