@@ -32,6 +32,9 @@ def find_checkpoint(model: str | Path) -> Path:
     for directory in (Path(model), Path(__file__).parent / model):
         if directory.is_dir():
             return directory
+    if str(model).endswith(".gguf"):
+        raise ValueError(f"model {str(model)!r} is in GGUF, which is quantised: take the original in "
+                         f"safetensors; {WORKING}")
     download = partial(snapshot_download, model)
     try:
         directory = Path(download(allow_patterns=["*.json", "*.txt", "*.jinja", "model*.safetensors"]))
@@ -43,7 +46,7 @@ def find_checkpoint(model: str | Path) -> Path:
         raise ValueError(
             f"model {model!r} is not a directory, and the Hugging Face hub gave {type(error).__name__}: "
             f"{hint}give a checkpoint's directory, or a hub name (owner/name), online, "
-            "whose licence you have accepted (`hf auth login`)") from error
+            f"whose licence you have accepted (`hf auth login`); {WORKING}") from error
 
 
 def load_model(directory: str | Path, device, dtype: torch.dtype) -> Model:
@@ -54,6 +57,7 @@ def load_model(directory: str | Path, device, dtype: torch.dtype) -> Model:
     the name of the file and of the tensor or field, if anything is missing, unexpected, corrupt, of
     a wrong shape, or of a kind that we do not implement."""
     directory = Path(directory)
+    refuse_other_formats(directory)
     architecture, config = read_config(directory)
     model = empty_model(config, device, dtype)
     unfilled = destinations(model, architecture)
@@ -75,26 +79,41 @@ def load_model(directory: str | Path, device, dtype: torch.dtype) -> Model:
 
 # ---- reading files -------------------------------------------------------------------------------
 
+def refuse_other_formats(directory: Path):
+    """ValueError for a directory that holds an adapter or GGUF files, and no model that we can read."""
+    if (directory / "config.json").is_file():
+        return
+    for pattern, kind in (("adapter_config.json", "an adapter (LoRA) without its model: merge the two"),
+                          ("*.gguf", "GGUF, which is quantised: take the original in safetensors")):
+        if any(directory.glob(pattern)):
+            raise ValueError(f"{directory} holds {kind}; {WORKING}")
+
+
 def read_config(directory: Path) -> "tuple[Architecture, ModelConfig]":
     """Read config.json, and the end-of-sequence ids of generation_config.json if there is one.
     ValueError, with the name of the file, if they are not what we implement."""
     file, generation_file = directory / "config.json", directory / "generation_config.json"
     config = read_json(file)
-    ends = [config.get("eos_token_id")]
-    if generation_file.is_file():
-        ends.append(read_json(generation_file).get("eos_token_id"))
-    ends = [ids if isinstance(ids, list) else [ids] for ids in ends]        # an id, a list of ids, or None
-    config["eos_ids"] = frozenset().union(*ends) - {None}
-    architecture = ARCHITECTURES.get(config.get("model_type"))
-    if architecture is None:
-        raise ValueError(f"{file}: unknown model_type {config.get('model_type')!r}; "
-                         f"known: {', '.join(ARCHITECTURES)}")
+    generation = read_json(generation_file) if generation_file.is_file() else {}
+    kind, quantization = config.get("model_type"), config.get("quantization_config")
     try:
-        return architecture, architecture.read(config)
+        if quantization:
+            raise ValueError(f"its weights are quantised ({quantization!r:.100})")
+        if kind not in ARCHITECTURES:
+            raise ValueError(f"unknown model_type {kind!r}{NOT_IMPLEMENTED.get(kind, '')}")
+        config["eos_ids"] = ids_of(config.get("eos_token_id")) | ids_of(generation.get("eos_token_id"))
+        return ARCHITECTURES[kind], ARCHITECTURES[kind].read(config)
     except KeyError as error:
         raise ValueError(f"{file}: field {error} is missing") from error
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:     # a field of a wrong type
+        raise ValueError(f"{file}: {error}; {WORKING}") from error
+
+
+def ids_of(entry: int | list | None) -> frozenset[int]:
+    ids = entry if isinstance(entry, list) else [] if entry is None else [entry]
+    if not all(type(token) is int for token in ids):
+        raise ValueError(f"eos_token_id must be an id or a list of ids, not {entry!r:.100}")
+    return frozenset(ids)
 
 
 def read_json(file: Path) -> dict:
@@ -125,6 +144,9 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor on the CPU) of a weight file. Files are mapped into memory where their
     format allows it. No pickled code runs."""
     try:
+        with open(file, "rb") as start:
+            if start.read(20).startswith(b"version https://git"):
+                raise ValueError("it is a pointer of Git LFS, not the weights: run `git lfs pull`")
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():
@@ -165,11 +187,13 @@ def destinations(model: Model, architecture: "Architecture") -> dict[str, Tensor
 
 def fill(view: Tensor, tensor: Tensor, label: str):
     """Copy a checkpoint's tensor into the view of a parameter. ValueError, beginning with `label`,
-    if it does not fit."""
+    if it does not fit, or if a value is not finite (also one that is too large for our dtype)."""
     if tensor.shape != view.shape or not tensor.is_floating_point():
         raise ValueError(f"{label}: expected floats of shape {list(view.shape)}, "
                          f"found {tensor.dtype} of {list(tensor.shape)}")
     view.copy_(tensor.to(view.device))          # moved in the file's dtype: the device converts faster
+    if not view.sum(dtype=torch.float32).isfinite():        # one NaN or infinity makes the sum one
+        raise ValueError(f"{label}: it holds NaN or infinity in {view.dtype}; download the checkpoint again")
 
 
 # ---- architectures -------------------------------------------------------------------------------
@@ -186,8 +210,7 @@ def refuse_variants(config: dict, **supported):
     implement the other variants of an architecture."""
     for field, value in supported.items():
         if config.get(field) not in (None, value):
-            raise ValueError(f"{field} = {config[field]!r} is not supported, only {value!r}; "
-                             "choose another checkpoint")
+            raise ValueError(f"{field} = {config[field]!r} is not supported, only {value!r}")
 
 
 def read_gpt2(config: dict) -> ModelConfig:
@@ -212,17 +235,23 @@ def read_opt(config: dict) -> ModelConfig:
 
 
 def read_llama(config: dict) -> ModelConfig:
+    """Llama, and the models that differ from it in switches only."""
+    if config.get("use_sliding_window") is not False:       # False: Qwen states a window that is unused
+        refuse_variants(config, sliding_window=None)
+    kind, attention_bias = config["model_type"], config.get("attention_bias")
+    biased = dict(qkv=attention_bias or kind == "qwen2", out=attention_bias, mlp=config.get("mlp_bias"))
+    rotated = config.get("no_rope_layers") or []            # despite the name, 1: this layer rotates
     rope_theta, rope_scaling = read_rope(config)
-    ours = ModelConfig(
+    return ModelConfig(
         **common_sizes(config),
         num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        head_dim=config.get("head_dim"), qk_norm=kind == "qwen3",
         ffn_width=config["intermediate_size"], activation=config.get("hidden_act", "silu"),
-        norm="rms", norm_eps=config.get("rms_norm_eps", 1e-6), gated=True, bias=False,
+        norm="rms", norm_eps=config.get("rms_norm_eps", 1e-6), gated=True,
+        biases=frozenset(name for name, has_bias in biased.items() if has_bias),
         rope_theta=rope_theta, rope_scaling=rope_scaling,
-        tied_embeddings=config.get("tie_word_embeddings", False), eos_ids=config["eos_ids"])
-    refuse_variants(config, attention_bias=False, mlp_bias=False, sliding_window=None,
-                    head_dim=ours.head_dim)
-    return ours
+        unrotated=frozenset(layer for layer, rotates in enumerate(rotated) if not rotates),
+        tied_embeddings=config.get("tie_word_embeddings", kind == "smollm3"), eos_ids=config["eos_ids"])
 
 
 def common_sizes(config: dict) -> dict:
@@ -241,8 +270,7 @@ def read_rope(config: dict) -> tuple[float, tuple[float, ...] | None]:
     if kind == "default":
         return rope["rope_theta"], None
     if kind != "llama3":
-        raise ValueError(f"rope_type = {kind!r} is not supported, only 'default' and 'llama3'; "
-                         "choose another checkpoint")
+        raise ValueError(f"rope_type = {kind!r} is not supported, only 'default' and 'llama3'")
     fields = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     return rope["rope_theta"], tuple(rope[field] for field in fields)
 
@@ -278,6 +306,8 @@ ARCHITECTURES = {
         "layers.{}.attn_norm": "layers.{}.input_layernorm",
         "layers.{}.attn.qkv":
             "layers.{}.self_attn.q_proj layers.{}.self_attn.k_proj layers.{}.self_attn.v_proj",
+        "layers.{}.attn.q_norm": "layers.{}.self_attn.q_norm",
+        "layers.{}.attn.k_norm": "layers.{}.self_attn.k_norm",
         "layers.{}.attn.out": "layers.{}.self_attn.o_proj",
         "layers.{}.mlp_norm": "layers.{}.post_attention_layernorm",
         "layers.{}.mlp.up": "layers.{}.mlp.gate_proj layers.{}.mlp.up_proj",
@@ -286,7 +316,11 @@ ARCHITECTURES = {
         "head": "lm_head",
     }),
 }
-ARCHITECTURES["mistral"] = ARCHITECTURES["llama"]
+ARCHITECTURES |= dict.fromkeys(["mistral", "qwen2", "qwen3", "smollm3"], ARCHITECTURES["llama"])
+NOT_IMPLEMENTED = dict.fromkeys(
+    ["gemma3", "gemma3_text"], ": most of its layers attend to a window only, our attention does not")
+WORKING = ("three that work: Qwen/Qwen3-0.6B, HuggingFaceTB/SmolLM2-135M-Instruct, facebook/opt-125m "
+           "(in general: float weights of " + ", ".join(ARCHITECTURES) + ")")
 PREFIX = re.compile(r"^((transformer|model|decoder)\.)+")       # depends on the class that was saved
 NOT_PARAMETERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")    # constants in old checkpoints
 
@@ -305,7 +339,7 @@ def opt(layers: int, heads: int, width: int) -> ModelConfig:
 
 def llama2(layers: int, heads: int, kv_heads: int, width: int, ffn_width: int) -> ModelConfig:
     return ModelConfig(32000, layers, heads, kv_heads, width, ffn_width, 4096, "silu", norm="rms",
-                       gated=True, bias=False, rope_theta=10000.0, tied_embeddings=False,
+                       gated=True, biases=frozenset(), rope_theta=10000.0, tied_embeddings=False,
                        eos_ids=frozenset({2}))
 
 

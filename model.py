@@ -1,4 +1,4 @@
-"""The model: GPT-2, GPT-3, OPT and Llama as one plain decoder.
+"""The model: GPT-2, GPT-3, OPT, Llama, Qwen and SmolLM as one plain decoder.
 
 The batch is ragged (the paper's unified batching, §4.2): the tokens of all spans lie packed in one
 dimension T, whatever request and phase they belong to. Except for attention, a decoder computes
@@ -12,7 +12,8 @@ batches, and a test can run it with ten lines of dense attention.
                                    attend(0, q, k, v, rotation)
 
 Architectures differ in a ModelConfig: its switches are everything that Llama does otherwise than
-GPT (norm, gated, bias, rope_theta). checkpoint.py fills the parameters.
+GPT (norm, gated, biases, rope_theta), and that Qwen and SmolLM do otherwise than Llama (biases,
+head_dim, qk_norm, unrotated). checkpoint.py fills the parameters.
 """
 import math
 from collections.abc import Callable
@@ -43,16 +44,15 @@ class ModelConfig:
     norm: str = "layer"             # a key of NORMS
     norm_eps: float = 1e-5
     gated: bool = False             # the MLP multiplies its inner values by activated gates: SwiGLU
-    bias: bool = True               # the projections have biases
+    biases: frozenset[str] = frozenset({"qkv", "out", "mlp"})       # the projections that have biases
+    head_dim: int | None = None     # None: width / num_heads
+    qk_norm: bool = False           # every head's q and k are normed before they are rotated
     position_offset: int = 0        # OPT's position embedding begins with 2 unused rows
     rope_theta: float | None = None     # the base of rotary positions; None: a learned position embedding
     rope_scaling: tuple[float, ...] | None = None       # (factor, low, high, trained), see rotary_frequencies
+    unrotated: frozenset[int] = frozenset()             # layers without any positions
     tied_embeddings: bool = True    # the token embedding is the output layer, too
     eos_ids: frozenset[int] = frozenset()
-
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.num_heads
 
     @property
     def matmul_parameters(self) -> int:
@@ -64,18 +64,24 @@ class ModelConfig:
         return self.num_layers * (attention + mlp)
 
     def __post_init__(self):
-        for name in ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "width", "ffn_width",
-                     "max_context"):
+        sizes = ["vocab_size", "num_layers", "num_heads", "num_kv_heads", "width", "ffn_width", "max_context"]
+        units = [("num_heads", "num_kv_heads")]
+        if self.head_dim is None:
+            units.append(("width", "num_heads"))
+        else:
+            sizes.append("head_dim")
+        for name in sizes:
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} must be a positive integer, not {value!r}")
-        for name, unit in (("width", "num_heads"), ("num_heads", "num_kv_heads")):
+            if type(value) is not int or not 1 <= value < 2**31:
+                raise ValueError(f"{name} must be an int from 1 to 2**31 - 1, not {value!r}")
+        for name, unit in units:
             if getattr(self, name) % getattr(self, unit):
                 raise ValueError(f"{name} {getattr(self, name)} must be a multiple of "
                                  f"{unit} {getattr(self, unit)}")
+        if self.head_dim is None:
+            object.__setattr__(self, "head_dim", self.width // self.num_heads)      # the class is frozen
         if self.rope_theta is not None and self.head_dim % 2:
-            raise ValueError("rotary positions need an even head size, not "
-                             f"width / num_heads = {self.head_dim}")
+            raise ValueError(f"rotary positions need an even head size, not head_dim = {self.head_dim}")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"unknown activation {self.activation!r}; known: {', '.join(ACTIVATIONS)}")
 
@@ -104,21 +110,28 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]       # of q, k, v
         self.head_dim = config.head_dim
-        self.qkv = nn.Linear(config.width, sum(self.heads) * self.head_dim, bias=config.bias)
-        self.out = nn.Linear(config.width, config.width, bias=config.bias)
+        self.qkv = nn.Linear(config.width, sum(self.heads) * self.head_dim, bias="qkv" in config.biases)
+        self.out = nn.Linear(config.num_heads * self.head_dim, config.width, bias="out" in config.biases)
+        self.qk_norm = config.qk_norm
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (NORMS[config.norm](self.head_dim, config.norm_eps) for _ in range(2))
 
     def q_k_v(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:            # x [T, width]
         qkv = self.qkv(x).view(len(x), sum(self.heads), self.head_dim)      # [T, H + 2 H_kv, D]
-        return qkv.split(self.heads, dim=1)                                 # [T, H, D], [T, H_kv, D] twice
+        q, k, v = qkv.split(self.heads, dim=1)                              # [T, H, D], [T, H_kv, D] twice
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
 
 
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gated = config.gated
-        self.up = nn.Linear(config.width, (2 if self.gated else 1) * config.ffn_width, bias=config.bias)
+        bias = "mlp" in config.biases
+        self.up = nn.Linear(config.width, (2 if self.gated else 1) * config.ffn_width, bias=bias)
         self.activation = ACTIVATIONS[config.activation]
-        self.down = nn.Linear(config.ffn_width, config.width, bias=config.bias)
+        self.down = nn.Linear(config.ffn_width, config.width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:                                 # [T, width]
         inner = self.up(x)                                                  # [T, ffn_width], or twice that
@@ -169,13 +182,15 @@ class Model(nn.Module):
 
         attend(layer, q [T, H, D], k [T, H_kv, D], v [T, H_kv, D], rotation) -> [T, H, D] is called
         once per layer, in order. It rotates q and k, and caches k rotated. It scales the scores by
-        D ** -0.5. rotation: cos and sin of the angles, [T, D/2] each; None if the model does not
+        D ** -0.5. rotation: cos and sin of the angles, [T, D/2] each; None if the layer does not
         rotate. q, k and v can be views into one projection: the heads of one token are contiguous,
         the tokens are not."""
         x = self.tokens(tokens)                                             # [T, width]
         if self.config.rope_theta is None:
             x = x + self.positions(positions + self.config.position_offset)  # [T, width]
-        return self.through_layers(x, partial(attend, rotation=self.rotation(positions)))
+        rotation = self.rotation(positions)
+        return self.through_layers(x, lambda layer, q, k, v: attend(
+            layer, q, k, v, None if layer in self.config.unrotated else rotation))
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
         """cos and sin of the angles by which rotary_store.rotate turns q and k: [T, D/2] each, in
@@ -197,8 +212,9 @@ class Model(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Hidden states [N, width] -> logits [N, vocab_size] in float32. Pass only the rows that
         are sampled from."""
-        head = self.tokens if self.config.tied_embeddings else self.head
-        return F.linear(x, head.weight).float()
+        if self.config.tied_embeddings:
+            return F.linear(x, self.tokens.weight).float()
+        return self.head(x).float()
 
 
 def empty_model(config: ModelConfig, device, dtype: torch.dtype) -> Model:

@@ -2,6 +2,7 @@
 which loading refuses."""
 import json
 import pickle
+import weakref
 
 import huggingface_hub.constants
 import pytest
@@ -11,10 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig,
                           MistralForCausalLM,
-                          OPTConfig, OPTForCausalLM)
+                          OPTConfig, OPTForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config,
+                          Qwen3ForCausalLM, SmolLM3Config, SmolLM3ForCausalLM)
 
 import checkpoint as checkpoint_file
-from checkpoint import PRESETS, find_checkpoint, load_model, random_model
+import worker
+from checkpoint import PRESETS, WORKING, find_checkpoint, load_model, random_model
+from engine import Engine
 from model import Model, ModelConfig, empty_model
 from rotary_store import rotate
 
@@ -43,6 +47,12 @@ CHECKPOINTS = {
         rope_parameters=dict(rope_type="default", rope_theta=100.0)))),
     "llama3": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA | dict(
         rope_parameters=LLAMA3_ROPE | dict(rope_theta=500.0)))),
+    "llama-biased": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA | dict(        # heads larger than width / 4
+        attention_bias=True, mlp_bias=True, head_dim=10))),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**LLAMA | dict(tie_word_embeddings=True))),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**LLAMA | dict(head_dim=12))),
+    "smollm3": lambda: SmolLM3ForCausalLM(SmolLM3Config(**LLAMA | dict(
+        no_rope_layer_interval=2, pad_token_id=None, bos_token_id=0))),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**LLAMA | dict(
         num_key_value_heads=1, sliding_window=None, head_dim=8))),
 }
@@ -182,6 +192,45 @@ def test_eos_ids_come_from_both_configurations(config, generation, expected, tmp
     assert load_model(tmp_path, "cpu", torch.float32).config.eos_ids == expected
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "smollm3", "llama-biased"])
+def test_two_turns_are_the_greedy_ones_of_transformers(kind, tmp_path):
+    theirs = randomised(CHECKPOINTS[kind]())
+    theirs.save_pretrained(tmp_path)
+    engine, context = Engine(str(tmp_path), device="cpu", gpu_cache_tokens=60, cpu_cache_tokens=64), []
+    for prompt in (tokens(12).tolist(), tokens(9, seed=1).tolist()):
+        reply = engine.generate(prompt, "c", max_tokens=8, ignore_eos=True)
+        context += prompt
+        with torch.no_grad():
+            logits = theirs(torch.tensor([context + reply.token_ids])).logits[0, len(context) - 1:-1]
+        assert reply.token_ids == logits.argmax(-1).tolist()
+        context += reply.token_ids
+    assert reply.usage["gpu"] == 19         # the last token of the first reply was never fed
+    engine.close()
+
+
+# Packed weights.
+
+def test_packed_weights_compute_the_same_and_the_dense_ones_are_let_go(theirs, tmp_path):
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(tmp_path, "cpu", torch.float32)
+    dense = [weakref.ref(module.weight) for module in ours.modules() if isinstance(module, nn.Linear)]
+    worker.pack_weights(ours)
+    assert len(dense) >= 12 and not any(weight() is not None for weight in dense)
+    assert_same(ours, theirs, 64, 1, 17)
+    assert ours.logits(torch.zeros(0, ours.config.width)).shape == (0, ours.config.vocab_size)
+
+
+def test_an_engine_packs_the_weights_of_all_but_small_models(monkeypatch):
+    def served():
+        engine = Engine("tiny_chat", device="cpu", gpu_cache_tokens=64, cpu_cache_tokens=0)
+        reply = engine.generate([5, 6, 7], "c", max_tokens=8, ignore_eos=True)
+        engine.close()
+        packed = [type(module) for module in engine.worker.model.modules()].count(worker.PackedLinear)
+        return packed, reply.token_ids
+    (none, expected), _ = served(), monkeypatch.setattr(worker, "SMALL_MODEL", 0)
+    assert none == 0 and served() == (16, expected)         # 4 layers of 4 matrices
+
+
 # What loading refuses: the message names the culprit.
 
 def edit_json(file, **fields):
@@ -203,16 +252,21 @@ def refusal(directory):
     ("opt", "do_layer_norm_before", False), ("opt", "word_embed_proj_dim", 16), ("opt", "enable_bias", False),
     ("opt", "layer_norm_elementwise_affine", False), ("opt", "_remove_final_layer_norm", True),
     ("opt", "activation_function", "tanh"),
-    ("llama", "attention_bias", True), ("llama", "mlp_bias", True), ("llama", "head_dim", 16),
-    ("llama", "hidden_act", "tanh"),
-    ("llama", "num_attention_heads", 0), ("mistral", "sliding_window", 4096)])
+    ("llama", "head_dim", 0), ("llama", "head_dim", "16"), ("llama", "hidden_act", "tanh"),
+    ("llama", "num_attention_heads", 0), ("llama", "hidden_size", 10**20),
+    ("llama", "intermediate_size", [1]), ("llama", "rope_parameters", "fast"),
+    ("llama", "eos_token_id", {"id": 5}),
+    ("llama", "quantization_config", {"quant_method": "gptq"}), ("qwen2", "quantization_config", 8),
+    ("llama", "model_type", "gemma3_text"), ("mistral", "sliding_window", 4096)])
 def test_unsupported_variants_are_refused_by_name(kind, field, value, tmp_path):
     CHECKPOINTS[kind]().save_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", **{field: value})
     ours = {"n_head": "num_heads", "num_attention_heads": "num_heads", "n_layer": "num_layers",
-            "hidden_act": "activation"}.get(field, field)
+            "hidden_act": "activation", "hidden_size": "width", "intermediate_size": "ffn_width",
+            "quantization_config": "quantised", "rope_parameters": ""}.get(field, field)
     message = refusal(tmp_path)
-    assert ours.removesuffix("_function") in message and str(value) in message and "config.json" in message
+    assert ours.removesuffix("_function") in message and "config.json" in message and WORKING in message
+    assert str(value) in message or field == "rope_parameters"
 
 
 def test_a_field_that_is_missing_is_named(tmp_path):
@@ -308,6 +362,33 @@ def test_missing_files_are_named(tmp_path):
     assert "model.safetensors" in refusal(tmp_path)
 
 
+@pytest.mark.parametrize("file, named", [("adapter_config.json", "adapter"), ("model-q4.gguf", "GGUF")])
+def test_an_adapter_and_gguf_are_named(file, named, tmp_path):
+    (tmp_path / file).write_text("{}")
+    assert named in refusal(tmp_path) and WORKING in refusal(tmp_path)
+    if named == "GGUF":
+        with pytest.raises(ValueError, match="GGUF.*three that work"):
+            find_checkpoint(tmp_path / file)
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    CHECKPOINTS["gpt2"]().save_pretrained(tmp_path)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 548105171\n"
+    (tmp_path / "model.safetensors").write_text(pointer)
+    assert "git lfs pull" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e30])
+def test_a_weight_that_is_not_finite_is_named(value, tmp_path):
+    theirs, name = CHECKPOINTS["llama"](), "model.layers.1.mlp.up_proj.weight"
+    theirs.get_parameter(name).data[3, 4] = value
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="'layers.1.mlp.up_proj.weight'.* NaN or infinity in torch.float16"):
+        load_model(tmp_path, "cpu", torch.float16)          # 1e30 does not fit there
+    if value == 1e30:
+        load_model(tmp_path, "cpu", torch.float32)
+
+
 # Finding checkpoints.
 
 def test_a_directory_is_found_as_given_or_beside_the_code(tmp_path, monkeypatch):
@@ -355,7 +436,8 @@ def test_presets_have_the_published_number_of_parameters(preset, published):
 
 
 @pytest.mark.parametrize("kind", [
-    dict(activation="relu"), dict(activation="silu", gated=True, norm="rms", bias=False, rope_theta=1e4)],
+    dict(activation="relu"),
+    dict(activation="silu", gated=True, norm="rms", biases=frozenset(), rope_theta=1e4)],
                          ids=["gpt", "llama"])
 def test_random_models_repeat_and_their_seeds_differ(kind, monkeypatch):
     monkeypatch.setitem(PRESETS, "tiny", ModelConfig(
