@@ -29,6 +29,7 @@ from experiments.figures import FIGURES, Figure, Found
 from experiments.run import thinking
 from experiments.simulator import HARDWARE
 from experiments.workload import SHAPES, load
+from parallel import follow_every_engine
 
 
 # ---- flags
@@ -178,6 +179,7 @@ def plot(figure: Figure, rows: list[dict], path: str):
 def main():
     try:
         options = parse_flags()
+        follow_every_engine(options.device)
         options.conversations = load(options.trace, options.tokenizer) if options.trace else None
         figure = FIGURES[options.figure]
         found = figure.run(options)

@@ -105,7 +105,7 @@ def test_inputs_are_the_batch():
     found = requests(worker, [9, 5, 20])
     spans = [Span(found[0], 2, 6), Span(found[2], 19, 20), Span(found[1], 0, 5)]
     packed = pack(spans)
-    inputs = worker._inputs(packed, [(1, 3, np.array([40, 41]))], 0)
+    inputs = worker._inputs(packed, table_changes([(1, 3, np.array([40, 41]))]), 0)
     tokens = [token for request, start, end in spans for token in request.conversation.tokens[start:end]]
     assert inputs.tokens.tolist() == tokens
     # Behind the first span nothing is sampled: its context goes on.
@@ -253,7 +253,7 @@ def rotary_model(device="cpu"):
     # What was compiled, or failed to be, for another one.
     torch.compiler.reset()
     torch.manual_seed(0)
-    shape = dict(norm="rms", gated=True, bias=False, rope_theta=10000.0, tied_embeddings=False)
+    shape = dict(norm="rms", gated=True, biases=frozenset(), rope_theta=10000.0, tied_embeddings=False)
     model = empty_model(ModelConfig(VOCAB, 3, 4, 2, 64, 64, CONTEXT, "silu", **shape), device, torch.float32)
     for parameter in model.parameters():
         parameter.copy_(torch.randn(parameter.shape) * 0.1)

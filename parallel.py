@@ -1,0 +1,281 @@
+"""One model on several GPUs: each process has a part of every layer, and all take the same steps.
+
+    torchrun --nproc-per-node 4 server.py --model DIR       (or bench.py, or a program with Engine(...))
+
+Each rank (process) has some of the heads with their K and V, and some of each MLP's inner values.
+Attention and MLP give it a part of a sum; one all_reduce behind each makes the sum. Embeddings and the
+output layer are the same on all ranks.
+
+    rank 0    schedule | numbers -> | layer, sum, sum | ... | logits | sample | tokens -> | settle
+    rank 1               -> numbers | layer, sum, sum | ... | logits            -> tokens | wait
+
+Rank 0 alone has the scheduler, the caches' books and the history. A step is numbers: rank 0 sends them
+in one broadcast, and the others (Follower) do the same as rank 0 (Leader). Rank 0 alone samples and
+sends the tokens, from device to device, so ranks cannot come to differ: nothing depends on floats that
+are equal on two GPUs.
+
+Copies end at different times on different ranks. Rank 0 names those that it saw land. Behind that, the
+stream of a follower waits for its own copy before slots and places are used again.
+
+Invariant: all ranks start the same collectives in the same order. A rank that fails within a step can
+not keep it, so it ends its process; and a rank that ends before the engine is closed ends all others.
+"""
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from array import array
+from collections.abc import Callable
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attention_kernel import join
+from checkpoint import find_checkpoint
+from kv_cache import Ticket
+from kv_pool import Flight
+from model import Alone
+from scheduler import Batch, Result
+from worker import Inputs, Packed, Worker, load_worker
+
+FIRST = 1024                        # numbers of a message that one broadcast carries; a decode needs fewer
+FOREVER = timedelta(days=3650)      # an idle server is silent; who dies is noticed at once (see Ranks.watch)
+
+
+# ---- the processes that torchrun has started
+
+class Ranks(Alone):
+    """All of them, as one of them sees them."""
+
+    def __init__(self, device: str):
+        if device != "cpu" and torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=FOREVER)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.at_work = False                    # an engine is open
+        self.silence = dist.new_group(backend="gloo", timeout=FOREVER)
+        for other in range(1, self.size) if self.rank == 0 else [0]:
+            threading.Thread(target=self.watch, args=(other,), daemon=True).start()
+
+    def watch(self, other: int):
+        """Wait for the end of another process. Nobody ever sends in this group: to receive fails when the
+        connection breaks."""
+        try:
+            dist.recv(torch.zeros(1), src=other, group=self.silence)
+        except RuntimeError:
+            pass
+        if self.at_work:
+            print(f"rank {other} has died, so rank {self.rank} ends", file=sys.stderr, flush=True)
+            os._exit(1)
+        if self.rank:                           # it waited for the next engine: there will be none
+            os._exit(0)
+
+    @torch.compiler.disable
+    def add_up(self, part: Tensor) -> Tensor:
+        dist.all_reduce(part)
+        return part
+
+    def smallest(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        dist.all_reduce(reduced := torch.tensor(numbers), dist.ReduceOp.MIN)
+        return tuple(reduced.tolist())
+
+    def agree(self, thing=None):
+        """What rank 0 has given to this function."""
+        dist.broadcast_object_list(box := [thing], src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def tell(self, arrays: list[np.ndarray]):
+        """Rank 0 sends COUNT arrays of integers, or none. They are one message: the size of each, and
+        their numbers. The first broadcast has room for most messages; a second one takes the rest."""
+        sizes = [array.size for array in arrays] or [-1] * COUNT
+        message = join([np.array(sizes), *arrays])
+        first = np.zeros(FIRST, np.int32)
+        first[:len(message)] = message[:FIRST]
+        dist.broadcast(torch.from_numpy(first), src=0)
+        if len(message) > FIRST:
+            dist.broadcast(torch.from_numpy(message[FIRST:]), src=0)
+
+    def hear(self) -> list[np.ndarray]:
+        """The arrays that rank 0 tells."""
+        dist.broadcast(message := torch.zeros(FIRST, dtype=torch.int32), src=0)
+        sizes = message[:COUNT].tolist()
+        if sizes[0] < 0:
+            return []
+        missing = COUNT + sum(sizes) - FIRST
+        if missing > 0:
+            dist.broadcast(rest := torch.zeros(missing, dtype=torch.int32), src=0)
+            message = torch.cat([message, rest])
+        return np.split(message[COUNT:COUNT + sum(sizes)].numpy(), np.cumsum(sizes)[:-1])
+
+
+@cache
+def join_ranks(device: str) -> Ranks | None:
+    """The processes that share a model; None if this one is alone."""
+    several = dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1
+    return Ranks(device) if several else None
+
+
+@contextmanager
+def or_end_process():
+    """End this process if a step fails: the other ranks are in the middle of it and cannot go on."""
+    try:
+        yield
+    except BaseException:
+        time.sleep(1)           # if another rank has died, the watching thread says so and ends us
+        traceback.print_exc()
+        os._exit(1)
+
+
+# ---- a step as numbers
+
+COUNT = 15      # arrays of a step
+
+
+def to_numbers(packed: Packed, changes: list[np.ndarray], swap_in: list[Ticket], swap_out: list[Ticket],
+               landed: list[int]) -> list[np.ndarray]:
+    """The arguments of Worker._start, without what only rank 0 needs, and the flights that have landed."""
+    columns = [*packed[:5], *changes, *columns_of(swap_in), *columns_of(swap_out), landed]
+    return [np.asarray(column, dtype=np.int32) for column in columns]
+
+
+def columns_of(tickets: list[Ticket]) -> list[list[int]]:
+    """What a pool must know of them: places, numbers of tokens, and the slots of all tokens."""
+    return [[ticket.place for ticket in tickets], [ticket.filled for ticket in tickets],
+            [slot for ticket in tickets for slot in ticket.slots]]
+
+
+def from_numbers(arrays: list[np.ndarray]) -> tuple:
+    """The arguments of to_numbers. The tickets are of no conversation, and no request samples."""
+    table_row, start, end, tokens, sample_at, *others = arrays
+    packed = Packed(table_row.tolist(), start.tolist(), end.tolist(), array("i", tokens.tolist()),
+                    sample_at.tolist(), sampling=[])
+    return packed, others[:3], tickets_of("in", *others[3:6]), tickets_of("out", *others[6:9]), others[9]
+
+
+def tickets_of(direction: str, places: np.ndarray, filled: np.ndarray, slots: np.ndarray) -> list[Ticket]:
+    each = np.split(slots, np.cumsum(filled)[:-1])
+    return [Ticket(None, None, direction, 0, int(count), some.tolist(), int(place))
+            for place, count, some in zip(places, filled, each)]
+
+
+# ---- workers that share a model
+
+class SharingWorker(Worker):
+    """A worker with a part of the model. Its pool has the K and V of its own heads."""
+
+    def __init__(self, ranks: Ranks, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.ranks = ranks
+
+    def capture(self, make_graph: Callable):
+        with or_end_process():                  # others would wait for us, or pad a batch that we do not
+            super().capture(make_graph)
+
+    def _remember(self, inputs: Inputs, tokens: Tensor):
+        if len(tokens):
+            dist.broadcast(tokens, src=0)
+        super()._remember(inputs, tokens)
+
+
+class Leader(SharingWorker):
+    """Rank 0's."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.told: list[Flight] = []            # the flights that the followers believe to be in the air
+
+    def launch(self, batch: Batch) -> Callable[[], Result]:
+        with or_end_process():
+            return super().launch(batch)
+
+    def _start(self, packed: Packed, changes: list[np.ndarray], swap_in: list[Ticket], swap_out: list[Ticket]
+               ) -> tuple[Inputs, Tensor | None]:
+        landed = [n for n, flight in enumerate(self.told) if flight not in self.pool.flights]
+        self.ranks.tell(to_numbers(packed, changes, swap_in, swap_out, landed))
+        started = super()._start(packed, changes, swap_in, swap_out)
+        self.told = list(self.pool.flights)
+        return started
+
+    def dismiss(self):
+        """The engine is closed: the followers may end. Dismiss them as often as you like."""
+        if self.ranks.at_work:
+            self.ranks.at_work = False
+            self.ranks.tell([])
+            self.ranks.smallest((0,))           # all have heard it, so they expect this process to end
+
+
+class Follower(SharingWorker):
+    """Any other rank's. It has no engine."""
+
+    @torch.inference_mode()
+    def follow(self):
+        """Take part in every step, until rank 0 dismisses us."""
+        with or_end_process():
+            while numbers := self.ranks.hear():
+                *step, landed = from_numbers(numbers)
+                self._forget_flights(landed)
+                inputs, _ = self._start(*step)
+                self._remember(inputs, torch.zeros_like(inputs.sample_at))
+            self.ranks.at_work = False
+            self.ranks.smallest((0,))
+
+    def _forget_flights(self, landed: np.ndarray):
+        """These have landed on rank 0, so what follows uses their slots and places again. Ours may be in
+        the air still: the current stream waits for them. The host does not."""
+        for flight in [self.pool.flights[n] for n in landed]:
+            self.pool.stream().wait_event(flight.end)
+            self.pool.flights.remove(flight)
+
+
+def open_worker(config, directory: Path | None, profiles: bool) -> Worker:
+    """For an engine with this engine.Config: its worker. Under torchrun this returns on rank 0 only.
+    profiles: the engine will call profile() at once."""
+    ranks = join_ranks(config.device)
+    if not ranks:
+        return load_worker(config, directory)
+    if ranks.rank:
+        follow_engine(ranks)
+        sys.exit(0)
+    if ranks.at_work:
+        raise ValueError("several processes have one engine at a time: close the other one first")
+    ranks.agree((config, profiles))
+    return load_part(config, directory, ranks, Leader)
+
+
+def follow_engine(ranks: Ranks):
+    """Take part in the next engine that rank 0 opens, until it is closed. Ctrl-C and SIGTERM are rank 0's
+    business: it may have turns to finish."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    config, profiles = ranks.agree()
+    directory = None if config.random_weights else find_checkpoint(config.model)
+    worker = load_part(config, directory, ranks, Follower)
+    if profiles:
+        worker.profile()
+    worker.follow()
+
+
+def load_part(config, directory: Path | None, ranks: Ranks, kind: type[SharingWorker]) -> SharingWorker:
+    ranks.at_work = True
+    try:
+        return load_worker(config, directory, ranks, partial(kind, ranks))
+    except ValueError:              # all ranks refuse the same flags: each says why, and ends by itself
+        ranks.at_work = False
+        raise
+
+
+def follow_every_engine(device: str):
+    """For programs that open several engines, one after another: on ranks other than 0 this follows all of
+    them, and does not return. On rank 0, and without torchrun, it does nothing."""
+    ranks = join_ranks(device)
+    while ranks and ranks.rank:
+        follow_engine(ranks)
