@@ -47,7 +47,7 @@ from scheduler import Batch, Result
 from worker import Inputs, Packed, Worker, load_worker
 
 FIRST = 1024                        # numbers of a message that one broadcast carries; a decode needs fewer
-FOREVER = timedelta(days=3650)      # an idle server is silent; who dies is noticed at once (see Ranks.watch)
+FOREVER = timedelta(days=3650)      # an idle server is silent; who dies is noticed at once (Ranks.watch)
 
 
 # ---- the processes that torchrun has started
@@ -61,23 +61,32 @@ class Ranks(Alone):
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, timeout=FOREVER)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.at_work = False                    # an engine is open
+        # Nobody sends in this group while an engine is open, so a receiver waits for the other's end.
         self.silence = dist.new_group(backend="gloo", timeout=FOREVER)
-        for other in range(1, self.size) if self.rank == 0 else [0]:
-            threading.Thread(target=self.watch, args=(other,), daemon=True).start()
+        self.others = range(1, self.size) if self.rank == 0 else [0]    # whose end must end us
+        self.watchers: list[threading.Thread] = []      # while an engine is open, one for each of them
 
-    def watch(self, other: int):
-        """Wait for the end of another process. Nobody ever sends in this group: to receive fails when the
-        connection breaks."""
+    def watch(self):
+        """From now on the end of another process ends this one, until both say goodbye."""
+        self.watchers = [threading.Thread(target=self._wait_for_end, args=(other,), daemon=True)
+                         for other in self.others]
+        for watcher in self.watchers:
+            watcher.start()
+
+    def _wait_for_end(self, other: int):
         try:
             dist.recv(torch.zeros(1), src=other, group=self.silence)
-        except RuntimeError:
-            pass
-        if self.at_work:
+        except RuntimeError:                    # the connection is broken
             print(f"rank {other} has died, so rank {self.rank} ends", file=sys.stderr, flush=True)
             os._exit(1)
-        if self.rank:                           # it waited for the next engine: there will be none
-            os._exit(0)
+
+    def say_goodbye(self):
+        """Wait until the others say it, too."""
+        for other in self.others:
+            dist.send(torch.zeros(1), dst=other, group=self.silence)
+        for watcher in self.watchers:
+            watcher.join()
+        self.watchers.clear()
 
     @torch.compiler.disable
     def add_up(self, part: Tensor) -> Tensor:
@@ -206,11 +215,10 @@ class Leader(SharingWorker):
         return started
 
     def dismiss(self):
-        """The engine is closed: the followers may end. Dismiss them as often as you like."""
-        if self.ranks.at_work:
-            self.ranks.at_work = False
+        """The engine is closed, and the followers may end. A second call does nothing."""
+        if self.ranks.watchers:
             self.ranks.tell([])
-            self.ranks.smallest((0,))           # all have heard it, so they expect this process to end
+            self.ranks.say_goodbye()
 
 
 class Follower(SharingWorker):
@@ -225,8 +233,7 @@ class Follower(SharingWorker):
                 self._forget_flights(landed)
                 inputs, _ = self._start(*step)
                 self._remember(inputs, torch.zeros_like(inputs.sample_at))
-            self.ranks.at_work = False
-            self.ranks.smallest((0,))
+            self.ranks.say_goodbye()
 
     def _forget_flights(self, landed: np.ndarray):
         """These have landed on rank 0, so what follows uses their slots and places again. Ours may be in
@@ -245,10 +252,12 @@ def open_worker(config, directory: Path | None, profiles: bool) -> Worker:
     if ranks.rank:
         follow_engine(ranks)
         sys.exit(0)
-    if ranks.at_work:
+    if ranks.watchers:
         raise ValueError("several processes have one engine at a time: close the other one first")
     ranks.agree((config, profiles))
-    return load_part(config, directory, ranks, Leader)
+    worker = load_worker(config, directory, ranks, partial(Leader, ranks))
+    ranks.watch()
+    return worker
 
 
 def follow_engine(ranks: Ranks):
@@ -256,21 +265,16 @@ def follow_engine(ranks: Ranks):
     business: it may have turns to finish."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    config, profiles = ranks.agree()
+    try:
+        config, profiles = ranks.agree()
+    except RuntimeError:
+        sys.exit(0)                             # rank 0 has ended without another engine
     directory = None if config.random_weights else find_checkpoint(config.model)
-    worker = load_part(config, directory, ranks, Follower)
+    worker = load_worker(config, directory, ranks, partial(Follower, ranks))
+    ranks.watch()
     if profiles:
         worker.profile()
     worker.follow()
-
-
-def load_part(config, directory: Path | None, ranks: Ranks, kind: type[SharingWorker]) -> SharingWorker:
-    ranks.at_work = True
-    try:
-        return load_worker(config, directory, ranks, partial(kind, ranks))
-    except ValueError:              # all ranks refuse the same flags: each says why, and ends by itself
-        ranks.at_work = False
-        raise
 
 
 def follow_every_engine(device: str):

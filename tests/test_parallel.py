@@ -1,0 +1,76 @@
+"""Several processes that share a model answer as one does; and when one of them dies, all end."""
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from checkpoint import PRESETS
+from serving.sessions import Sessions
+
+TESTS = Path(__file__).parent
+
+
+def torchrun(program, *arguments, **options):
+    """Two processes, started by torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               TESTS / program, *arguments]
+    paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env=os.environ | dict(PYTHONPATH=paths, OMP_NUM_THREADS="1"), **options)
+
+
+def test_two_processes_answer_as_one_and_as_transformers(tmp_path):
+    started = torchrun("parallel_program.py", tmp_path)
+    output, errors = started.communicate()
+    assert started.returncode == 0 and output.endswith("all the same\n"), output + errors
+
+
+def kept(history):
+    """The token ids of all replies in a history; and the engine of one process goes on with one of them."""
+    sessions = Sessions("tiny_chat", history=history, device="cpu", gpu_cache_tokens=1024)
+    turns = [turn for conversation in sessions.history.conversations()
+             for turn in sessions.history.branch(conversation)]
+    sessions.close()
+    return turns
+
+
+def test_a_program_needs_no_branch(tmp_path):
+    """Rank 0 alone gets an engine; when it is closed, the other process ends well."""
+    started = torchrun("parallel_chat.py", tmp_path / "history", "2")
+    output, errors = started.communicate()
+    lines = output.splitlines()
+    assert started.returncode == 0, errors
+    assert sorted(line.split()[:2] for line in lines if line.startswith("process")) == [
+        ["process", "0"], ["process", "1"]]
+    assert [line.split()[0] for line in lines if "process" not in line] == ["told", "told", "closed"]
+
+
+def test_kill_9_of_one_rank_ends_all_and_loses_nothing(tmp_path):
+    started = torchrun("parallel_chat.py", tmp_path / "history", "1000000")
+    lines = []
+    while sum(line.startswith("told") for line in lines) < 3:
+        lines.append(started.stdout.readline())
+    victim, = (int(line.split()[2]) for line in lines if line.startswith("process 1"))
+    os.kill(victim, signal.SIGKILL)
+    begin = time.monotonic()
+    output, errors = started.communicate()
+    assert started.returncode != 0 and time.monotonic() - begin < 10
+    assert "rank 1 has died, so rank 0 ends\n" in errors
+    assert "Traceback" not in errors.partition("rank 1 has died")[0]
+
+    sessions = Sessions("tiny_chat", history=tmp_path / "history", device="cpu", gpu_cache_tokens=1024)
+    for number, line in enumerate(line for line in lines + output.splitlines() if line.startswith("told")):
+        assert f"told {told(sessions, number)}" == line.strip()
+    sessions.close()
+
+
+def test_what_cannot_be_shared_is_refused_by_name():
+    PRESETS["llama2-70b"].share(8)
+    with pytest.raises(ValueError, match="num_kv_heads 8 cannot be shared evenly by 16 processes"):
+        PRESETS["llama2-70b"].share(16)
+    with pytest.raises(ValueError, match="num_heads 12 cannot be shared evenly by 5 processes"):
+        PRESETS["opt-125m"].share(5)
