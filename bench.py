@@ -179,7 +179,7 @@ def plot(figure: Figure, rows: list[dict], path: str):
 def main():
     try:
         options = parse_flags()
-        follow_every_engine(options.device)
+        follow_every_engine()
         options.conversations = load(options.trace, options.tokenizer) if options.trace else None
         figure = FIGURES[options.figure]
         found = figure.run(options)

@@ -103,7 +103,7 @@ class Engine:
         self.worker_failures = 0            # in a row
         self.failure: Exception | None = None       # why the engine has stopped
         if isinstance(worker, Leader):
-            atexit.register(self.close)             # or the other processes would believe that this one died
+            atexit.register(self.close)             # for programs that do not: the other processes wait
 
     # ---- the loop
 

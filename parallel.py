@@ -2,23 +2,22 @@
 
     torchrun --nproc-per-node 4 server.py --model DIR       (or bench.py, or a program with Engine(...))
 
-Each rank (process) has some of the heads with their K and V, and some of each MLP's inner values.
-Attention and MLP give it a part of a sum; one all_reduce behind each makes the sum. Embeddings and the
-output layer are the same on all ranks.
+Each rank (process) has some of the heads with their K and V, and some of each MLP's inner values. Its
+attention and its MLP give a part of a sum, and an all_reduce behind each makes the sum (model.Layer).
+Embeddings and the output layer are the same on all ranks.
 
-    rank 0    schedule | numbers -> | layer, sum, sum | ... | logits | sample | tokens -> | settle
-    rank 1               -> numbers | layer, sum, sum | ... | logits            -> tokens | wait
+    rank 0 (Leader)     schedule | numbers -> | layers | logits | sample | tokens -> | settle
+    rank 1 (Follower)              -> numbers | layers | logits            -> tokens | wait for numbers
 
-Rank 0 alone has the scheduler, the caches' books and the history. A step is numbers: rank 0 sends them
-in one broadcast, and the others (Follower) do the same as rank 0 (Leader). Rank 0 alone samples and
-sends the tokens, from device to device, so ranks cannot come to differ: nothing depends on floats that
-are equal on two GPUs.
+Rank 0 alone has the scheduler, the books of the cache, and the history. It describes each step in
+numbers. It alone samples, and sends the tokens from its device to the others. So no decision depends
+on two devices computing equal floats.
 
-Copies end at different times on different ranks. Rank 0 names those that it saw land. Behind that, the
-stream of a follower waits for its own copy before slots and places are used again.
+Copies between the tiers end at different times on different ranks. Rank 0 names the ones that it saw
+end. If a follower's own copy has not ended, then its stream, not its host, waits for the copy.
 
-Invariant: all ranks start the same collectives in the same order. A rank that fails within a step can
-not keep it, so it ends its process; and a rank that ends before the engine is closed ends all others.
+Invariant: all ranks start the same collectives in the same order. A rank whose step fails breaks this,
+so it ends its process. A process that ends while an engine is open ends all others.
 """
 import os
 import signal
@@ -46,8 +45,9 @@ from model import Alone
 from scheduler import Batch, Result
 from worker import Inputs, Packed, Worker, load_worker
 
-FIRST = 1024                        # numbers of a message that one broadcast carries; a decode needs fewer
-FOREVER = timedelta(days=3650)      # an idle server is silent; who dies is noticed at once (Ranks.watch)
+COUNT = 15                          # arrays of numbers that describe a step, see to_numbers
+FIRST = 1024                        # numbers in the first broadcast of a step; most steps need no second
+FOREVER = timedelta(days=3650)      # an idle server sends nothing; a death is noticed at once (Ranks.watch)
 
 
 # ---- the processes that torchrun has started
@@ -55,10 +55,11 @@ FOREVER = timedelta(days=3650)      # an idle server is silent; who dies is noti
 class Ranks(Alone):
     """All of them, as one of them sees them."""
 
-    def __init__(self, device: str):
-        if device != "cpu" and torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    def __init__(self):
+        backend = "gloo"
+        if gpus := torch.cuda.device_count():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)     # NCCL refuses two ranks on one
+            backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=FOREVER)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # Nobody sends in this group while an engine is open, so a receiver waits for the other's end.
@@ -77,7 +78,7 @@ class Ranks(Alone):
         try:
             dist.recv(torch.zeros(1), src=other, group=self.silence)
         except RuntimeError:                    # the connection is broken
-            print(f"rank {other} has died, so rank {self.rank} ends", file=sys.stderr, flush=True)
+            print(f"rank {other} is gone, so rank {self.rank} ends", file=sys.stderr, flush=True)
             os._exit(1)
 
     def say_goodbye(self):
@@ -127,27 +128,24 @@ class Ranks(Alone):
 
 
 @cache
-def join_ranks(device: str) -> Ranks | None:
-    """The processes that share a model; None if this one is alone."""
-    several = dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1
-    return Ranks(device) if several else None
+def join_ranks() -> Ranks | None:
+    """The processes that share a model; None if this one is alone. A process can join only once."""
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1 and dist.is_torchelastic_launched()
+    return Ranks() if several else None
 
 
 @contextmanager
 def or_end_process():
-    """End this process if a step fails: the other ranks are in the middle of it and cannot go on."""
+    """End this process if the block fails: the other ranks are in the middle of it and cannot go on."""
     try:
         yield
     except BaseException:
-        time.sleep(1)           # if another rank has died, the watching thread says so and ends us
+        time.sleep(1)           # if another rank is gone, the watching thread says so and ends us
         traceback.print_exc()
         os._exit(1)
 
 
 # ---- a step as numbers
-
-COUNT = 15      # arrays of a step
-
 
 def to_numbers(packed: Packed, changes: list[np.ndarray], swap_in: list[Ticket], swap_out: list[Ticket],
                landed: list[int]) -> list[np.ndarray]:
@@ -246,7 +244,7 @@ class Follower(SharingWorker):
 def open_worker(config, directory: Path | None, profiles: bool) -> Worker:
     """For an engine with this engine.Config: its worker. Under torchrun this returns on rank 0 only.
     profiles: the engine will call profile() at once."""
-    ranks = join_ranks(config.device)
+    ranks = join_ranks()
     if not ranks:
         return load_worker(config, directory)
     if ranks.rank:
@@ -277,9 +275,9 @@ def follow_engine(ranks: Ranks):
     worker.follow()
 
 
-def follow_every_engine(device: str):
+def follow_every_engine():
     """For programs that open several engines, one after another: on ranks other than 0 this follows all of
     them, and does not return. On rank 0, and without torchrun, it does nothing."""
-    ranks = join_ranks(device)
+    ranks = join_ranks()
     while ranks and ranks.rank:
         follow_engine(ranks)

@@ -109,7 +109,7 @@ def control(directory):
     assert replies(Engine(str(model), **SMALL)) != healthy
 
 
-def follow_with_a_saboteur(directory):
+def follow_and_sometimes_sabotage(directory):
     """On ranks other than 0 this does not return."""
     follow = Follower.follow
 
@@ -118,14 +118,15 @@ def follow_with_a_saboteur(directory):
             for parameter in follower.model.layers.parameters():
                 parameter.zero_()
         follow(follower)
+        assert len(follower.pool.flights) < 5, "copies that rank 0 has seen land are forgotten"
     Follower.follow = sabotaged
-    follow_every_engine("cpu")
+    follow_every_engine()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     files = Path(sys.argv[1])
-    follow_with_a_saboteur(files)
+    follow_and_sometimes_sabotage(files)
     assert os.environ["RANK"] == "0"
     every_architecture(files)
     random_weights()

@@ -1,4 +1,5 @@
 """Several processes that share a model answer as one does; and when one of them dies, all end."""
+import json
 import os
 import signal
 import subprocess
@@ -14,28 +15,20 @@ from serving.sessions import Sessions
 TESTS = Path(__file__).parent
 
 
-def torchrun(program, *arguments, **options):
+def torchrun(program, *arguments):
     """Two processes, started by torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                TESTS / program, *arguments]
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            env=os.environ | dict(PYTHONPATH=paths, OMP_NUM_THREADS="1"), **options)
+    environment = os.environ | dict(PYTHONPATH=paths, OMP_NUM_THREADS="1")
+    return subprocess.Popen(list(map(str, command)), env=environment, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE)
 
 
 def test_two_processes_answer_as_one_and_as_transformers(tmp_path):
     started = torchrun("parallel_program.py", tmp_path)
     output, errors = started.communicate()
     assert started.returncode == 0 and output.endswith("all the same\n"), output + errors
-
-
-def kept(history):
-    """The token ids of all replies in a history; and the engine of one process goes on with one of them."""
-    sessions = Sessions("tiny_chat", history=history, device="cpu", gpu_cache_tokens=1024)
-    turns = [turn for conversation in sessions.history.conversations()
-             for turn in sessions.history.branch(conversation)]
-    sessions.close()
-    return turns
 
 
 def test_a_program_needs_no_branch(tmp_path):
@@ -58,13 +51,18 @@ def test_kill_9_of_one_rank_ends_all_and_loses_nothing(tmp_path):
     os.kill(victim, signal.SIGKILL)
     begin = time.monotonic()
     output, errors = started.communicate()
-    assert started.returncode != 0 and time.monotonic() - begin < 10
-    assert "rank 1 has died, so rank 0 ends\n" in errors
-    assert "Traceback" not in errors.partition("rank 1 has died")[0]
+    seconds = time.monotonic() - begin
+    print(f"all processes have ended after {seconds:.1f} s")
+    assert started.returncode != 0 and seconds < 20         # 10 on a quiet machine; torchrun's patience is 30
+    assert "rank 1 is gone, so rank 0 ends\n" in errors
+    assert "Traceback" not in errors.partition("rank 1 is gone")[0]
 
+    told = [json.loads(line[5:]) for line in lines + output.splitlines() if line.startswith("told")]
     sessions = Sessions("tiny_chat", history=tmp_path / "history", device="cpu", gpu_cache_tokens=1024)
-    for number, line in enumerate(line for line in lines + output.splitlines() if line.startswith("told")):
-        assert f"told {told(sessions, number)}" == line.strip()
+    for number, reply in enumerate(told):
+        turn = sessions.history.head(f"c{number}")
+        assert sessions.history.tokens(turn.id).tolist()[-len(reply):] == reply
+    assert sessions.chat("And?", "c0", max_tokens=5).usage["prompt_tokens"] > len(told[0])
     sessions.close()
 
 
