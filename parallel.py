@@ -227,11 +227,15 @@ class Follower(SharingWorker):
         """Take part in every step, until rank 0 dismisses us."""
         with or_end_process():
             while numbers := self.ranks.hear():
-                *step, landed = from_numbers(numbers)
-                self._forget_flights(landed)
-                inputs, _ = self._start(*step)
-                self._remember(inputs, torch.zeros_like(inputs.sample_at))
+                self.take_part(numbers)
             self.ranks.say_goodbye()
+
+    def take_part(self, numbers: list[np.ndarray]):
+        """The step that rank 0 describes."""
+        *step, landed = from_numbers(numbers)
+        self._forget_flights(landed)
+        inputs, _ = self._start(*step)
+        self._remember(inputs, torch.zeros_like(inputs.sample_at))
 
     def _forget_flights(self, landed: np.ndarray):
         """These have landed on rank 0, so what follows uses their slots and places again. Ours may be in

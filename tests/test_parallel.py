@@ -8,9 +8,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from checkpoint import PRESETS
+from kv_cache import Ticket
+from model import Alone, ModelConfig, empty_model
+from parallel import Follower, Leader
 from serving.sessions import Sessions
+from streams import Recorder
+from worker import pack, table_changes
 
 TESTS = Path(__file__).parent
 
@@ -64,6 +70,28 @@ def test_kill_9_of_one_rank_ends_all_and_loses_nothing(tmp_path):
         assert sessions.history.tokens(turn.id).tolist()[-len(reply):] == reply
     assert sessions.chat("And?", "c0", max_tokens=5).usage["prompt_tokens"] > len(told[0])
     sessions.close()
+
+
+def ticket(direction):
+    return Ticket(None, None, direction, 0, 4, slots=[1, 2, 3, 4], place=0)
+
+
+def test_a_follower_waits_for_copies_that_have_ended_only_on_rank_0():
+    """A copy out; then, since it has landed on rank 0, other KV arrives in the same slots and from the same
+    place. On the follower no copy ends before the host waits for it, and the host never does."""
+    model, told = empty_model(ModelConfig(50, 2, 2, 2, 16, 16, 64, "relu"), "cpu", torch.float32), []
+    wire = Alone()
+    wire.tell = told.append
+    leader, follower = (kind(wire, model, 32, 4, 4, 2, 16) for kind in (Leader, Follower))
+    for swap_in, swap_out in (([], [ticket("out")]), ([ticket("in")], []), ([], [])):
+        leader._start(pack([]), table_changes([]), swap_in, swap_out)
+        leader.pool.landed(wait=True)
+    recorder = Recorder(follower.pool)
+    with recorder:
+        for numbers in told:
+            follower.take_part(numbers)
+    assert not recorder.races() and not recorder.host_waited and not follower.pool.flights
+    assert len(recorder.accesses) >= 4
 
 
 def test_what_cannot_be_shared_is_refused_by_name():
