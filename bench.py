@@ -19,6 +19,7 @@ import os
 import platform
 import subprocess
 import sys
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
@@ -99,8 +100,14 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
 
     Config.add_flags(parser.add_argument_group("engine"))
     options = parser.parse_args(argv)
-    if options.hardware and not options.simulate:
-        parser.error("--hardware needs --simulate: add --simulate")
+    for name in ("hardware", "gpus"):
+        if getattr(options, name) and not options.simulate:
+            parser.error(f"--{name} needs --simulate: add --simulate")
+    for file in filter(None, (options.json, options.plot)):
+        if Path(file).is_dir() or not Path(file).parent.is_dir():
+            parser.error(f"{file} cannot be written: name a file in a directory that exists")
+    if options.plot and not find_spec("matplotlib"):
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     options.given = {name: value for name, value in Config.given(options).items()
                      if name != "model" and value != getattr(Config, name)}
     if options.model == Config.model:
@@ -109,6 +116,34 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 # ---- output
+
+def panel_of(row: dict) -> str:
+    """opt-13b, sharegpt, think 60 s"""
+    names = [row["model"], row["dataset"]] if "model" in row else ["this machine"]
+    if "think" in row:
+        names.append(thinking(row["think"]))
+    return ", ".join(names)
+
+
+def by_panel(rows: list[dict]) -> dict[str, list[dict]]:
+    panels = {}
+    for row in rows:
+        panels.setdefault(panel_of(row), []).append(row)
+    return panels
+
+
+def print_rows(figure: Figure, rows: list[dict]):
+    """A table for each panel; or one table, if its lines name model and dataset themselves."""
+    if {"model", "dataset"} <= {*figure.columns} or not figure.columns:
+        print_table(rows, figure.columns)
+        print()
+        return
+    for panel, of_panel in by_panel(rows).items():
+        columns = [name for name in (*figure.columns, "never_full") if any(name in row for row in of_panel)]
+        print(panel)
+        print_table(of_panel, columns)
+        print()
+
 
 def print_table(rows: list[dict], columns: tuple = ()):
     """One line for each row, with these columns. Without columns, one line for each field of the rows."""
@@ -154,26 +189,47 @@ def commit() -> str:
     return git.stdout.strip() or "unknown"
 
 
+# Fields of rows, in words, with their units.
+WORDS = dict(
+    throughput="throughput (turns/s)", request_rate="load (turns/s)", context="context (tokens)",
+    history="history (tokens)", seconds="time (s)", mean_ttft_ms="mean time to first token (ms)",
+    normalized_latency_ms="normalized latency (ms/token)", recomputed_tokens="recomputed tokens",
+    computed_tokens="computed tokens")
+
+
 def plot(figure: Figure, rows: list[dict], path: str):
-    """A diagram for each panel, and in it a line for each system. ValueError: matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure as Canvas
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
-    panels = {}                                     # (model, dataset, think) -> system -> points
-    for row in rows:
-        if figure.x in row:
-            panel = panels.setdefault((row["model"], row["dataset"], row.get("think")), {})
-            panel.setdefault(row["system"], []).append((row[figure.x], row[figure.y]))
-    canvas = Canvas((5 * len(panels), 4), layout="constrained")
+    """Draw the figure as a PNG."""
+    from matplotlib.figure import Figure as Canvas          # here, since only --plot needs it
+    rows = [row for row in rows if figure.x in row]
+    canvas = Canvas(layout="constrained")
+    if figure.bars:
+        draw_bars(canvas, rows, figure.bars)
+    else:
+        draw_lines(canvas, by_panel(rows), figure.x, figure.y)
+    canvas.savefig(path, dpi=100, format="png")
+
+
+def draw_bars(canvas, rows: list[dict], fields: tuple):
+    """A diagram for each field, and in it a bar for each row."""
+    canvas.set_size_inches(3.5 * len(fields), 4)
+    canvas.suptitle(panel_of(rows[0]))
+    for ax, field in zip(canvas.subplots(1, len(fields)), fields):
+        values = [row[field] for row in rows]
+        bars = ax.bar([row["system"] for row in rows], values)
+        ax.bar_label(bars, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values])
+        ax.set(title=WORDS[field])
+
+
+def draw_lines(canvas, panels: dict[str, list[dict]], x: str, y: str):
+    """A diagram for each panel, and in it a line for each system."""
+    canvas.set_size_inches(5 * len(panels), 4)
     axes = canvas.subplots(1, len(panels), squeeze=False)[0]
-    for ax, ((model, dataset, think), lines) in zip(axes, panels.items()):
-        for system, points in lines.items():
-            ax.plot(*zip(*sorted(points)), marker="o", label=system)
-        title = f"{model}, {dataset}" + (f", {thinking(think)}" if think else "")
-        ax.set(title=title, xlabel=figure.x, ylabel=figure.y, yscale="log")
+    for ax, (panel, rows) in zip(axes, panels.items()):
+        for system in dict.fromkeys(row["system"] for row in rows):
+            points = sorted((row[x], row[y]) for row in rows if row["system"] == system)
+            ax.plot(*zip(*points), marker="o", label=system)
+        ax.set(title=panel, xlabel=WORDS[x], ylabel=WORDS[y], yscale="log")
     axes[0].legend()
-    canvas.savefig(path, dpi=100)
 
 
 def main():
@@ -183,8 +239,10 @@ def main():
         options.conversations = load(options.trace, options.tokenizer) if options.trace else None
         figure = FIGURES[options.figure]
         found = figure.run(options)
-        print_table(found.rows, figure.columns)
-        print()
+        print_rows(figure, found.rows)
+        if any("never_full" in row for row in found.rows):
+            print("never_full: this tier never filled up. The run was too short: give --seconds a larger "
+                  "number,\nor --gpu-cache-tokens and --cpu-cache-tokens smaller ones.\n")
         must = ("must",) if any("must" in ratio for ratio in found.ratios) else ()
         print_table(found.ratios, ("name", "paper", "ours", "how", *must))
         if options.json:

@@ -76,8 +76,8 @@ class Config:
         least = dict(gpu_cache_tokens=1, cpu_cache_tokens=0, chunk_size=1, max_batch_tokens=1, max_running=1)
         for name, smallest in least.items():
             value = getattr(self, name)
-            ok = value is None or type(value) is int and value >= smallest
-            require(ok, name, f"an int of at least {smallest}", value)
+            ok = value is None or type(value) is int and smallest <= value < 2**31
+            require(ok, name, f"an int from {smallest} to 2**31 - 1", value)
         for name in ("swap_threshold", "reserve"):
             value = getattr(self, name)
             require(0 <= value < 1, name, "a share of the slots, at least 0 and below 1", value)

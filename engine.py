@@ -430,7 +430,7 @@ class Handle:
         """End the turn early, so that it leaves no trace. The turn has ended when this returns; its
         finish_reason is "cancelled", unless it was complete already."""
         def cancel():
-            if self.request and not self.tokens.closed:
+            if self.request and not self.tokens.closed.is_set():
                 self.engine.scheduler.cancel(self.request, self.engine.clock())
         self.engine.call(cancel)
         self.tokens.wait_closed()
@@ -477,42 +477,39 @@ class Outbox:
     def __init__(self, engine: Engine):
         self.engine = engine
         self.items: list = []
-        self.closed = False
-        self.asleep = 0                             # readers that wait for the next item
-        self.changed = threading.Condition()
+        self.closed = threading.Event()
+        self.bells: list[threading.Lock] = []       # one for each reader that sleeps: it wakes on the release
 
     def put(self, item):
         self.items.append(item)
-        # Writer: append, then read `asleep`. Reader: raise `asleep`, then read `items`. Whatever the order,
-        # one sees the other. (To wake nobody would still cost a microsecond.)
-        if self.asleep:
-            self._wake()
+        self._ring()
 
     def close(self):
-        self.closed = True
-        self._wake()
+        self.closed.set()
+        self._ring()
 
-    def _wake(self):
-        with self.changed:
-            self.changed.notify_all()
+    def _ring(self):
+        while self.bells:
+            self.bells.pop().release()
 
-    def wait_closed(self):
-        """Return when the outbox is closed."""
-        def ready():
-            return self.closed
-        self.engine.step_until(ready)
-        with self.changed:
-            self.changed.wait_for(ready)
+    def wait_closed(self, seconds: float | None = None) -> bool:
+        """Return when the outbox is closed, or after so many seconds. True if it is closed."""
+        self.engine.step_until(self.closed.is_set)
+        return self.closed.wait(seconds)
 
     def wait_beyond(self, seen: int):
         """Return when there are more than `seen` items, or the outbox is closed."""
         def ready():
-            return self.closed or len(self.items) > seen
+            return len(self.items) > seen or self.closed.is_set()
         self.engine.step_until(ready)
-        with self.changed:
-            self.asleep += 1
-            self.changed.wait_for(ready)
-            self.asleep -= 1
+        while not ready():
+            bell = threading.Lock()
+            bell.acquire()
+            self.bells.append(bell)
+            # The writer adds an item, then rings. We hang up a bell, then look. So either we see the item,
+            # or the writer sees the bell. (A lock wakes a thread faster than a Condition does.)
+            if not ready():
+                bell.acquire()
 
     def news(self) -> Iterator[list]:
         """Yield all items in order, each time as many as are new, until the outbox is closed."""

@@ -4,7 +4,7 @@ When a tier is full, some chunk must leave it. Pensieve takes the chunk with the
 
     V = Cost(l) / T          Cost(l) = attention(l) + c
 
-Cost(l) is the time to recompute the chunk when its conversation returns; l is the context length at the
+Cost(l) is the time that the recomputed chunk adds to a batch that runs anyway; l is the context length at the
 chunk's end. Attention grows with l, everything else (c) is the same for every chunk. So the leading chunks of
 a conversation are the cheapest, and they leave first. T is the time for which the conversation has been idle.
 
@@ -30,8 +30,8 @@ MIN_IDLE = 1e-3     # seconds; no conversation counts as idle for less
 
 
 class RecomputeCost:
-    """Seconds to recompute one chunk, by the context length at its end. The profile measures attention at a
-    few lengths. Between two of them we interpolate."""
+    """Seconds that one more recomputed chunk adds to a batch, by the context length at its end. The profile
+    measures attention at a few lengths. Between two of them we interpolate."""
 
     def __init__(self, attention: dict[int, float], rest: float):
         """attention: context length in tokens -> seconds of attention for one chunk. rest: c, in seconds.

@@ -178,6 +178,7 @@ class KVCache:
         self.free_rows = list(range(rows - 1, -1, -1))              # a stack
         self.table = np.full((rows, max_context), -1, np.int32)     # the slot table's master copy
         self.table_updates: list[tuple[int, int, int]] = []         # (row, start, end) written lately
+        self.slot_copies: dict[int, int] = {}       # target -> source, see `take_slot_copies`
         self.conversations: dict[str | int, Conversation] = {}      # by name
         self.running: dict[int, Conversation] = {}                  # by order
         self.in_flight: set[Ticket] = set()
@@ -360,6 +361,12 @@ class KVCache:
         updates, self.table_updates = self.table_updates, []
         return [(row, start, self.table[row, start:end].copy()) for row, start, end in updates]
 
+    def take_slot_copies(self) -> dict[int, int]:
+        """target -> source: the next step begins by copying the KV of these slots. (Only sharing.py plans
+        such copies.)"""
+        copies, self.slot_copies = self.slot_copies, {}
+        return copies
+
     # ---- eviction
 
     def plan_swap_out(self, wanted: int, now: float) -> list[Ticket]:
@@ -421,6 +428,14 @@ class KVCache:
         self.free_slots += ticket.orphans
         self._update(chunk)
         self.stats["chunks_swapped_" + ticket.direction] += 1
+
+    def next_to_leave(self, now: float) -> Chunk | None:
+        """The chunk that leaves the GPU next, if nobody returns before: the cheapest whose slots may be taken
+        at once. If there is none, it is the one that is copied to the CPU next. Changes nothing."""
+        for move in ("reclaim", "swap_out"):
+            if victim := self._cheapest(move, now):
+                return victim.next_victim(move)
+        return None
 
     def reclaim(self, conversation: Conversation):
         """Take the slots of one unit of an idle conversation's reclaimable chunks. A chunk with a CPU copy

@@ -139,6 +139,15 @@ class KVPool:
             slots, rows = self._ends(tickets)
             copy_tokens(self.gpu.flatten(0, 1), slots, self.cpu.flatten(0, 1), rows)
 
+    def copy_slots(self, copies: dict[int, int]):
+        """Copy KV from slot to slot, target -> source, in the order of the current stream: earlier
+        steps have written the sources, and a later swap_in may overwrite them. In each layer all
+        sources are read before a target is written, because a slot may be both."""
+        if copies:
+            targets, sources = self._upload([list(copies), list(copies.values())])      # [c] each
+            for layer in self.gpu:                                          # [2, slots, H_kv, D]
+                layer.index_copy_(1, targets, layer.index_select(1, sources))
+
     def now(self):
         """An event at this point of the current stream."""
         event = self.event()
@@ -191,9 +200,12 @@ class KVPool:
             first = ticket.place * self.chunk_size
             slots += ticket.slots
             rows += range(first, first + ticket.filled)
+        return self._upload([slots, rows])
+
+    def _upload(self, ends: list[list[int]]) -> Tensor:
         # Not pinned, the upload would make the host wait for the stream.
-        ends = torch.tensor([slots, rows], pin_memory=self.gpu.is_cuda)
-        return ends.to(self.gpu.device, non_blocking=True)
+        pinned = torch.tensor(ends, pin_memory=self.gpu.is_cuda)
+        return pinned.to(self.gpu.device, non_blocking=True)
 
     @contextmanager
     def _count_host_time(self):

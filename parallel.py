@@ -45,7 +45,7 @@ from model import Alone
 from scheduler import Batch, Result
 from worker import Inputs, Packed, Worker, load_worker
 
-COUNT = 15                          # arrays of numbers that describe a step, see to_numbers
+COUNT = 17                          # arrays of numbers that describe a step, see to_numbers
 FIRST = 1024                        # numbers in the first broadcast of a step; most steps need no second
 FOREVER = timedelta(days=3650)      # an idle server sends nothing; a death is noticed at once (Ranks.watch)
 
@@ -147,10 +147,11 @@ def or_end_process():
 
 # ---- a step as numbers
 
-def to_numbers(packed: Packed, changes: list[np.ndarray], swap_in: list[Ticket], swap_out: list[Ticket],
-               landed: list[int]) -> list[np.ndarray]:
+def to_numbers(packed: Packed, changes: list[np.ndarray], slot_copies: dict[int, int], swap_in: list[Ticket],
+               swap_out: list[Ticket], landed: list[int]) -> list[np.ndarray]:
     """The arguments of Worker._start, without what only rank 0 needs, and the flights that have landed."""
-    columns = [*packed[:5], *changes, *columns_of(swap_in), *columns_of(swap_out), landed]
+    columns = [*packed[:5], *changes, list(slot_copies), list(slot_copies.values()), *columns_of(swap_in),
+               *columns_of(swap_out), landed]
     return [np.asarray(column, dtype=np.int32) for column in columns]
 
 
@@ -165,7 +166,9 @@ def from_numbers(arrays: list[np.ndarray]) -> tuple:
     table_row, start, end, tokens, sample_at, *others = arrays
     packed = Packed(table_row.tolist(), start.tolist(), end.tolist(), array("i", tokens.tolist()),
                     sample_at.tolist(), sampling=[])
-    return packed, others[:3], tickets_of("in", *others[3:6]), tickets_of("out", *others[6:9]), others[9]
+    slot_copies = dict(zip(others[3].tolist(), others[4].tolist()))
+    arriving, leaving = tickets_of("in", *others[5:8]), tickets_of("out", *others[8:11])
+    return packed, others[:3], slot_copies, arriving, leaving, others[11]
 
 
 def tickets_of(direction: str, places: np.ndarray, filled: np.ndarray, slots: np.ndarray) -> list[Ticket]:
@@ -204,11 +207,10 @@ class Leader(SharingWorker):
         with or_end_process():
             return super().launch(batch)
 
-    def _start(self, packed: Packed, changes: list[np.ndarray], swap_in: list[Ticket], swap_out: list[Ticket]
-               ) -> tuple[Inputs, Tensor | None]:
+    def _start(self, packed: Packed, *known) -> tuple[Inputs, Tensor | None]:
         landed = [n for n, flight in enumerate(self.told) if flight not in self.pool.flights]
-        self.ranks.tell(to_numbers(packed, changes, swap_in, swap_out, landed))
-        started = super()._start(packed, changes, swap_in, swap_out)
+        self.ranks.tell(to_numbers(packed, *known, landed))
+        started = super()._start(packed, *known)
         self.told = list(self.pool.flights)
         return started
 

@@ -5,8 +5,9 @@ operations.
            -> noise -> argmax
 
 Each stage changes the rows [n, vocab] whose requests ask for it. A stage that nobody asks for costs
-nothing: a greedy batch is one argmax. All that the stages must know is uploaded in one copy, and on a
-GPU the host never looks at a result to decide what to do next. So the host waits once, in read().
+nothing: a greedy batch is little more than an argmax. All that the stages must know is uploaded in
+one copy, and on a GPU the host never looks at a result to decide what to do next. So the host waits
+once, in read().
 
 A random draw is an argmax, too. Let every token with probability p wait for a time E / p, where E
 is drawn from Exp(1). The token that arrives first is a draw from p: it is the one with the largest
@@ -37,7 +38,7 @@ LIMITS = {      # of each value, both inclusive; where the limits are ints, so m
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.01, 100.0),
     "seed": (-2**63, 2**63 - 1),
-    "logprobs": (0, 20),
+    "logprobs": (0, 2**31 - 1),
 }
 BIAS = (-100.0, 100.0)
 
@@ -80,7 +81,8 @@ def within(value, low, high) -> bool:
 
 
 def sample(logits: Tensor, requests: list[Request]) -> list[Tensor]:
-    """A token from each row of logits [N, vocab] float32, for its request. The logits are used up.
+    """A token from each row of logits [N, vocab] float32, for its request; -1 from a row with NaN or
+    infinity. The logits are used up.
 
     The results stay on the device: the tokens [N], and, if requests ask for log probabilities, the
     report() of these. Log probabilities are those before penalties, bias and temperature: they say
@@ -97,11 +99,12 @@ def sample(logits: Tensor, requests: list[Request]) -> list[Tensor]:
             logits = stage.change(logits, *columns)
         else:
             logits[rows_on_device] = stage.change(logits[rows_on_device], *columns)
-    tokens = logits.argmax(-1)                                                  # [N]
+    largest, tokens = logits.max(-1)                    # [N] twice; NaN is the largest, if there is one
+    sampled = tokens.where(largest.abs() < torch.inf, -1)
     if not reported:
-        return [tokens]
+        return [sampled]
     top = max(requests[i].sampling.logprobs for i in reported)
-    return [tokens, *report(believed, tokens[reported_rows], top)]
+    return [sampled, *report(believed, tokens[reported_rows], top)]
 
 
 def rows_that(requests: list[Request], ask: Callable) -> list[int]:
@@ -217,7 +220,8 @@ def least_share(share: Tensor, top_p: Tensor, width: int) -> Tensor:
     """
     best = share.topk(min(width, share.shape[1])).values                        # [n, width], descending
     before = best.cumsum(1) - best                                              # held by the better tokens
-    least = best.gather(1, (before < top_p).sum(1, keepdim=True) - 1)           # [n, 1]
+    needed = (before < top_p).sum(1, keepdim=True).clamp(min=1)                 # [n, 1]; of NaN none is less
+    least = best.gather(1, needed - 1)                                          # [n, 1]
     if width < share.shape[1]:
         short = (before[:, -1] < top_p[:, 0]).nonzero()[:, 0]                   # rows
         if len(short):

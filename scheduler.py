@@ -128,6 +128,7 @@ class Batch:
         self.swap_in: list[Ticket] = []
         self.swap_out: list[Ticket] = []
         self.table_updates: list[tuple] = []       # (row, start, slots): what changed in the slot table
+        self.slot_copies: dict[int, int] = {}      # target -> source: KV to copy before all else
 
     def __bool__(self) -> bool:
         return bool(self.spans or self.swap_in or self.swap_out)
@@ -166,7 +167,7 @@ def _runs(tickets: list[Ticket]) -> str:
 
 class Result(NamedTuple):
     """What the worker made of a batch."""
-    tokens: list[int]                              # one for each span of batch.sampling
+    tokens: list[int]                              # one for each span of batch.sampling; -1: it has none
     landed: list[Ticket]                           # copies that have ended, of this step or an earlier one
     logprobs: list | None = None                   # one for each token; None where nobody asked for it
 
@@ -230,6 +231,7 @@ class Scheduler:
             batch = self.compose(now)
             if batch or not self.unfinished or self._waits():
                 batch.table_updates = self.cache.take_table_updates()
+                batch.slot_copies = self.cache.take_slot_copies()
                 return batch
             # Nothing can run, and nothing is on its way. Either composing has made slots available, by
             # giving up chunks without a copy: then the next try finds them. Or there are none: then a
@@ -292,16 +294,21 @@ class Scheduler:
             self.cache.complete(ticket)
         for (request, *_), logprob in zip(batch.sampling, result.logprobs or ()):
             request.logprobs.append(logprob)
+        told = 0
         for (request, _, position), token in zip(batch.sampling, result.tokens, strict=True):
             if request.finish_reason:
                 continue
+            if token < 0:
+                self.cancel(request, now, RuntimeError("the model's logits are not finite (NaN or infinity)"))
+                continue
+            told += 1
             request.conversation.tokens[position] = token
             request.generated.append(token)
             request.times.append(now)
             request.outbox.put(token)
-            self.stats["generated_tokens"] += 1
             if reason := self.ended_by(request, token):
                 self.finish(request, reason, now)
+        self.stats["generated_tokens"] += told
 
     # ---- the decisions
 
@@ -346,11 +353,13 @@ class Scheduler:
         heapq.heappop(self.queue)
         if request.admitted is None:
             request.admitted = now
-            self._count_sources(request)
             self.cache.policy.returned(request.conversation, now)
         request.prefilling = True
         insort(self.running, request)
-        return self.cache.admit(request.conversation, request.total, now)
+        swap_in = self.cache.admit(request.conversation, request.total, now)
+        if request.usage is None:
+            self._count_sources(request, swap_in)
+        return swap_in
 
     def plan_swap_out(self, starved: int, now: float) -> list[Ticket]:
         """Copies ahead of need: until the threshold is available (or a slot for each starved request, if that
@@ -399,14 +408,15 @@ class Scheduler:
 
     # ---- the small steps
 
-    def _count_sources(self, request: Request):
+    def _count_sources(self, request: Request, swap_in: list[Ticket]):
         """Fix where the context's KV comes from. It counts once, at first admission.
 
         A conversation of 100 tokens returns with a prompt of 20. It has had KV for 99 of them (the last one
         was sampled, but never fed to the model). Now 64 are on the GPU and 0 on the CPU:
 
             gpu 64, cpu 0, recomputed 99 - 64 = 35, new 120 - 99 = 21        120 in all"""
-        gpu, cpu = request.conversation.sources()
+        cpu = sum(ticket.filled for ticket in swap_in)
+        gpu = sum(request.conversation.sources()) - cpu         # what is copied on the GPU counts, too
         # A conversation that shares a beginning with others finds KV that it has not computed itself.
         known = max(request.before[1], gpu + cpu)
         request.usage = dict(zip(SOURCES, (gpu, cpu, known - gpu - cpu, request.total - known)))

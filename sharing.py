@@ -9,6 +9,11 @@ the tokens up to there and on nothing else, so both conversations can use the sa
 
     a.holders = [a, S0, S1, S2]      b.holders = [b, S0, S1, S2]      S0.used_by = {a, b}
 
+If a and b also begin chunk 3 with the same tokens, b gets their KV as a copy, from slots of a to its own,
+when it is admitted. So only full chunks are shared, and nobody writes into a slot that others use.
+(PagedAttention shares the chunk that is not full, too, and copies it on write: that is when its second user
+computes its first token, so at the same time.)
+
 To the core every chunk has one *holder*, and eviction looks at holders only. The holder of a chunk that is
 not shared is its conversation. When we share a chunk, we hand it over to a *stem*: a holder that nobody
 talks to, with that one chunk and several users. The stem goes with its last user.
@@ -30,7 +35,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kv_cache import Chunk, Conversation, KVCache
+from kv_cache import Chunk, Conversation, KVCache, Ticket
 
 
 class Stem(Conversation):
@@ -61,7 +66,7 @@ class SharingCache(KVCache):
 
     def __init__(self, *sizes_and_policy):
         super().__init__(*sizes_and_policy)
-        self.leaders: dict[int, Conversation] = {}      # by the order of who follows, see `follow`
+        self.origins: dict[int, Conversation] = {}      # by the order of who follows, see `follow`
         self.designate(())
 
     # ---- what can be shared
@@ -93,35 +98,61 @@ class SharingCache(KVCache):
         """A new conversation made from `tokens`, which begin like those of `parent`.
 
         It shares the full chunks of what they have in common, wherever these are and whatever the parent is
-        doing. It computes the rest itself."""
+        doing. With its first turn it also gets what it has in common behind these: see `follow`."""
         assert name not in self.conversations
         child = self.open(name, tokens)
         self._share(child, child.tokens[:child.known], parent)
+        self.follow(child, parent)
         return child
 
-    def follow(self, conversation: Conversation, leader: Conversation):
-        """The next prompt of `conversation` is, after the same tokens, the one that `leader` computes just
-        now or has computed. It waits for the leader, and then shares what that has computed: one prompt, n
-        replies."""
-        self.leaders[conversation.order] = leader
+    def follow(self, conversation: Conversation, origin: Conversation):
+        """The next turn of `conversation` uses what `origin` has computed, as far as both begin alike: it
+        shares full chunks and copies what is behind them. While the origin computes the same prompt, this
+        turn waits: one prompt, n replies."""
+        self.origins[conversation.order] = origin
 
     def extend(self, conversation: Conversation, prompt: Sequence[int]) -> bool:
         """The prompt joins the conversation's tokens, and what it has in common with others is shared.
-        False while the leader still computes it: then the caller asks again later.
+        False while the origin still computes the same: then the caller asks again later.
 
         The last token of the prompt stays the conversation's own, since its reply is sampled there. With
         chunks of 4 and a prompt of 8, chunk 0 is shared and chunk 1 is not."""
-        leader = self.leaders.get(conversation.order)
-        end = len(conversation.tokens) + len(prompt) - 1
-        if leader and leader.row is not None and leader.known < end:
+        origin = self.origins.get(conversation.order)
+        shareable = (conversation.tokens + array("i", prompt))[:-1]
+        if origin and origin.row is not None and origin.known < common_length(shareable, origin.tokens):
             return False
-        self.leaders.pop(conversation.order, None)
         super().extend(conversation, prompt)
-        shareable = conversation.tokens[:-1]
-        if leader:
-            self._share(conversation, shareable, leader)
+        if origin:
+            self._share(conversation, shareable, origin)
         self._share(conversation, shareable, self.designated)
         return True
+
+    def admit(self, conversation: Conversation, total: int, now: float) -> list[Ticket]:
+        swap_in = super().admit(conversation, total, now)
+        if origin := self.origins.pop(conversation.order, None):
+            self._copy_tail(conversation, origin)
+        return swap_in
+
+    def _copy_tail(self, conversation: Conversation, origin: Conversation):
+        """Copy the KV that the conversation has in common with its origin behind the chunks that it shares.
+        It has its slots already. In chunks of 4, if the common tokens are those of positions 0 to 9:
+
+            origin            [ s0 ]   [ s1 ]   [ 8  9  10  11 ]
+            conversation        ^        ^      [ 8  9 ]            the next step begins with two copies
+
+        The origin may have lost these slots meanwhile, or their KV may be on its way from the CPU. Then the
+        conversation computes its tokens itself."""
+        index = len(conversation.holders) - 1
+        if index >= len(origin.chunks) or conversation.chunks[index].filled:
+            return
+        source, start = origin.chunks[index], index * self.chunk_size
+        end = min(common_length(conversation.tokens[:-1], origin.tokens), start + source.filled)
+        arriving = source.ticket and source.ticket.direction == "in"
+        if end > start and source.slots and not arriving:
+            for target, slot in zip(conversation.chunks[index].slots, source.slots[:end - start]):
+                # All copies happen at once, so a copy of a copy is one of the original.
+                self.slot_copies[target] = self.slot_copies.get(slot, slot)
+            self.computed(conversation, start, end)
 
     def _share(self, child: Conversation, tokens: Sequence[int], parent: Conversation):
         """The child, whose context begins with `tokens`, shares the full chunks that these have in common
@@ -130,9 +161,7 @@ class SharingCache(KVCache):
         shared = len(child.holders) - 1
         if len(child.chunks) > shared:
             return
-        known = min(len(tokens), parent.known)
-        same = np.equal(tokens[:known], parent.tokens[:known])
-        common = known if same.all() else int(same.argmin())
+        common = common_length(tokens, parent.tokens[:parent.known])
         for chunk in parent.chunks[:common // self.chunk_size]:
             if chunk.holder is parent:
                 self._hand_to_stem(chunk)
@@ -191,7 +220,7 @@ class SharingCache(KVCache):
         super().drop_everything()
 
     def forget(self, conversation: Conversation):
-        self.leaders.pop(conversation.order, None)
+        self.origins.pop(conversation.order, None)
         super().forget(conversation)
 
     def _reindex(self, conversation: Conversation):
@@ -225,3 +254,10 @@ class SharingCache(KVCache):
 
     def _all_holders(self) -> set[Conversation]:
         return super()._all_holders() | {*self.designated.holders}
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two contexts begin with in common: 2 for [1, 2, 3] and [1, 2, 4, 5]."""
+    length = min(len(a), len(b))
+    same = np.equal(a[:length], b[:length])
+    return length if same.all() else int(same.argmin())

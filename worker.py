@@ -30,12 +30,11 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from attention_kernel import (Plan, SpanTensors, enumerate_each, join, make_plan, multi_token_attention,
@@ -147,11 +146,11 @@ class Worker:
         function that waits for the result. A batch without spans still writes the slot table."""
         packed = pack(batch.spans)
         changes = table_changes(batch.table_updates)
-        inputs, logits = self._start(packed, changes, batch.swap_in, batch.swap_out)
+        inputs, logits = self._start(packed, changes, batch.slot_copies, batch.swap_in, batch.swap_out)
         if not batch.spans:
             return lambda: Result([], self.pool.landed(wait=True))
         sampled = sample(logits, packed.sampling)
-        self._remember(inputs, sampled[0].int())
+        self._remember(inputs, sampled[0].clamp(min=0).int())
         on_host = [part.to("cpu", non_blocking=True) for part in sampled]       # into pinned memory
         done = self.pool.now()
 
@@ -166,12 +165,13 @@ class Worker:
 
     # ---- a step
 
-    def _start(self, packed: Packed, changes: list[np.ndarray], swap_in: list[Ticket], swap_out: list[Ticket]
-               ) -> tuple[Inputs, Tensor | None]:
+    def _start(self, packed: Packed, changes: list[np.ndarray], slot_copies: dict[int, int],
+               swap_in: list[Ticket], swap_out: list[Ticket]) -> tuple[Inputs, Tensor | None]:
         """Start all that is known of a step before its tokens are sampled: it is all numbers. Returns its
         inputs and logits [N, vocab]; None if there is nothing to compute."""
         size = self._graph_size(packed, swap_in)
         inputs = self._inputs(packed, changes, size)
+        self.pool.copy_slots(slot_copies)
         self.pool.swap_in(swap_in)
         earlier = self.pool.now()                       # earlier steps have written what is swapped out
         logits = self._logits(inputs, size) if packed.table_row else None       # [N, vocab]
@@ -279,38 +279,60 @@ class Worker:
     # ---- the cost of recomputation
 
     @torch.inference_mode()
-    def profile(self, repeats: int = 3) -> RecomputeCost:
-        """Measure the cost of recomputing one chunk: attention at context lengths of chunk_size,
-        twice it, four times it, ..., and the rest."""
-        config, chunk = self.model.config, min(self.chunk_size, self.max_context)
-        q = torch.zeros(chunk, config.num_heads, config.head_dim, device=self.device, dtype=self.dtype)
-        positions = torch.arange(chunk, device=self.device)
-        tokens = positions % config.vocab_size
+    def profile(self, repeats: int = 4) -> RecomputeCost:
+        """Measure what one more chunk adds to a batch that runs anyway: its attention, at context
+        lengths of chunk_size, twice it, four times it, ...; and all else, which is c.
+
+        The batch reads the weights and launches its kernels with or without the chunk. So c is the
+        difference of two batches that both take longer to compute than to read the weights, divided
+        by the number of chunks between them. In a simulation of OPT-13B on an A100:
+
+            32 tokens alone: 21.6 ms (16.6 of them read weights)
+            1,024 tokens take 63.5 ms longer than 512 tokens, which is 16 chunks:  c = 4.0 ms"""
+        chunk = min(self.chunk_size, self.max_context)
         lengths = [chunk]
         while 2 * lengths[-1] <= self.max_context:
             lengths.append(2 * lengths[-1])
+        few, many = (512, 1024) if self.device.type == "cuda" else (64, 128)        # tokens
 
-        def attention(length):
-            spans = SpanTensors.build(row=[0], q_len=[chunk], kv_len=[length], device=self.device)
-            run = partial(multi_token_attention, q, *self.pool.gpu[0], self.slot_table, spans)
-            return config.num_layers * self._seconds(run, repeats)
+        def fastest(run: Callable) -> float:            # the first run compiles and warms up
+            return min(device_seconds(self.device, run) for _ in range(repeats))
+        small, large = (fastest(partial(self._all_but_attention, tokens)) for tokens in (few, many))
+        added = max(large - small, 1e-9)                # noise of a busy machine can turn it around
+        rest = added * chunk / (many - few)
+        attention = {length: fastest(partial(self._attention, chunk, length)) for length in lengths}
+        return RecomputeCost(attention, rest)
 
-        def no_attention(layer, q, k, v, rotation):
-            return q
+    def _all_but_attention(self, tokens: int):
+        """All layers on that many tokens, but for attention. Dropped chunks need no logits."""
+        tokens = torch.arange(tokens, device=self.device)
+        self.model(tokens % self.vocab_size, tokens % self.max_context, lambda layer, q, k, v, rotation: q)
 
-        rest = self._seconds(partial(self.model, tokens, positions, no_attention), repeats)
-        return RecomputeCost({length: attention(length) for length in lengths}, rest)
+    def _attention(self, chunk: int, length: int):
+        """The attention of all layers for one chunk that ends at that context length."""
+        q = torch.zeros(chunk, self.kv_heads * self.group, self.model.config.head_dim,
+                        device=self.device, dtype=self.dtype)
+        spans = SpanTensors.build(row=[0], q_len=[chunk], kv_len=[length], device=self.device)
+        for layer in range(self.model.config.num_layers):
+            multi_token_attention(q, *self.pool.gpu[layer], self.slot_table, spans)
 
-    def _seconds(self, run: Callable, repeats: int) -> float:
-        """The median of some runs, after one that compiles and warms up."""
-        def once():
-            start = time.perf_counter()
-            run()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            return time.perf_counter() - start
-        once()
-        return median(once() for _ in range(repeats))
+
+def device_seconds(device: torch.device, run: Callable) -> float:
+    """The seconds that the device works on run().
+
+    On CUDA the GPU first spins for some milliseconds. Meanwhile the host launches everything, so the
+    time between the two events contains no wait for the host."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(8_000_000)
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
 
 
 # ---- from an engine.Config to a worker
@@ -327,9 +349,12 @@ def load_worker(config, directory: Path | None, ranks: Alone = ALONE, kind: Call
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
     dtype = getattr(torch, dtype)
-    model = (load_model(directory, device, dtype, ranks) if directory else
-             random_model(config.model, device, dtype, ranks=ranks))
-    if device == "cpu" and sum(parameter.numel() for parameter in model.parameters()) < SMALL_MODEL:
+    try:
+        model = (load_model(directory, device, dtype, ranks) if directory else
+                 random_model(config.model, device, dtype, ranks=ranks))
+    except (MemoryError, RuntimeError) as error:
+        raise ValueError(f"the weights do not fit into memory, choose a smaller model: {error}") from error
+    if device == "cpu" and is_small(model):
         torch.set_num_threads(1)                        # in the whole process
     slots, cpu_tokens = ranks.smallest(tier_sizes(config, model))
     try:
@@ -341,6 +366,10 @@ def load_worker(config, directory: Path | None, ranks: Alone = ALONE, kind: Call
     if not config.eager:
         speed_up(worker)
     return worker
+
+
+def is_small(model: Model) -> bool:
+    return sum(parameter.numel() for parameter in model.parameters()) < SMALL_MODEL
 
 
 def tier_sizes(config, model: Model) -> tuple[int, int]:
@@ -409,7 +438,7 @@ def host_memory() -> int:
         return 8 * 2**30
 
 
-# ---- faster on CUDA: the worker stays plain, and this is applied from outside
+# ---- faster: the worker stays plain, and this is applied from outside
 
 # Without its patterns. One of them takes the sum with the residual out of the norm's kernel, into the
 # matrix product before it. There CUDA first copies the residual, which is a launch more.
@@ -418,11 +447,45 @@ INDUCTOR = partial(torch.compile, options={"pattern_matcher": False})
 
 def speed_up(worker: Worker):
     """On CUDA, compile and capture the small kernels that the GPU would otherwise wait for the host
-    to launch."""
+    to launch. On a CPU, pack the weights."""
     if worker.device.type == "cuda" and runs_triton(worker.device, worker.dtype):
         fuse(worker.model)
         worker.warm_up()
         try_capture(worker, partial(make_cuda_graph, pool=torch.cuda.graph_pool_handle()))
+    packable = worker.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    if worker.device.type == "cpu" and packable and not is_small(worker.model):
+        pack_weights(worker.model)
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weights lie in the order in which oneDNN multiplies them: tiles of some
+    16 by 64. nn.Linear keeps rows, and MKL copies them into an order of its own in every call.
+
+    Both operators are those that torch.compile uses for frozen weights. The module that
+    torch.utils.mkldnn.to_mkldnn makes keeps rows, too: it is no faster than nn.Linear on 8 rows."""
+
+    def __init__(self, dense: nn.Linear):
+        super().__init__()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(dense.weight.detach(), 32)    # for few rows
+        self.bias = dense.bias
+
+    def forward(self, x: Tensor) -> Tensor:                                 # [T, in] -> [T, out]
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+
+def pack_weights(model: Model):
+    """Pack the linear layers of a model on a CPU, in float32. Each layer's dense weights are let go
+    before the next layer is packed, so the model is never in memory twice.
+
+    An embedding that is also the output layer stays dense, since its rows are looked up. We store it
+    by columns: the output layer then reads it in order, and a copy is not needed."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear):
+                setattr(module, name, PackedLinear(child))
+    if model.config.tied_embeddings:
+        table = model.tokens.weight                                         # [vocab, width]
+        table.data = table.t().contiguous().t()
 
 
 def fuse(model: Model, compiler: Callable = INDUCTOR):

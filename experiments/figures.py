@@ -30,7 +30,7 @@ import torch
 from tqdm import tqdm
 
 from eviction import POLICIES, RecomputeCost
-from experiments import microbench
+from experiments import memory, microbench
 from experiments.fleet import ROUTERS, play_fleet
 from experiments.policies import EXPERIMENTS
 from experiments.remote import RemoteEngine
@@ -178,6 +178,9 @@ def throughput_at(rows: list[dict], latency_ms: float) -> float:
 
 def everyday(options) -> Found:
     """Stateful against stateless on this machine, under a load that the stateless system cannot carry."""
+    if options.rates and len(options.rates) > 1:
+        raise ValueError(f"this figure compares systems under one load: give --rates one number instead of "
+                         f"{len(options.rates)}, or name another figure, such as fig10")
     systems = "stateless", "gpu cache", "pensieve"
     rows, _ = sweep(systems, [], [HERE[0]._replace(rates=(60.0,))], options)
     stateless, pensieve = rows[0], rows[-1]
@@ -283,6 +286,11 @@ def costs(cost: RecomputeCost, panel: Panel, options) -> Found:
     return Found(rows, [ratio(name, cost.seconds[-1] / cost.rest, options)])
 
 
+def of_memory(count: Callable, options) -> Found:
+    """A figure of memory.py: it counts slots, and needs neither a device nor a model."""
+    return Found(*count(options.seed))
+
+
 # ---- measured only
 
 def only_measured(options):
@@ -351,6 +359,7 @@ class Figure(NamedTuple):
     x: str                          # of its plot: a field of its rows
     y: str
     columns: tuple = ()             # of its table: fields of its rows; none: a line for each field
+    bars: tuple = ()                # fields to draw as bars, a bar for each row, instead of y over x
 
 
 def latency_figure(run: Callable, about: str, x: str = "throughput", y: str = "normalized_latency_ms"
@@ -372,7 +381,8 @@ RATES = "share", "gbytes_per_second", "tflops"
 FIGURES = {
     "default": Figure(
         everyday, "three systems on the embedded model, measured here (1 minute)",
-        "request_rate", "normalized_latency_ms"),
+        "request_rate", "normalized_latency_ms",
+        bars=("mean_ttft_ms", "normalized_latency_ms", "throughput", "computed_tokens")),
     "fig3": Figure(
         fig3, "seconds to prefill a history, and to generate the reply (10 s, simulated too)",
         "history", "seconds", ("system", "history", "seconds")),
@@ -385,7 +395,8 @@ FIGURES = {
     "fig11": latency_figure(
         partial(sweep, ("stateless", "gpu cache", "pensieve"), FOUR_GPUS, HERE),
         "latency over throughput of larger models, four GPUs (3 minutes; simulated: hours)"),
-    "fig12": microbenchmark(microbench.kernel, "the same as kernel", *RATES),
+    "fig12": microbenchmark(
+        microbench.kernel, "attention over scattered slots, as kernel, which is the same (15 s)", *RATES),
     "fig13": latency_figure(
         partial(sweep, ("separate phases", "pensieve"), [ONE_GPU[0]._replace(paper=None)], HERE),
         "prefill and decode in one batch or in batches of their own (2 minutes; simulated: 10)"),
@@ -405,6 +416,12 @@ FIGURES = {
     "draft": latency_figure(
         partial(sweep, ("stateless", "pensieve", "draft"), DRAFT, HERE),
         "the system of the paper's draft, on its datasets (3 minutes; simulated: hours)"),
+    "waste": Figure(
+        partial(of_memory, memory.waste), "how many slots of a cache hold KV, by who gives them (1 minute)",
+        "running", "tokens_per_second", ("system", "dataset", "kv_share", "running", "tokens_per_second")),
+    "sharing": Figure(
+        partial(of_memory, memory.sharing), "slots that several replies to a prompt save together (20 s)",
+        "replies", "saved", ("system", "dataset", "chunk", "replies", "saved")),
     "serve": Figure(
         serve, "a running server (--url), for clients that resend their history or need not (1 minute)",
         "request_rate", "mean_ttft_ms"),

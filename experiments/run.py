@@ -23,10 +23,12 @@ import math
 import time
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Callable, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from checkpoint import PRESETS, find_checkpoint, read_config
 from config import Config
@@ -74,6 +76,9 @@ def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Ca
     heapq.heapify(due)                              # of (time, conversation, turn)
     active: dict[object, Active] = {}               # by handle
     served = []
+    # In a terminal only (None), and not in the processes of parallel simulations.
+    progress = tqdm(total=sum(len(conversation.turns) for conversation in conversations), unit="turn",
+                    leave=False, disable=True if parent_process() else None)
 
     def submit(when: float, number: int, index: int):
         name, turns, _ = conversations[number]
@@ -102,9 +107,11 @@ def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Ca
                 del active[handle]
                 reply = handle.result()
                 served.append(Served(turn.due, turn.first_token, now, len(reply.token_ids), reply.usage))
+                progress.update()
                 later = conversations[turn.conversation].turns[turn.index + 1:]
                 if later:
                     heapq.heappush(due, (now + later[0].think_seconds, turn.conversation, turn.index + 1))
+    progress.close()
     return served
 
 
@@ -244,10 +251,24 @@ def play(name: str, panel: Panel, rate: float | None, options) -> dict:
     row = dict(system=name, policy=name if name in EXPERIMENTS else engine.config.policy, model=panel.model,
                dataset=panel.dataset, think=panel.think, request_rate=rate)
     row |= summary(served, begin)
+    if tier := never_full(engine, until):
+        row["never_full"] = tier
     for counter, value in engine.stats().items():       # of the whole run, so figures of the summary win
         row.setdefault(counter, value)
     engine.close()
     return row
+
+
+def never_full(engine: Engine, until: float) -> str | None:
+    """The tier that no chunk had to leave, "GPU" or "CPU": the run was too short to fill it.
+
+    A run that ends by itself (until is inf) may leave the CPU tier partly empty: its load is all there is."""
+    stats = engine.stats()
+    if engine.config.stateless or stats["chunks_dropped"]:
+        return None
+    if not stats["chunks_swapped_out"]:
+        return "GPU"
+    return "CPU" if until < math.inf else None
 
 
 def build(system: System, panel: Panel, conversations: list[PlannedConversation], options) -> Engine:

@@ -171,11 +171,14 @@ class SimulatedWorker:
         return sum(ticket.filled for ticket in tickets) * self.token_bytes / self.link
 
     def profile(self) -> RecomputeCost:
-        """The cost of a chunk that is computed alone, as Worker.profile measures it."""
+        """What one more chunk adds to a batch that runs anyway, as Worker.profile measures it. The
+        batch has a million tokens, so that arithmetic takes longer than reading the weights."""
         count = (self.max_context // self.chunk_size).bit_length()
         lengths = [self.chunk_size << n for n in range(count)]          # 32, 64, 128, ... tokens
         attention = {length: self.attention_seconds(self.chunk_size, length) for length in lengths}
-        return RecomputeCost(attention, self.linear_seconds(self.chunk_size, 0))
+        batch = 1_000_000
+        rest = self.linear_seconds(batch + self.chunk_size, 0) - self.linear_seconds(batch, 0)
+        return RecomputeCost(attention, rest)
 
 
 def kv_token_bytes(shape, element_size: int) -> int:

@@ -24,17 +24,23 @@ Invariants: every stored turn is needed by a conversation or by a later turn. A 
 returned survives a crash (WAL, synchronous=FULL). A commit that fails changes nothing; it fails if the
 conversation does not end where its caller thinks.
 """
+import fcntl
 import hashlib
 import json
 import os
 import secrets
 import sqlite3
+import stat
 import threading
 import time
 from array import array
-from collections.abc import Iterable
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from itertools import dropwhile, islice
+from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 SCHEMA_VERSION = 2
 BUSY_SECONDS = 5        # a write waits so long while another process writes to the file
@@ -69,11 +75,10 @@ PRAGMA user_version = {SCHEMA_VERSION}"""
 # The columns are the fields of Turn.
 TURNS = ("SELECT id, parent, coalesce(name, conversation), length, last_token, note, hash, turn.created "
          "FROM turn LEFT JOIN conversation ON head = id")
-# SQL for the turn before a turn, in three senses: as far as the model reads, as far as the conversation goes,
-# and none, for a turn alone.
-CONTEXT = "CASE WHEN carried IS NULL THEN parent END"
-ANCESTRY = "parent"
-ALONE = "NULL"
+# SQL for the turn before a turn. `chain` follows one of them back to its end.
+CONTEXT = "CASE WHEN carried IS NULL THEN parent END"       # as far as the model reads
+ANCESTRY = "parent"                                         # as far as the conversation goes
+ALONE = "NULL"                                              # nowhere: the turn alone
 
 
 class Turn(NamedTuple):
@@ -105,61 +110,76 @@ class StaleTurn(LookupError):
 class History:
     """Any thread may call any method."""
 
-    def __init__(self, path: str | os.PathLike = ":memory:", fingerprint: str = ""):
-        """fingerprint: the tokenizer's.
+    def __init__(self, path: str | os.PathLike = ":memory:", fingerprint: str = "",
+                 vocab_size: int = 2**31):
+        """fingerprint: the tokenizer's. vocab_size: the model's; all token ids are below it.
 
-        ValueError if the file belongs to another tokenizer or to another version of this program, or if
-        it is not a history."""
-        if path != ":memory:":
-            # Conversations are private. SQLite gives the -wal and -shm files the mode of this one.
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-            os.chmod(path, 0o600)
+        ValueError if the file belongs to another tokenizer, to another version of this program, or to a
+        server that is running, or if it is not a history. Then the file stays as it was."""
         self._root_hash = digest(b"", fingerprint)
-        self._lock = threading.Lock()
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._open = ExitStack()        # closes all that we open, in reverse order
         try:
-            self._open(path, fingerprint)
-        except sqlite3.DatabaseError as error:
-            raise ValueError(f"{path} cannot be used as a history ({error}): name another file") from error
+            if path != ":memory:":
+                self._take_file(path, fingerprint)
+            self._connect(path, fingerprint)
+            check(self._reader, path, fingerprint)
+            check_ids(self._reader, path, vocab_size)
+        except BaseException as error:
+            self._open.close()
+            if isinstance(error, (sqlite3.DatabaseError, UnicodeError)):
+                reason = f"{path} cannot be used as a history ({error}): name another file"
+                raise ValueError(reason) from error
+            raise
 
-    def _open(self, path: str | os.PathLike, fingerprint: str):
-        with self._writing():
-            if not self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                for statement in SCHEMA.split(";\n"):
-                    self._db.execute(statement)
-                self._db.execute("INSERT INTO meta VALUES (?)", (fingerprint,))
-        version, = self._db.execute("PRAGMA user_version").fetchone()
-        if version != SCHEMA_VERSION:
-            raise ValueError(f"{path} has schema version {version}, this program reads {SCHEMA_VERSION}: "
-                             "name another file")
-        if self._db.execute("SELECT fingerprint FROM meta").fetchone() != (fingerprint,):
-            raise ValueError(f"{path} was written with another tokenizer or chat template, its token ids "
-                             "mean something else here: name another file for this model, or delete this")
+    def _take_file(self, path: str | os.PathLike, fingerprint: str):
+        """Lock the file, check that it is a history of ours, and then make it private."""
+        file = open_alone(path)
+        self._open.callback(os.close, file)
+        if os.fstat(file).st_size:
+            with closing(untouched(path)) as db:
+                check(db, path, fingerprint)
+        os.fchmod(file, 0o600)          # SQLite gives the -wal and -shm files the mode of this one
+
+    def _connect(self, path: str | os.PathLike, fingerprint: str):
+        """One connection writes, the other one reads, and each has a lock of its own. So reading never waits
+        for a write. A history in memory has one connection for both."""
+        def connect() -> sqlite3.Connection:
+            connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._open.callback(connection.close)
+            return connection
+        self._db, self._write_lock = connect(), threading.RLock()
+        with self._writing() as db:
+            create_tables(db, fingerprint)
         for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "busy_timeout = 20"):
             self._db.execute(f"PRAGMA {setting}")
+        count_bytes(self._db)
+        self._reader, self._read_lock = self._db, self._write_lock
+        if path != ":memory:":
+            self._reader, self._read_lock = connect(), threading.RLock()
+            self._reader.execute("PRAGMA query_only = ON")
 
     # ---- turns
 
     def head(self, conversation: str) -> Turn | None:
         """The last turn of a conversation. None if it has no turn, or does not exist."""
-        with self._lock:
-            return self._head(conversation)
+        with self._reading() as db:
+            return head_of(db, conversation)
 
     def turn(self, turn_id: str) -> Turn | None:
         """None if it is gone, or if its client deleted it."""
-        with self._lock:
-            return self._turn("id = :id AND NOT hidden", id=turn_id)
+        with self._reading() as db:
+            return find_turn(db, "id = :id AND NOT hidden", id=turn_id)
 
     def tokens(self, turn_id: str) -> array:
         """The raw ids of a turn's context, its own included, as array("i"). StaleTurn if it is gone."""
-        with self._lock:
-            rows = self._up(CONTEXT, turn_id, "prompt, reply")
+        with self._reading() as db:
+            rows = chain(db, CONTEXT, turn_id, "prompt, reply")
         return array("i", b"".join(prompt + reply for prompt, reply in rows))
 
     def messages(self, turn_id: str) -> list[dict]:
         """The visible messages of a turn's context, its own included. StaleTurn if it is gone."""
-        with self._lock:
-            rows = self._up(CONTEXT, turn_id, "messages")
+        with self._reading() as db:
+            rows = chain(db, CONTEXT, turn_id, "messages")
         return [message for text, in rows for message in json.loads(text)]
 
     def commit(self, conversation: str, parent: str | None, prompt: Iterable[int], reply: Iterable[int],
@@ -186,9 +206,9 @@ class History:
             visible.append({"role": "assistant", "content": text})
         if not prompt and not reply:
             raise ValueError("a turn needs at least one token")
-        with self._writing():
-            self._expect_head(conversation, None if branches else parent)
-            before = self._turn("id = :id", id=parent)
+        with self._writing() as db:
+            expect_head(db, conversation, None if branches else parent)
+            before = find_turn(db, "id = :id", id=parent)
             if parent and before is None:
                 raise StaleTurn(f"turn {parent} is gone")
             length, hashed = (before.length, before.hash) if before else (0, self._root_hash)
@@ -198,12 +218,12 @@ class History:
             hashed = rolled(hashed, visible)[-1] if determined else None
             turn = Turn(id or new_id(), parent, conversation, length + len(prompt) + len(reply),
                         (prompt + reply)[-1], json.dumps(note or {}), hashed, time.time())
-            self._db.execute("""
+            db.execute("""
                 INSERT INTO turn VALUES (:id, :parent, :conversation, :length, :last_token, :prompt,
                                          :reply, :messages, :carried, :note, 0, :hash, :created)""",
                 turn._asdict() | dict(prompt=prompt, reply=reply, messages=json.dumps(visible),
                                       carried=carried))
-            self._db.execute("""
+            db.execute("""
                 INSERT INTO conversation VALUES (:conversation, :id, NULL, '[]', :created, :created)
                 ON CONFLICT (name) DO UPDATE SET head = :id, waiting = '[]', active = :created""",
                 turn._asdict())
@@ -222,8 +242,8 @@ class History:
         for n in range(len(messages) - 1, 0, -1):
             if messages[n - 1]["role"] != "assistant":          # a turn ends with its reply
                 continue
-            with self._lock:
-                turn = self._turn("""
+            with self._reading() as db:
+                turn = find_turn(db, """
                     hash = :hash AND NOT hidden AND substr(conversation, 1, length(:owner)) = :owner
                     ORDER BY :hint IN (name, conversation) DESC, name = :hint DESC,
                              name IS NOT NULL DESC, turn.rowid DESC""",
@@ -237,11 +257,11 @@ class History:
 
         Returns the names of the conversations that are gone or shorter now. An unknown name is no
         error."""
-        with self._writing():
-            if (record := self._record(conversation)) is None:
+        with self._writing() as db:
+            if (record := find_record(db, conversation)) is None:
                 return []
-            self._db.execute("DELETE FROM conversation WHERE name = ?", (conversation,))
-            return [conversation] + self._release(record.head)
+            db.execute("DELETE FROM conversation WHERE name = ?", (conversation,))
+            return [conversation] + release(db, record.head)
 
     def delete(self, turn_id: str) -> list[str]:
         """Delete a turn. If later turns build on it, it is only hidden, and goes with the last of them.
@@ -249,9 +269,9 @@ class History:
         A conversation that ended with the turn ends with its parent now. If there is no parent, the
         conversation goes, too, unless a client created it by name. Returns the names of these
         conversations."""
-        with self._writing():
-            self._db.execute("UPDATE turn SET hidden = 1 WHERE id = ?", (turn_id,))
-            return self._release(turn_id)
+        with self._writing() as db:
+            db.execute("UPDATE turn SET hidden = 1 WHERE id = ?", (turn_id,))
+            return release(db, turn_id)
 
     # ---- conversations
 
@@ -259,40 +279,40 @@ class History:
         """Create a conversation without a turn. Its first turn will begin with `messages`.
 
         ValueError if it exists."""
-        with self._writing():
-            if self._record(conversation):
+        with self._writing() as db:
+            if find_record(db, conversation):
                 raise ValueError(f"conversation {conversation!r} exists already: use a new name")
             now = time.time()
-            self._db.execute("INSERT INTO conversation VALUES (?, NULL, ?, ?, ?, ?)",
-                             (conversation, json.dumps(metadata), json.dumps(list(messages)), now, now))
+            db.execute("INSERT INTO conversation VALUES (?, NULL, ?, ?, ?, ?)",
+                       (conversation, json.dumps(metadata), json.dumps(list(messages)), now, now))
 
     def record(self, conversation: str) -> ConversationRecord | None:
-        with self._lock:
-            return self._record(conversation)
+        with self._reading() as db:
+            return find_record(db, conversation)
 
     def update(self, record: ConversationRecord):
         """Store its metadata and waiting messages. From now on it counts as created by name."""
         metadata, waiting = json.dumps(record.metadata or {}), json.dumps(record.waiting)
-        with self._writing():
-            self._db.execute("UPDATE conversation SET metadata = ?, waiting = ?, active = ? WHERE name = ?",
-                             (metadata, waiting, time.time(), record.name))
+        with self._writing() as db:
+            db.execute("UPDATE conversation SET metadata = ?, waiting = ?, active = ? WHERE name = ?",
+                       (metadata, waiting, time.time(), record.name))
 
-    def items(self, conversation: str) -> list[dict]:
-        """Every visible message of a conversation once, in order, without those of deleted turns.
+    def items(self, conversation: str, after: str | None = None, newest_first: bool = False,
+              limit: int | None = None) -> list[dict]:
+        """The visible messages of a conversation, each once, in order, without those of deleted turns.
 
-        Each has an id. The reply of turn T is msg_T; the messages before it are msg_T_0, msg_T_1, ..."""
-        with self._lock:
-            if (record := self._record(conversation)) is None:
+        Each has an id. The reply of turn T is msg_T; the messages before it are msg_T_0, msg_T_1, ...
+        after, limit: see `items_after`."""
+        with self._reading() as db:
+            if (record := find_record(db, conversation)) is None:
                 return []
-            items = self._items(ANCESTRY, record.head) if record.head else []
-        return items + record.waiting
+            return items_after(items_one_by_one(db, record, after, newest_first), after, limit)
 
     def items_of(self, turn_id: str, way: str = ANCESTRY) -> list[dict]:
-        """The same for a turn, its reply included, and for all turns before it; or for the turn ALONE.
-
-        StaleTurn if it is gone."""
-        with self._lock:
-            return self._items(way, turn_id)
+        """The visible messages of a turn, its reply included, and of all turns before it; or those of the
+        turn ALONE. StaleTurn if the turn is gone."""
+        with self._reading() as db:
+            return items_of(db, way, turn_id)
 
     def delete_item(self, conversation: str, item_id: str) -> list[str]:
         """Delete one of a conversation's visible messages.
@@ -300,141 +320,266 @@ class History:
         The conversation ends before the turn of that message now, and its other messages from there on wait
         for its next turn. Returns the names of the conversations that are shorter now; none: there is no such
         message."""
-        with self._writing():
-            if (record := self._record(conversation)) is None:
+        with self._writing() as db:
+            if (record := find_record(db, conversation)) is None:
                 return []
             head, items = record.head, record.waiting
             while head and item_id not in [item["id"] for item in items]:
-                items = self._items(ALONE, head) + items
-                head = self._turn("id = :id", id=head).parent
+                items = items_of(db, ALONE, head) + items
+                head = find_turn(db, "id = :id", id=head).parent
             remaining = [item for item in items if item["id"] != item_id]
             if remaining == items:
                 return []
-            self._db.execute("""
+            db.execute("""
                 UPDATE conversation SET head = ?, waiting = ?, metadata = coalesce(metadata, '{}'), active = ?
                 WHERE name = ?""", (head, json.dumps(remaining), time.time(), conversation))
-            return [conversation] + self._release(record.head)
+            return [conversation] + release(db, record.head)
 
-    def oldest(self, before: float, max_bytes: float) -> str | None:
-        """The least recently active conversation, if it must go; else None.
+    def oldest(self, before: float, max_bytes: float, owner: str = "",
+               spared: Iterable[str] = ()) -> str | None:
+        """The least recently active conversation of an owner, if it must go; else None.
 
-        It must go if it was last active before `before` (seconds since 1970), or if the history takes
-        more than max_bytes."""
-        with self._lock:
-            row = self._db.execute("""
-                SELECT name, active, page_size * (page_count - freelist_count)
-                FROM conversation, pragma_page_size, pragma_page_count, pragma_freelist_count
-                ORDER BY active LIMIT 1""").fetchone()
-        name, active, size = row or (None, before, 0)
-        return name if active < before or size > max_bytes else None
+        It must go if it was last active before `before` (seconds since 1970), or if the owner has stored more
+        than max_bytes (for the owner "": if the file holds more). spared: conversations that stay."""
+        with self._write_lock:
+            db = self._db
+            row = db.execute("""
+                SELECT name, active FROM conversation
+                WHERE substr(name, 1, length(:owner)) = :owner
+                      AND name NOT IN (SELECT value FROM json_each(:spared))
+                ORDER BY active LIMIT 1""", dict(owner=owner, spared=json.dumps(list(spared)))).fetchone()
+            stored, = db.execute("""
+                SELECT page_size * (page_count - freelist_count)
+                FROM pragma_page_size, pragma_page_count, pragma_freelist_count""").fetchone()
+            if owner:
+                stored, = db.execute("SELECT total(bytes) FROM stored WHERE owner = ?", (owner,)).fetchone()
+        name, active = row or (None, before)
+        return name if active < before or stored > max_bytes else None
 
     def conversations(self) -> list[str]:
         """The names of all conversations, sorted."""
-        with self._lock:
-            return [name for name, in self._db.execute("SELECT name FROM conversation ORDER BY name")]
+        with self._reading() as db:
+            return [name for name, in db.execute("SELECT name FROM conversation ORDER BY name")]
 
     def close(self):
         """Close the file. No other method may be called after."""
-        with self._lock:
-            self._db.close()
+        with self._write_lock, self._read_lock:
+            self._open.close()
 
     @contextmanager
-    def _writing(self):
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        with self._read_lock:
+            yield self._reader
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
         """A transaction: all or nothing, and no other thread or process writes meanwhile."""
         self._begin()
         try:
             with self._db:
-                yield
+                yield self._db
         finally:
-            self._lock.release()
+            self._write_lock.release()
 
     def _begin(self):
         """Take the lock and begin a transaction.
 
-        While another process writes to the file, we try again for BUSY_SECONDS. Between two attempts we
-        release the lock, so that our readers need not wait."""
+        While another process writes to the file, we try again, for BUSY_SECONDS at most. Between two attempts
+        we release the lock."""
         deadline = time.monotonic() + BUSY_SECONDS
         while True:
-            self._lock.acquire()
+            self._write_lock.acquire()
             try:
                 self._db.execute("BEGIN IMMEDIATE")
                 return                          # with the lock
             except BaseException as error:
-                self._lock.release()
+                self._write_lock.release()
                 is_busy = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
                 if not is_busy or time.monotonic() > deadline:
                     raise
             time.sleep(0.02)
 
-    # ---- whoever calls these holds the lock
 
-    def _turn(self, where: str, **values) -> Turn | None:
-        """The first turn for which an SQL condition holds."""
-        row = self._db.execute(f"{TURNS} WHERE {where}", values).fetchone()
-        return Turn(*row) if row else None
+# ---------------------------------------------------------------------------------------------------------
+# The file.
 
-    def _head(self, conversation: str) -> Turn | None:
-        return self._turn("name = :name", name=conversation)
+def open_alone(path: str | os.PathLike) -> int:
+    """A descriptor of the file, which is made if there is none. While it is open, no other call for this
+    file succeeds.
 
-    def _record(self, conversation: str) -> ConversationRecord | None:
-        row = self._db.execute("SELECT * FROM conversation WHERE name = ?", (conversation,)).fetchone()
-        if row is None:
-            return None
-        record = ConversationRecord(*row)
-        return record._replace(metadata=json.loads(record.metadata or "null"),
-                               waiting=json.loads(record.waiting))
+    ValueError if another server has it open, or if it is no regular file."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)     # opening a pipe must not wait
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise ValueError(f"{path} cannot be used as a history: it is not a regular file")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)    # the system releases it when the process ends
+    except BlockingIOError as error:
+        os.close(file)
+        raise ValueError(f"another server uses the history {path}: stop it, or name another file") from error
+    except BaseException:
+        os.close(file)
+        raise
+    return file
 
-    def _items(self, way: str, turn_id: str) -> list[dict]:
-        """The visible messages that were new in each of these turns, with their ids."""
-        items = []
-        columns = "id, messages, coalesce(carried, 0), hidden"
-        for turn_id, text, carried, hidden in self._up(way, turn_id, columns):
-            messages = [] if hidden else json.loads(text)[carried:]
-            ids = [f"msg_{turn_id}_{i}" for i in range(len(messages) - 1)] + [f"msg_{turn_id}"]
-            items += [dict(id=id) | message for id, message in zip(ids, messages)]
-        return items
 
-    def _release(self, turn_id: str | None) -> list[str]:
-        """Delete a turn if nobody needs it, then its parent if nobody needs that, and so on.
+def untouched(path: str | os.PathLike) -> sqlite3.Connection:
+    """A connection that changes nothing: SQLite neither makes nor reads a -wal file beside the file."""
+    return sqlite3.connect(f"{Path(path).absolute().as_uri()}?immutable=1", uri=True)
 
-        A later turn needs its parent. A conversation needs its head, unless the head is hidden. Returns
-        the names of the conversations whose head was deleted: they end with its parent now."""
-        moved = []
-        last_of_its_branch = ("SELECT parent, hidden FROM turn WHERE id = :id "
-                              "AND NOT EXISTS (SELECT * FROM turn AS later WHERE later.parent = :id)")
-        while row := self._db.execute(last_of_its_branch, dict(id=turn_id)).fetchone():
-            parent, hidden = row
-            names = self._db.execute("SELECT name FROM conversation WHERE head = ?", (turn_id,)).fetchall()
-            if names and not hidden:
-                break
-            self._db.execute("UPDATE conversation SET head = ? WHERE head = ?", (parent, turn_id))
-            self._db.execute("DELETE FROM turn WHERE id = ?", (turn_id,))
-            moved += [name for name, in names if name not in moved]
-            turn_id = parent
-        self._db.execute("DELETE FROM conversation WHERE head IS NULL AND metadata IS NULL")
-        return moved
 
-    def _expect_head(self, conversation: str, expected: str | None):
-        """StaleTurn if the conversation does not end with this turn. None: it must have no turn."""
-        head = self._head(conversation)
-        if (head and head.id) != expected:
-            now = f"its last turn is {head.id}" if head else "it was forgotten"
-            raise StaleTurn(f"conversation {conversation!r} does not end with {expected or 'nothing'} any "
-                            f"more: {now}; read its head and try again")
+def create_tables(db: sqlite3.Connection, fingerprint: str):
+    """Create our tables, unless the file has tables already."""
+    if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        for statement in SCHEMA.split(";\n"):
+            db.execute(statement)
+        db.execute("INSERT INTO meta VALUES (?)", (fingerprint,))
 
-    def _up(self, way: str, turn_id: str, columns: str) -> list[tuple]:
-        """These columns of a turn and of all turns before it, the first turn first.
 
-        way: CONTEXT or ANCESTRY. StaleTurn if the turn is gone."""
-        rows = self._db.execute(f"""
-            WITH RECURSIVE chain(link, above, depth) AS (
-                SELECT id, {way}, 0 FROM turn WHERE id = ?
-                UNION ALL SELECT id, {way}, depth + 1 FROM turn JOIN chain ON id = above)
-            SELECT {columns} FROM chain JOIN turn ON id = link ORDER BY depth DESC""",
-            (turn_id,)).fetchall()
-        if not rows:
-            raise StaleTurn(f"turn {turn_id} is gone")
-        return rows
+def check(db: sqlite3.Connection, path: str | os.PathLike, fingerprint: str):
+    """ValueError or sqlite3.DatabaseError if it is not a history of ours with this fingerprint."""
+    version, = db.execute("PRAGMA user_version").fetchone()
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"{path} has schema version {version}, this program reads {SCHEMA_VERSION}: "
+                         "name another file")
+    if db.execute("SELECT fingerprint FROM meta").fetchone() != (fingerprint,):
+        raise ValueError(f"{path} was written with another tokenizer or chat template, its token ids "
+                         "mean something else here: name another file for this model, or delete this")
+
+
+def check_ids(db: sqlite3.Connection, path: str | os.PathLike, vocab_size: int):
+    """ValueError if a turn has a token id that the model does not know."""
+    for turn_id, prompt, reply in db.execute("SELECT id, prompt, reply FROM turn"):
+        try:
+            ids = np.frombuffer(prompt + reply, np.int32)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} is damaged, turn {turn_id}: {error}; name another file") from error
+        if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+            raise ValueError(f"{path}: turn {turn_id} has a token id beyond the vocabulary of {vocab_size} "
+                             "tokens: name another file for this model")
+
+
+def count_bytes(db: sqlite3.Connection):
+    """From now on this connection keeps count of the bytes that each owner has stored.
+
+    A row counts for its texts and token ids, and for 500 bytes of other columns and indexes. Triggers add the
+    size of a row that is written, and subtract the size of a row that is deleted or replaced."""
+    db.execute("CREATE TEMP TABLE stored (owner TEXT PRIMARY KEY, bytes INTEGER NOT NULL)")
+    tables = dict(turn=("conversation", "length({0}prompt) + length({0}reply) + length({0}messages)"),
+                  conversation=("name", "length({0}waiting) + coalesce(length({0}metadata), 0)"))
+    for table, (name, size) in tables.items():
+        def change(sign: str, row: str, source: str = "") -> str:
+            return (f"INSERT INTO stored SELECT substr({row}{name}, 1, instr({row}{name}, '/')), "
+                    f"{sign} (500 + {size.format(row)}) {source} WHERE true "
+                    "ON CONFLICT (owner) DO UPDATE SET bytes = bytes + excluded.bytes;")
+        add, subtract = change("+", "new."), change("-", "old.")
+        db.execute(change("+", "", f"FROM {table}"))            # the rows that are there now
+        for event, steps in dict(INSERT=add, DELETE=subtract, UPDATE=subtract + add).items():
+            db.execute(f"CREATE TEMP TRIGGER {table}_{event} AFTER {event} ON main.{table} "
+                       f"BEGIN {steps} END")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Rows. The callers hold the connection's lock.
+
+def find_turn(db: sqlite3.Connection, where: str, **values) -> Turn | None:
+    """The first turn for which an SQL condition holds."""
+    row = db.execute(f"{TURNS} WHERE {where}", values).fetchone()
+    return Turn(*row) if row else None
+
+
+def head_of(db: sqlite3.Connection, conversation: str) -> Turn | None:
+    return find_turn(db, "name = :name", name=conversation)
+
+
+def expect_head(db: sqlite3.Connection, conversation: str, expected: str | None):
+    """StaleTurn if the conversation does not end with this turn. None: it must have no turn."""
+    head = head_of(db, conversation)
+    if (head and head.id) != expected:
+        now = f"its last turn is {head.id}" if head else "it was forgotten"
+        raise StaleTurn(f"conversation {conversation!r} does not end with {expected or 'nothing'} any "
+                        f"more: {now}; read its head and try again")
+
+
+def find_record(db: sqlite3.Connection, conversation: str) -> ConversationRecord | None:
+    row = db.execute("SELECT * FROM conversation WHERE name = ?", (conversation,)).fetchone()
+    if row is None:
+        return None
+    record = ConversationRecord(*row)
+    return record._replace(metadata=json.loads(record.metadata or "null"),
+                           waiting=json.loads(record.waiting))
+
+
+def release(db: sqlite3.Connection, turn_id: str | None) -> list[str]:
+    """Delete a turn if nobody needs it, then its parent if nobody needs that, and so on.
+
+    A later turn needs its parent. A conversation needs its head, unless the head is hidden. Returns
+    the names of the conversations whose head was deleted: they end with its parent now."""
+    moved = []
+    last_of_its_branch = ("SELECT parent, hidden FROM turn WHERE id = :id "
+                          "AND NOT EXISTS (SELECT * FROM turn AS later WHERE later.parent = :id)")
+    while row := db.execute(last_of_its_branch, dict(id=turn_id)).fetchone():
+        parent, hidden = row
+        names = db.execute("SELECT name FROM conversation WHERE head = ?", (turn_id,)).fetchall()
+        if names and not hidden:
+            break
+        db.execute("UPDATE conversation SET head = ? WHERE head = ?", (parent, turn_id))
+        db.execute("DELETE FROM turn WHERE id = ?", (turn_id,))
+        moved += [name for name, in names if name not in moved]
+        turn_id = parent
+    db.execute("DELETE FROM conversation WHERE head IS NULL AND metadata IS NULL")
+    return moved
+
+
+def chain(db: sqlite3.Connection, way: str, turn_id: str, columns: str) -> list[tuple]:
+    """These columns of a turn and of all turns before it, the first turn first.
+
+    way: CONTEXT, ANCESTRY or ALONE. StaleTurn if the turn is gone."""
+    rows = db.execute(f"""
+        WITH RECURSIVE chain(link, above, depth) AS (
+            SELECT id, {way}, 0 FROM turn WHERE id = ?
+            UNION ALL SELECT id, {way}, depth + 1 FROM turn JOIN chain ON id = above)
+        SELECT {columns} FROM chain JOIN turn ON id = link ORDER BY depth DESC""",
+        (turn_id,)).fetchall()
+    if not rows:
+        raise StaleTurn(f"turn {turn_id} is gone")
+    return rows
+
+
+def items_one_by_one(db: sqlite3.Connection, record: ConversationRecord, after: str | None,
+                     newest_first: bool) -> Iterator[dict]:
+    """The items of a conversation. We read each turn only when somebody asks for its items.
+
+    after: nobody asks for items before this one. Most ids name a turn: then we begin with that turn."""
+    places = [id for id, in chain(db, ANCESTRY, record.head, "id")] if record.head else []
+    places.append(None)                 # for the messages that wait for the next turn
+    if newest_first:
+        places.reverse()
+    turn_id = (after or "").removeprefix("msg_").partition("_")[0]
+    for place in places[places.index(turn_id) if turn_id in places else 0:]:
+        items = record.waiting if place is None else items_of(db, ALONE, place)
+        yield from reversed(items) if newest_first else items
+
+
+def items_after(items: Iterable[dict], after: str | None, limit: int | None) -> list[dict]:
+    """At most `limit` items, those that follow the item with the id `after`.
+
+    after: None: begin with the first item. If no item has this id, the result is empty. limit: None: all."""
+    if after is not None:
+        items = islice(dropwhile(lambda item: item["id"] != after, items), 1, None)
+    return list(islice(items, limit))
+
+
+def items_of(db: sqlite3.Connection, way: str, turn_id: str) -> list[dict]:
+    """The visible messages that were new in a turn and in the turns before it, with their ids.
+
+    way: ANCESTRY or ALONE."""
+    items = []
+    columns = "id, messages, coalesce(carried, 0), hidden"
+    for name, text, carried, hidden in chain(db, way, turn_id, columns):
+        messages = [] if hidden else json.loads(text)[carried:]
+        ids = [f"msg_{name}_{i}" for i in range(len(messages) - 1)] + [f"msg_{name}"]
+        items += [dict(id=id) | message for id, message in zip(ids, messages)]
+    return items
 
 
 def new_id() -> str:
@@ -448,8 +593,17 @@ def digest(previous: bytes, *texts: str) -> bytes:
 
 
 def rolled(start: bytes, messages: list[dict]) -> list[bytes]:
-    """The rolling hash after each message: h_i = sha256(h_{i-1}, role, content)."""
+    """The rolling hash after each message: h_i = sha256(h_{i-1}, role, what was said)."""
     hashes = [start]
     for message in messages:
-        hashes.append(digest(hashes[-1], message["role"], message["content"]))
+        hashes.append(digest(hashes[-1], message["role"], said(message)))
     return hashes[1:]
+
+
+def said(message: dict) -> str:
+    """The content without the thoughts that a reply begins with: <think>2 + 2</think> 4  ->  4. Many clients
+    and chat templates do not send the thoughts back, and we must recognise the reply all the same."""
+    _, end_of_thoughts, answer = message["content"].rpartition("</think>")
+    if message["role"] == "assistant" and end_of_thoughts:
+        return answer.lstrip()
+    return message["content"]

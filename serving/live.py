@@ -1,6 +1,7 @@
 """The live picture: where every chunk of every conversation is, and which chunks move, as they move.
 
-    {"id": "c1", "tokens": 140, "gpu": 76, "cpu": 32, "idle_seconds": 3.2, "chunks": ".CBGG", ...}
+    {"id": "c1", "tokens": 140, "gpu": 76, "cpu": 32, "idle_seconds": 3.2, "chunks": ".CBGG",
+     "leaves_next": 2, ...}
 
 `chunks` has one letter for each chunk of the conversation, the leading one first:
 
@@ -10,21 +11,28 @@
     .    in neither: dropped, or not computed yet
     R    being recomputed: it has slots again, but not all of its KV yet
 
-Chunk i is worth recompute_seconds[i] / idle_seconds (see eviction.py). While nobody watches, none of this
-costs the engine any time.
+`leaves_next` is the index of the chunk that leaves the GPU next. It is null for all conversations but one (or
+a few, if they share the chunk). Chunk i is worth recompute_seconds[i] / idle_seconds (see eviction.py).
+
+While nobody watches, none of this costs the engine any time.
 """
+import json
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from queue import Empty, Queue
 
 from engine import Engine
+from eviction import Policy
 from kv_cache import Chunk, Conversation
 from scheduler import Batch
 
 LETTERS = {"GPU": "G", "GPU_AND_CPU": "B", "CPU": "C", None: "."}      # by the state of a chunk
 EVENT_SECONDS = 0.1     # between two pictures, at least
 STILL_SECONDS = 1.0     # between two pictures while no step runs
+RESTS = 9               # seconds of rest for each second of drawing
 MOST_MOVES = 1000       # remembered between two pictures
 
 
@@ -36,23 +44,57 @@ def letter(conversation: Conversation, index: int, chunk: Chunk) -> str:
     return LETTERS[chunk.state]
 
 
-def portrait(conversation: Conversation, idle: float) -> dict:
-    """One conversation. idle: seconds. gpu, cpu: tokens on the GPU, and on the CPU alone."""
-    gpu, cpu = conversation.sources()
+def portrait(conversation: Conversation, policy: Policy, now: float, leaving: Chunk | None) -> dict:
+    """The picture of one conversation. leaving: the chunk that leaves the GPU next; it may belong to another
+    conversation."""
+    gpu, cpu = conversation.sources()                           # tokens on the GPU, and on the CPU alone
+    idle = policy.idle(now, policy.last_needed(conversation))
     letters = [letter(conversation, index, chunk) for index, chunk in enumerate(conversation.chunks)]
     return dict(id=conversation.name, tokens=len(conversation.tokens), gpu=gpu, cpu=cpu,
                 running=conversation.row is not None, waiting=bool(conversation.waiting),
-                idle_seconds=round(idle, 3), chunks="".join(letters))
+                idle_seconds=round(idle, 3), chunks="".join(letters),
+                leaves_next=leaving.index if leaving in conversation.chunks else None)
 
 
-def picture(engine: Engine, prefix: str = "") -> dict:
-    """The engine's stats, and every conversation that has KV in a tier, of those whose names begin with the
-    prefix."""
+def portrait_of(engine: Engine, name: str) -> dict | None:
+    """The picture of the conversation with this name. None if it has no KV in a tier."""
+    cache, now = engine.cache, engine.clock()
+    conversation = cache.conversations.get(name)
+    if not (conversation and any(conversation.sources())):
+        return None
+    return portrait(conversation, cache.policy, now, cache.next_to_leave(now))
+
+
+def picture(engine: Engine) -> dict:
+    """The engine's stats, and every conversation that has KV in a tier."""
     def read() -> list[dict]:
-        policy, now = engine.cache.policy, engine.clock()
-        return [portrait(conversation, policy.idle(now, policy.last_needed(conversation)))
-                for conversation in engine.cache.conversations.values() if any(conversation.sources())]
-    return dict(stats=engine.stats(), conversations=outside(prefix, engine.call(read), "id"))
+        cache, now = engine.cache, engine.clock()
+        leaving = cache.next_to_leave(now)
+        return [portrait(conversation, cache.policy, now, leaving)
+                for conversation in cache.conversations.values() if any(conversation.sources())]
+    return dict(stats=engine.stats(), conversations=engine.call(read))
+
+
+def part_for(prefix: str, whole: dict, private: bool) -> dict:
+    """The part of a picture that a client may see: the conversations and transfers whose names begin with its
+    prefix. private: the engine's stats would tell how long the turns of other clients are. So we show only
+    how much of the tiers the client's own KV-tokens fill."""
+    part = dict(whole, conversations=outside(prefix, whole["conversations"], "id"))
+    if "transfers" in whole:
+        part["transfers"] = outside(prefix, whole["transfers"], "conversation")
+    if private:
+        part["stats"] = own_stats(whole["stats"], part["conversations"])
+    return part
+
+
+def own_stats(stats: dict, conversations: list[dict]) -> dict:
+    """The stats of the tiers, as if they held these conversations alone."""
+    slots, places = stats["slots_total"], stats["cpu_chunks_total"]
+    gpu = sum(entry["gpu"] for entry in conversations)
+    cpu = sum(entry["chunks"].count("C") + entry["chunks"].count("B") for entry in conversations)
+    # Forks count the chunks that they share several times.
+    return dict(slots_total=slots, slots_free=max(slots - gpu, 0),
+                cpu_chunks_total=places, cpu_chunks_free=max(places - cpu, 0))
 
 
 def scale(engine: Engine) -> dict:
@@ -63,29 +105,94 @@ def scale(engine: Engine) -> dict:
     return dict(chunk_size=size, limit=limit, policy=engine.config.policy, recompute_seconds=seconds)
 
 
-def follow(engine: Engine, prefix: str, over: Callable[[], bool]) -> Iterator[dict]:
-    """Yields the picture and the `transfers` since the last one, whenever a step has changed it, otherwise
-    once a second. Ends when over() is true."""
-    recent, stepped = deque(maxlen=MOST_MOVES), threading.Event()
+class Broadcast:
+    """The live picture for all who watch it. While anybody watches, one thread draws for all of them. After
+    each picture it rests RESTS times as long as the picture took (STILL_SECONDS at most), so the engine has
+    most of its time for turns."""
 
-    def watch(batch: Batch):
+    def __init__(self, engine: Engine, private: bool = False):
+        """private: see `part_for`."""
+        self.engine, self.private = engine, private
+        self.lock = threading.Lock()                            # guards the next two
+        self.queues: dict[Queue, str] = {}                      # a watcher's -> its prefix
+        self.drawing = False                                    # is there a thread?
+        self.recent = deque(maxlen=MOST_MOVES)                  # transfers since the last picture
+        self.changed = threading.Event()                        # a step has run, or a watcher has come
+
+    def follow(self, prefix: str, over: Callable[[], bool]) -> Iterator[str]:
+        """Yields events, as JSON: the picture and the `transfers` since the last one, whenever a step has
+        changed it, otherwise once a second. Ends when over() is true, or when the engine fails."""
+        events = Queue()
+        self._come(events, prefix)
+        try:
+            while not over():
+                with suppress(Empty):
+                    if (event := events.get(timeout=EVENT_SECONDS)) is None:
+                        return
+                    yield event
+        finally:
+            self._leave(events)
+
+    def _come(self, events: Queue, prefix: str):
+        with self.lock:
+            if not self.queues:
+                self.engine.watchers.append(self._remember)
+            self.queues[events] = prefix
+            if not self.drawing:
+                self.drawing = True
+                threading.Thread(target=self._draw, daemon=True).start()
+        self.changed.set()
+
+    def _leave(self, events: Queue):
+        with self.lock:
+            del self.queues[events]
+            if not self.queues:
+                self.engine.watchers.remove(self._remember)
+
+    def _remember(self, batch: Batch):
+        """The engine calls this with each batch."""
         if batch:
-            recent.extend(moves(batch))
-            stepped.set()
-    before = {}                                             # the letters of each conversation
-    engine.watchers.append(watch)
-    try:
-        while not over():
-            stepped.clear()
-            transfers = outside(prefix, [recent.popleft() for _ in range(len(recent))], "conversation")
-            now = picture(engine, prefix)
-            after = {entry["id"]: entry["chunks"] for entry in now["conversations"]}
-            yield dict(now, transfers=transfers + drops(before, after, engine.config.chunk_size))
-            before = after
-            time.sleep(EVENT_SECONDS)
-            stepped.wait(STILL_SECONDS)
-    finally:
-        engine.watchers.remove(watch)
+            self.recent.extend(moves(batch))
+            self.changed.set()
+
+    def _draw(self):
+        """Draws pictures as long as anybody watches. Runs in a thread of its own."""
+        before = {}                                             # the letters of each conversation
+        try:
+            while self._anybody_watches():
+                self.changed.clear()
+                begin = time.monotonic()
+                transfers = [self.recent.popleft() for _ in range(len(self.recent))]
+                now = picture(self.engine)
+                after = {entry["id"]: entry["chunks"] for entry in now["conversations"]}
+                transfers += departures(before, after, self.engine.config.chunk_size)
+                self._send(dict(now, transfers=transfers))
+                before = after
+                rest = RESTS * (time.monotonic() - begin)
+                time.sleep(min(max(rest, EVENT_SECONDS), STILL_SECONDS))
+                self.changed.wait(STILL_SECONDS)
+        except Exception:                                       # the engine has failed
+            with self.lock:
+                self.drawing = False
+            for events in self._watchers():
+                events.put(None)
+
+    def _anybody_watches(self) -> bool:
+        with self.lock:
+            self.drawing = bool(self.queues)
+            return self.drawing
+
+    def _watchers(self) -> dict[Queue, str]:
+        with self.lock:
+            return dict(self.queues)
+
+    def _send(self, whole: dict):
+        """Puts each client's part of the picture into the queues of its watchers, written as JSON once."""
+        watchers = self._watchers()
+        for prefix in set(watchers.values()):
+            event = json.dumps(part_for(prefix, whole, self.private))
+            for events in [events for events, other in watchers.items() if other == prefix]:
+                events.put(event)
 
 
 def moves(batch: Batch) -> list[dict]:
@@ -103,21 +210,28 @@ def moves(batch: Batch) -> list[dict]:
     return swap_in + swap_out + recomputed
 
 
-def drops(before: dict[str, str], after: dict[str, str], chunk_size: int) -> list[dict]:
-    """The chunks that have gone between two pictures, from the letters of each conversation in both."""
-    dropped = []
+def departures(before: dict[str, str], after: dict[str, str], chunk_size: int) -> list[dict]:
+    """The chunks that were dropped or lost their slots between two pictures, from the letters of each
+    conversation in both. "BBG" before and ".CG" after: chunk 0 was dropped, chunk 1 is on the CPU alone."""
+    departed = []
     for name, letters in before.items():
         now = after.get(name, "").ljust(len(letters), ".")
-        for index, letter in enumerate(letters):
-            if letter != "." and now[index] == ".":
-                dropped.append(dict(step=None, kind="drop", conversation=name,
-                                    start=index * chunk_size, end=(index + 1) * chunk_size))
-    return dropped
+        for index, change in enumerate(zip(letters, now)):
+            match change:
+                case ("G" | "B" | "R" | "C", "."):
+                    kind = "drop"
+                case ("G" | "B" | "R", "C"):
+                    kind = "reclaim"
+                case _:
+                    continue
+            departed.append(dict(step=None, kind=kind, conversation=name,
+                                 start=index * chunk_size, end=(index + 1) * chunk_size))
+    return departed
 
 
 def outside(prefix: str, entries: list[dict], key: str) -> list[dict]:
-    """The entries whose conversation, which stands under `key`, has the prefix; there without it, as its
-    client knows it."""
+    """The entries of one client, with the names that it knows. entry[key] is the name of a conversation: we
+    keep the entries whose name begins with the prefix, and remove the prefix."""
     if not prefix:
         return entries
     return [dict(entry, **{key: entry[key].removeprefix(prefix)})

@@ -3,6 +3,9 @@
     the engine's counts      read from `engine.stats()` at the moment when Prometheus asks
     answers and seconds      counted here when a turn is done, since the engine keeps no histogram
 
+A server with several API keys counts for each key separately, and shows a key no counts of the engine: they
+would tell how long the others' turns are.
+
 A number that means the same as one of vLLM's has vLLM's name, so that dashboards made for vLLM work. All
 numbers of the engine have a name of our own as well, `nano_pensieve:...`.
 
@@ -11,6 +14,7 @@ prompt of 206 tokens:
 
     gpu 96 + cpu 64 + recomputed 32 + new 14        prefix_cache_hits += 96 + 64, prefix_cache_queries += 206
 """
+from collections.abc import Callable
 from itertools import pairwise
 
 import prometheus_client
@@ -19,6 +23,7 @@ from prometheus_client.core import CounterMetricFamily as Counter, GaugeMetricFa
 from prometheus_client.registry import Collector
 
 from engine import Engine
+from scheduler import SOURCES
 from serving.sessions import Answer, LiveTurn
 
 # Seconds; the upper ends of the histograms' buckets.
@@ -55,35 +60,37 @@ COUNTERS = {
 }
 
 
-class EngineCollector(Collector):
-    """Makes metrics of the engine's stats, each time that Prometheus asks."""
+class StatsCollector(Collector):
+    """Makes metrics of the engine's stats, or of one key's part of them, each time that Prometheus asks."""
 
-    def __init__(self, engine: Engine, model: str):
-        self.engine, self.model = engine, model
-        cache = engine.worker.pool.gpu                          # [layers, 2, slots, heads, head size]
-        self.chunk_bytes = cache[:, :, 0].nbytes * engine.config.chunk_size
+    def __init__(self, read_stats: Callable[[], dict], chunk_bytes: int, model: str):
+        self.read_stats, self.chunk_bytes, self.model = read_stats, chunk_bytes, model
 
     def collect(self):
-        stats = self.engine.stats()
-        for way in ("in", "out"):
-            stats[f"bytes_swapped_{way}"] = stats[f"chunks_swapped_{way}"] * self.chunk_bytes
-        yield from self.vllm_metrics(stats)
+        stats = self.read_stats()
+        yield from self.vllm_tokens(stats)
+        if "slots_total" in stats:                              # these are the engine's
+            yield from self.vllm_engine(stats)
+            for way in ("in", "out"):
+                stats[f"bytes_swapped_{way}"] = stats[f"chunks_swapped_{way}"] * self.chunk_bytes
         for name, value in stats.items():
             if name in GAUGES:
                 yield self.metric(Gauge, "nano_pensieve:" + name.removesuffix("_total"), GAUGES[name], value)
             else:
                 yield self.metric(Counter, "nano_pensieve:" + name, COUNTERS.get(name, name), value)
 
-    def vllm_metrics(self, stats: dict):
-        gpu, cpu = stats["prompt_tokens_gpu"], stats["prompt_tokens_cpu"]
-        computed = stats["prompt_tokens_recomputed"] + stats["prompt_tokens_new"]
-        prompt = gpu + cpu + computed
+    def vllm_engine(self, stats: dict):
         used = 1 - stats["slots_free"] / stats["slots_total"]
-        by_source = dict(local_cache_hit=gpu, external_kv_transfer=cpu, local_compute=computed)
         yield self.metric(Gauge, "vllm:num_requests_running", GAUGES["running"], stats["running"])
         yield self.metric(Gauge, "vllm:num_requests_waiting", GAUGES["waiting"], stats["waiting"])
         yield self.metric(Gauge, "vllm:kv_cache_usage_perc", "Share of the slots in use, from 0 to 1.", used)
         yield self.metric(Counter, "vllm:num_preemptions", COUNTERS["suspensions"], stats["suspensions"])
+
+    def vllm_tokens(self, stats: dict):
+        gpu, cpu = stats["prompt_tokens_gpu"], stats["prompt_tokens_cpu"]
+        computed = stats["prompt_tokens_recomputed"] + stats["prompt_tokens_new"]
+        prompt = gpu + cpu + computed
+        by_source = dict(local_cache_hit=gpu, external_kv_transfer=cpu, local_compute=computed)
         yield self.metric(Counter, "vllm:generation_tokens", COUNTERS["generated_tokens"],
                           stats["generated_tokens"])
         yield self.metric(Counter, "vllm:prompt_tokens", "Prompt tokens.", prompt)
@@ -103,12 +110,15 @@ class EngineCollector(Collector):
 
 
 class Metrics:
-    """One server's metrics, in a registry of its own."""
+    """The metrics of one server, or of one of its keys, in a registry of their own."""
 
-    def __init__(self, engine: Engine, model: str):
-        """model: the name that all metrics bear."""
+    def __init__(self, engine: Engine, model: str, private: bool = False):
+        """model: the name that all metrics bear. private: without the counts of the engine."""
+        self.own = dict.fromkeys([*(f"prompt_tokens_{source}" for source in SOURCES), "generated_tokens"], 0)
+        cache = engine.worker.pool.gpu                          # [layers, 2, slots, heads, head size]
+        chunk_bytes = cache[:, :, 0].nbytes * engine.config.chunk_size
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(engine, model))
+        self.registry.register(StatsCollector(self.own.copy if private else engine.stats, chunk_bytes, model))
         answers = prometheus_client.Counter("vllm:request_success", "Turns answered, by how they ended.",
                                             ["model_name", "finished_reason"], registry=self.registry)
         self.answers = {reason: answers.labels(model, reason) for reason in ("stop", "length")}
@@ -124,6 +134,9 @@ class Metrics:
     def count(self, turn: LiveTurn, reply: Answer):
         """Counts a turn that has ended with "stop" or "length"."""
         request, times = turn.request, turn.request.times
+        for source in SOURCES:
+            self.own[f"prompt_tokens_{source}"] += reply.usage[source]
+        self.own["generated_tokens"] += reply.usage["completion_tokens"]
         self.answers[reply.finish_reason].inc()
         self.queued.observe(request.admitted - turn.submitted)
         self.first_token.observe(times[0] - turn.submitted)

@@ -18,12 +18,13 @@ import json
 import time
 import traceback
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import count
 
 from sampling import LIMITS
 from scheduler import SOURCES, TooLong
 from serving import live
-from serving.history import ALONE, ConversationRecord, StaleTurn, Turn, new_id
+from serving.history import ALONE, ConversationRecord, StaleTurn, Turn, items_after, new_id
 from serving.operations import (APIError, ChatBody, ConversationBody, Item, ItemReference, ItemsBody,
                                 ItemsQuery, Message, MetadataBody, ResponseBody)
 from serving.sessions import Answer, Busy, LiveTurn, Sessions
@@ -33,9 +34,9 @@ class API:
     """Every public method answers one operation: it returns JSON, or the writer of a reply that is still
     being generated.
 
-    prefix: inside, the names of all conversations of one API key begin with it. We look for all that a client
-    names behind the client's own prefix, so what belongs to another key does not exist for it. id: the
-    client's name for something, without the prefix."""
+    prefix: the names of all conversations of one API key begin with it. A client never sees its prefix: we
+    put it before every name that the client sends. So the client reaches nothing that belongs to another key.
+    id: the client's name for something, without the prefix."""
 
     def __init__(self, sessions: Sessions, names: tuple[str, str]):
         """names: those that a client may call our model by. We use the first."""
@@ -56,7 +57,7 @@ class API:
         messages = [plain(message) for message in body.messages]
         first_options, *other_options = options_of_choices(options, body.n)
         first = self.sessions.respond(messages, hint=body.hint(prefix), prefix=prefix, keep=body.store,
-                                      **first_options)
+                                      template_options=body.chat_template_kwargs, **first_options)
         others = [self.sessions.another(first, prefix, **options) for options in other_options]
         return ChatWriter([first, *others], prefix, self.model, body)
 
@@ -66,11 +67,13 @@ class API:
             options["logprobs"] = body.top_logprobs or 0
         note = body.model_dump(include=set(ECHOED), exclude_unset=True)
         turn = self.sessions.respond(**self._question(prefix, body), keep=body.store,
-                                     note=dict(note, created_at=int(time.time())), **options)
+                                     note=dict(note, created_at=int(time.time())),
+                                     wait=False,        # the server waits, and sees if the client hangs up
+                                     **options)
         return ResponseWriter(turn, prefix, self.model, body.stream)
 
     def count_input_tokens(self, prefix: str, body: ResponseBody) -> dict:
-        """What the response would be the answer to. Nothing is generated."""
+        """The number of tokens that the reply to this body would see. Nothing is generated."""
         plan = self.sessions.plan(**self._question(prefix, body))
         return dict(object="response.input_tokens", input_tokens=plan.context + len(plan.prompt))
 
@@ -87,7 +90,10 @@ class API:
 
     def list_input_items(self, prefix: str, id: str, query: ItemsQuery) -> dict:
         """All messages before the reply, those of earlier responses included."""
-        return page_of(self.history.items_of(self._finished(prefix, id).id)[:-1], query)
+        items = self.history.items_of(self._finished(prefix, id).id)[:-1]
+        if query.order == "desc":
+            items.reverse()
+        return first_items(items_after(items, query.after, query.limit + 1), query.limit)
 
     def delete_response(self, prefix: str, id: str) -> dict:
         turn = self._unfinished(prefix, id)
@@ -134,7 +140,9 @@ class API:
         return listing([item(message) for message in new])
 
     def list_items(self, prefix: str, id: str, query: ItemsQuery) -> dict:
-        return page_of(self.history.items(self._conversation(prefix, id).name), query)
+        name = self._conversation(prefix, id).name
+        items = self.history.items(name, query.after, query.order == "desc", query.limit + 1)
+        return first_items(items, query.limit)
 
     def retrieve_item(self, prefix: str, id: str, item_id: str) -> dict:
         for message in self.history.items(self._conversation(prefix, id).name):
@@ -163,7 +171,7 @@ class API:
     # ---- what the operations share
 
     def _question(self, prefix: str, body: ResponseBody) -> dict:
-        """What a response answers, as keywords of Sessions.plan."""
+        """The messages to answer, and the turn that they follow, as keywords of Sessions.plan."""
         self.retrieve_model(prefix, body.model)
         name, previous = body.conversation and body.conversation.id, body.previous_response_id
         if name and (previous or not body.store):
@@ -194,7 +202,7 @@ class API:
 
     def _finished(self, prefix: str, id: str) -> Turn:
         """The turn of a response that is in the history."""
-        turn = self._turn(prefix, id.removeprefix("resp_")) if id.startswith("resp_") else None
+        turn = self._turn(prefix, turn_id_of(id))
         if not turn:
             raise missing("finished response", id)
         return turn
@@ -202,7 +210,7 @@ class API:
     def _unfinished(self, prefix: str, id: str) -> LiveTurn | None:
         """The turn of a response that is still being written. A response with store: false has no
         conversation, so nobody finds it here: it belongs to its connection alone."""
-        turn = self.sessions.find(id.removeprefix("resp_")) if id.startswith("resp_") else None
+        turn = self.sessions.find(turn_id_of(id))
         return turn if turn and turn.conversation.startswith(prefix) else None
 
     def _conversation(self, prefix: str, id: str) -> ConversationRecord:
@@ -214,9 +222,8 @@ class API:
     def _cache_of(self, prefix: str, found: ConversationRecord) -> dict:
         """Where the conversation's tokens are, as live.py shows it."""
         id = found.name.removeprefix(prefix)
-        for portrait in live.picture(self.engine, prefix)["conversations"]:
-            if portrait["id"] == id:
-                return portrait
+        if portrait := self.engine.call(partial(live.portrait_of, self.engine, found.name)):
+            return dict(portrait, id=id)
         head = self.history.head(found.name)
         return dict(id=id, tokens=head.length if head else 0, gpu=0, cpu=0, running=False, waiting=False,
                     chunks="", idle_seconds=round(time.time() - found.active, 3))
@@ -240,6 +247,11 @@ def as_api_error(error: Exception) -> APIError:
 
 def missing(kind: str, id: str) -> APIError:
     return APIError(404, f"there is no {kind} {id!r:.100} here: it was deleted, or it never existed", "id")
+
+
+def turn_id_of(response_id: str) -> str:
+    """resp_X -> X. The result is "", which names no turn, if it is not the id of a response."""
+    return response_id.removeprefix("resp_") if response_id.startswith("resp_") else ""
 
 
 def options_of_choices(options: dict, n: int) -> list[dict]:
@@ -295,14 +307,9 @@ def listing(data: list[dict], has_more: bool = False) -> dict:
     return dict(object="list", data=data, has_more=has_more, first_id=first_id, last_id=last_id)
 
 
-def page_of(messages: list[dict], query: ItemsQuery) -> dict:
-    items = [item(message) for message in messages]
-    if query.order == "desc":
-        items.reverse()
-    if query.after:
-        ids = [entry["id"] for entry in items]
-        items = items[ids.index(query.after) + 1:] if query.after in ids else []
-    return listing(items[:query.limit], has_more=len(items) > query.limit)
+def first_items(messages: list[dict], limit: int) -> dict:
+    """At most `limit` of the messages. One message more tells us that there are more."""
+    return listing([item(message) for message in messages[:limit]], has_more=len(messages) > limit)
 
 
 def prompt_details(usage: dict) -> dict:
@@ -321,8 +328,8 @@ def response_usage(usage: dict) -> dict:
 def response(turn_id: str, model: str, conversation: str | None, note: dict, status: str,
              output: list[dict] = (), usage: dict | None = None, error: dict | None = None,
              ended: float | None = None) -> dict:
-    """note: the turn's, which has the settings of the request. usage: the engine's. ended: when the turn
-    settled."""
+    """note: the turn's, which has the settings of the request. usage: the engine's. ended: the moment when
+    the turn settled, in seconds since 1970."""
     return dict(
         FIXED, id=f"resp_{turn_id}", object="response", created_at=note["created_at"], model=model,
         status=status, completed_at=int(ended) if status == "completed" else None, error=error,
@@ -362,8 +369,8 @@ class Writer:
 
 
 class ChatWriter(Writer):
-    """Each choice is a turn. The first goes on in the conversation; the others are branches beside it. We
-    recognise whichever the client sends back. Their common prompt is computed once."""
+    """Each choice is a turn. The first one goes on in the conversation, the others are branches beside it.
+    Their common prompt is computed once. The client may send any of them back, we recognise them all."""
 
     def __init__(self, turns: list[LiveTurn], prefix: str, model: str, body: ChatBody):
         self.turns, self.stream, self.options = turns, body.stream, body.stream_options
@@ -408,8 +415,9 @@ class ChatWriter(Writer):
         return None if turn.logprobs is None else dict(content=logprobs_of(turn, start, end), refusal=None)
 
     def usage(self, index: int = -1, end: int | None = None) -> dict | None:
-        """When choice `index` has been sent up to its token `end`, and the choices before it as a whole. The
-        prompt counts once, as the first choice found it. None before we know how."""
+        """The usage of all that we have sent: the first `end` tokens of choice `index`, and all tokens of the
+        choices before it. The prompt counts once, with the sources that the first choice had. None before
+        the engine has admitted the first choice."""
         request = self.turns[0].request
         if not (request and request.usage):
             return None
@@ -421,7 +429,7 @@ class ChatWriter(Writer):
 
 
 def conversation_of(turn: LiveTurn, prefix: str) -> str | None:
-    """Its client's name. None: nothing is kept of the turn."""
+    """The client's name for the turn's conversation. None: nothing is kept of the turn."""
     return turn.conversation and turn.conversation.removeprefix(prefix)
 
 

@@ -8,7 +8,7 @@ silently ignores an option gives a wrong answer:
     {"messages": [...], "tools": [{...}]}     400  tools is not supported here: leave it out
     {"messages": [...], "tools": []}          200  an empty field asks for nothing
 
-openai_api.py answers the operations; server.py answers those that are its own (health, metrics, cache ...).
+openai_api.py answers most operations; sockets.py those about the server itself (health, metrics, cache ...).
 """
 import re
 import reprlib
@@ -23,11 +23,11 @@ from pydantic_core import PydanticCustomError
 
 from sampling import BIAS, LIMITS
 
-MAX_FAULTS = 5      # told of one request
+MAX_FAULTS = 5      # of one request that we tell its client
 
 
 class APIError(Exception):
-    """Is answered in OpenAI's shape. param: the field at fault."""
+    """An error that the client is told in OpenAI's shape. param: the field at fault."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None,
                  headers: dict[str, str] | None = None):
@@ -96,6 +96,8 @@ StopString = Annotated[str, Field(min_length=1, max_length=100)]
 TokenId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=BIAS[0], le=BIAS[1])]
 Key, Value = Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]
+TemplateOptions = Annotated[dict[Key, bool | int | float | Value], Field(max_length=16),
+                            BeforeValidator(without_empty)]
 Metadata = Annotated[dict[Key, Value], Field(max_length=16), BeforeValidator(without_empty)]
 
 
@@ -190,7 +192,7 @@ class ReplyBody(EngineOptions):
     model: Annotated[str, Field(min_length=1, max_length=1000)] = None
     stream: bool = False
     store: bool = True
-    top_logprobs: int = limited("logprobs")
+    top_logprobs: int = Field(None, ge=0, le=20)
 
     # Other servers' names for the client's conversation. Only hints: we verify them.
     conversation_id: Name = None
@@ -217,6 +219,7 @@ class ChatBody(ReplyBody):
     max_tokens: int = Field(None, ge=1)
     max_completion_tokens: int = Field(None, ge=1)          # the newer name of max_tokens
     stream_options: StreamOptions = StreamOptions()
+    chat_template_kwargs: TemplateOptions = None            # vLLM's, such as {"enable_thinking": false}
     n: int = Field(1, ge=1, le=16)
     logprobs: bool = False
     response_format: TextFormat = None
@@ -312,7 +315,7 @@ def find_operation(method: str, path: str) -> tuple[Operation, list[str]]:
 
 
 def parse(operation: Operation, given: Any) -> Fields:
-    """given: a body, or a query. APIError if it is not as it should be."""
+    """The fields of a body or a query. APIError, which names the faults, if they are not valid."""
     try:
         return operation.fields.model_validate(given)
     except ValidationError as error:
@@ -342,7 +345,7 @@ def sentence(fault: dict) -> str:
 
 
 def place(fault: dict) -> str:
-    """Of the field at fault: messages[0].role"""
+    """The path of the field at fault, such as messages[0].role."""
     steps = [f"[{step}]" if isinstance(step, int) else f".{step[:100]}" for step in fault["loc"]
              if step not in MARKS]
     return "".join(steps).removeprefix(".")

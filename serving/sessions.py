@@ -45,6 +45,8 @@ from engine import Engine, Handle, Outbox, Reply
 from serving.history import History, StaleTurn, Turn, new_id
 from serving.tokenizer import TextStream, Tokenizer, load_tokenizer
 
+MOST_PRUNED = 1000      # conversations, at once
+
 
 @dataclass(frozen=True)
 class Answer(Reply):
@@ -55,9 +57,17 @@ class Busy(Exception):
     """The conversation is being answered."""
 
 
+class Answering(Busy):
+    """Another turn has the conversation. The caller of respond(wait=False) may wait for that turn."""
+
+    def __init__(self, turn: "LiveTurn"):
+        super().__init__(f"conversation {turn.conversation!r} is being answered")
+        self.turn = turn
+
+
 @dataclass(frozen=True)
 class Plan:
-    """The token ids that a turn appends, and to what."""
+    """The token ids that a turn appends, and the turn that they follow."""
     prompt: list[int]
     messages: list[dict]        # the visible messages that `prompt` stands for
     after: Turn | None          # the turn before this one, if there is one
@@ -74,7 +84,7 @@ class Plan:
 
     @property
     def restarts(self) -> bool:
-        """Is there a cached context that does not go on?"""
+        """Is there a turn before this one, whose context the prompt does not continue?"""
         return self.after is not None and self.carried is not None
 
 
@@ -124,9 +134,10 @@ class LiveTurn:
             raise self.error
         return self.reply
 
-    def wait(self):
-        """Wait until the turn has settled, however it ends."""
-        self.texts.wait_closed()
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until the turn has settled, however it ends, but no longer than so many seconds. True if it
+        has settled."""
+        return self.texts.wait_closed(seconds)
 
     def cancel(self):
         """End the turn early, so that it leaves no trace. It has settled when this returns; its finish_reason
@@ -198,13 +209,14 @@ class Sessions:
         if not isinstance(history, History):
             raw = f"raw token ids below {engine.worker.vocab_size}"
             fingerprint = self.tokenizer.fingerprint if self.tokenizer else raw
-            history = History(str(history or ":memory:"), fingerprint)
+            history = History(str(history or ":memory:"), fingerprint, engine.worker.vocab_size)
         self.history = history
         self.turns: dict[str, LiveTurn] = {}        # by the conversation that each of them has claimed
         self.claiming = threading.Lock()
         self.writer: ThreadPoolExecutor | None = None       # the writing thread
         self.system = self._designate(system_prompt) if system_prompt else []
         engine.forgets_cold = True                  # since the history has the tokens
+        self.clock_offset = time.time() - time.monotonic()  # at the start; later the clock may jump
 
     def start(self) -> "Sessions":
         """From now on one thread steps the engine, and another one writes the history."""
@@ -241,8 +253,9 @@ class Sessions:
 
     def respond(self, messages: list[dict], conversation: str | None = None, *, after: Turn | None = None,
                 hint: str | None = None, prefix: str = "", keep: bool = True, instructions: str | None = None,
-                truncate: bool = False, note: dict | None = None, stop: str | list[str] = (),
-                max_tokens: int | None = None, **options) -> LiveTurn:
+                truncate: bool = False, note: dict | None = None, wait: bool = True,
+                stop: str | list[str] = (), max_tokens: int | None = None,
+                template_options: dict | None = None, **options) -> LiveTurn:
         """A client says in one of three ways which turn comes before this one:
 
             conversation    `messages` are new. The conversation may be busy, or not exist yet.
@@ -254,16 +267,19 @@ class Sessions:
         is idle; else in a new one.
 
         hint: the client's name for its conversation. It decides between equals and names a new conversation;
-        it opens nothing. prefix: how the names of this client's conversations begin; others are not looked
-        at. keep: False: nothing is kept, although what is kept already may be used; not with a conversation.
+        it opens nothing. prefix: the names of this client's conversations begin with it; we look at no other.
+        keep: False: the history keeps nothing of this turn, which may use what is kept already. It needs
+        conversation=None. wait: True: wait while the conversation is busy. False: raise Answering instead.
         instructions: the system message of this turn alone; by default the system prompt.
         truncate: drop old messages if less than max_tokens (by default a quarter of the limit) would be left
-        for the reply. note: kept with the turn. options: see `submit`."""
+        for the reply. note: kept with the turn. template_options: see Tokenizer.turn. options: see
+        `submit`."""
         with self._beginning(stop) as live:
             if conversation is not None:
-                self._claim(live, conversation)     # from here on we see how the reply before has ended
+                self._claim(live, conversation, wait)       # now we see how the reply before has ended
             plan = self.plan(messages, conversation, after=after, hint=hint, prefix=prefix, note=note,
-                             instructions=instructions, truncate=truncate, max_tokens=max_tokens)
+                             instructions=instructions, truncate=truncate, max_tokens=max_tokens,
+                             template_options=template_options)
             if conversation is None and keep:
                 self._claim_after(live, plan.after, hint, prefix)
             return self._submit(live, plan, max_tokens=max_tokens, **options)
@@ -289,7 +305,8 @@ class Sessions:
 
     def plan(self, messages: list[dict], conversation: str | None = None, *, after: Turn | None = None,
              hint: str | None = None, prefix: str = "", instructions: str | None = None,
-             truncate: bool = False, max_tokens: int | None = None, note: dict | None = None) -> Plan:
+             truncate: bool = False, max_tokens: int | None = None, note: dict | None = None,
+             template_options: dict | None = None) -> Plan:
         """The turn that `respond` would begin now.
 
         Every token sees the system message. If it is the one that the turn before had, and there is room, the
@@ -297,38 +314,38 @@ class Sessions:
         anew, with the visible messages so far."""
         if conversation is not None and (record := self.history.record(conversation)):
             after, messages = self.history.head(conversation), record.waiting + messages
-        if conversation is None and after is None:
+        if conversation is None and after is None:                  # the client shows all of its messages
             system = cached_system = self._system(messages, instructions)
             found = self.history.match(system + messages, hint, prefix)
             after, known = found or (None, len(system))
             earlier, new = messages[:known - len(system)], messages[known - len(system):]
-        else:
+        else:                                                       # the client shows only new messages
             cached_system = instructed(json.loads(after.note).get("system")) if after else []
             earlier = self.history.messages(after.id)[len(cached_system):] if after else []
             system, new = self._system(earlier + messages, instructions), messages
         note = dict(note or {}, system=system[0]["content"] if system else None)
         room = (max_tokens or self.engine.scheduler.limit // 4) if truncate else None
         if after and system == cached_system:
-            prompt = self._tokenize(system + earlier, new, after.last_token)
+            prompt = self._tokenize(system + earlier, new, after.last_token, template_options)
             if self._fits(after.length + len(prompt), room):
                 return Plan(prompt, new, after, None, note)
-        return self._plan_anew(after, system, earlier, new, room, note)
+        return self._plan_anew(after, system, earlier, new, room, note, template_options)
 
     def _plan_anew(self, after: Turn | None, system_messages: list[dict], without_system: list[dict],
-                   new: list[dict], room: int | None, note: dict) -> Plan:
+                   new: list[dict], room: int | None, note: dict, template_options: dict | None) -> Plan:
         """A context of its own: the system message, then as many messages as leave `room`."""
         messages = without_system + new
-        start, prompt = self._first_that_fits(system_messages, messages, room)
+        start, prompt = self._first_that_fits(system_messages, messages, room, template_options)
         carried = len(system_messages) + max(len(without_system) - start, 0)
         return Plan(prompt, system_messages + messages[start:], after, carried, note)
 
-    def _first_that_fits(self, system_messages: list[dict], messages: list[dict],
-                         room: int | None) -> tuple[int, list[int]]:
+    def _first_that_fits(self, system_messages: list[dict], messages: list[dict], room: int | None,
+                         template_options: dict | None) -> tuple[int, list[int]]:
         """Where to cut the messages, and the prompt that is left. We cut only before a user's message. If
         even the shortest prompt is too long, the engine will say so."""
         cuts = [i for i, message in enumerate(messages) if i > 0 and message["role"] == "user"]
         for start in [0, *cuts]:
-            prompt = self._tokenize([], system_messages + messages[start:], None)
+            prompt = self._tokenize([], system_messages + messages[start:], None, template_options)
             if self._fits(len(prompt), room):
                 break
         return start, prompt
@@ -336,11 +353,12 @@ class Sessions:
     def _fits(self, length: int, room: int | None) -> bool:
         return room is None or length + room <= self.engine.scheduler.limit
 
-    def _tokenize(self, before: list[dict], new: list[dict], last_token: int | None) -> list[int]:
+    def _tokenize(self, before: list[dict], new: list[dict], last_token: int | None,
+                  template_options: dict | None = None) -> list[int]:
         if self.tokenizer is None:
             raise ValueError(f"{self.engine.config.model} has no tokenizer: it serves token ids only, "
                              "use generate()")
-        return self.tokenizer.turn(before, new, last_token)
+        return self.tokenizer.turn(before, new, last_token, template_options)
 
     def _designate(self, prompt: str) -> list[dict]:
         """The system prompt as a message. The tokens that all contexts under it begin with are computed once,
@@ -382,11 +400,13 @@ class Sessions:
             self._release(live, error=error)
             raise
 
-    def _claim(self, live: LiveTurn, name: str):
-        """The conversation is the turn's alone, once the turn that has it now has settled. If several turns
-        wait for it, any of them may be next."""
+    def _claim(self, live: LiveTurn, name: str, wait: bool = True):
+        """Give the conversation to this turn alone. If another turn has it, wait until that turn has settled.
+        If several turns wait, any of them may be next."""
         require(isinstance(name, str), "conversation", "a string or None", name)
         while (claimant := self._claim_if_free(live, name)) is not live:
+            if not wait:
+                raise Answering(claimant)
             claimant.wait()
 
     def _claim_if_free(self, live: LiveTurn, name: str) -> LiveTurn:
@@ -511,13 +531,22 @@ class Sessions:
                 live.cancel()
         self._write(lambda: [self.engine.forget(name) for name in self.history.delete(turn.id)])
 
-    def prune(self, max_age: float, max_bytes: float):
-        """Forget idle conversations, the least recently active first, until none is older (seconds) and the
-        history is small enough, or until the oldest is being answered; the next call goes on."""
-        while name := self.history.oldest(time.time() - max_age, max_bytes):
-            if self.answering(name):
+    def prune(self, max_age: float, max_bytes: float, owner: str = ""):
+        """Forget idle conversations of an owner (see History.oldest), the least recently active first, until
+        none is older (seconds) and the history is small enough. Those that are being answered stay. The next
+        call goes on after MOST_PRUNED.
+
+        If the clock jumps ahead, everything would be too old at once. So we do not let it run ahead of
+        time.monotonic()."""
+        before, busy = min(time.time(), self.clock_offset + time.monotonic()) - max_age, []
+        for _ in range(MOST_PRUNED):
+            name = self.history.oldest(before, max_bytes, owner, busy)
+            if name is None:
                 return
-            self.forget(name)
+            if self.answering(name):
+                busy.append(name)
+            else:
+                self.forget(name)
 
     def update(self, conversation: str, metadata: dict | None = None, new: list[dict] = ()) -> bool:
         """Set the metadata, or add messages that the next turn will begin with. False if there is no such
@@ -544,7 +573,8 @@ class Sessions:
         return self._write(partial(self._alone, conversation, change))
 
     def _alone(self, conversation: str, change: Callable):
-        """Make a change while no turn can begin: it would miss new messages, and yet end their waiting."""
+        """Make a change while no turn of the conversation can begin. Such a turn would not see the messages
+        that we add, and its commit would clear them."""
         claim = LiveTurn(new_id(), self.engine, None)             # not a turn: it only holds the claim
         if self._claim_if_free(claim, conversation) is not claim:
             raise Busy("a response is being written in this conversation: change its items when that is done")

@@ -34,6 +34,8 @@ GUARD = "\ufdd0"         # Unicode reserves it for internal use; we remove it fr
 SENTINEL = GUARD * 2     # guarded text never has two guards in a row
 ROLES = ("system", "developer", "user", "assistant", "tool")
 GPT2_SPLIT = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+MOST_BLANKS = 100_000
+TOO_BLANK = re.compile(r"\s{%d}" % MOST_BLANKS)
 PLAIN_TEMPLATE = (       # for checkpoints without a chat template
     "{{ bos_token if add_bos_token }}"
     "{% for message in messages %}"
@@ -95,21 +97,23 @@ class Tokenizer:
         stream = TextStream(self)
         return "".join(map(stream.push, ids)) + stream.finish()
 
-    def turn(self, before: list[dict], new: list[dict], last_token: int | None) -> list[int]:
+    def turn(self, before: list[dict], new: list[dict], last_token: int | None,
+             template_options: dict | None = None) -> list[int]:
         """The ids to append to a conversation for its `new` messages, up to where the reply begins.
 
         before: the visible messages so far; none, or the last one is the assistant's.
         last_token: the last token that the model sampled for that reply.
+        template_options: what the template sees besides, such as {"enable_thinking": False}.
         Messages are {"role", "content"}, and the content is a string. ValueError if they are not, or if the
         template refuses them."""
         if not new or (before and before[-1]["role"] != "assistant"):
             raise ValueError("a turn needs new messages, after a conversation that is empty or ends with an "
                              "assistant message")
         if not before:
-            return self._encode(self._render(self._guarded_messages(new)))
+            return self._encode(self._render(self._guarded_messages(new), template_options))
         reply = {"role": "assistant", "content": SENTINEL}
         messages = self._guarded_messages(before[:-1]) + [reply] + self._guarded_messages(new)
-        _, *rest = self._render(messages).split(SENTINEL)
+        _, *rest = self._render(messages, template_options).split(SENTINEL)
         if len(rest) != 1:
             raise ValueError("the chat template does not show the assistant's last message exactly once, so "
                              "this conversation cannot go on from its raw tokens: send its messages as a "
@@ -123,10 +127,13 @@ class Tokenizer:
                 return closed[1:]
         return self._encode(text)
 
-    def _render(self, messages: list[dict]) -> str:
+    def _render(self, messages: list[dict], options: dict | None) -> str:
+        """The template's own names, such as bos_token and messages, cannot be changed by an option."""
+        guarded = {name: self._guarded(value) if isinstance(value, str) else value
+                   for name, value in (options or {}).items()}
         try:
-            return self._template.render(self._for_template, messages=messages, tools=None, documents=None,
-                                         add_generation_prompt=True)
+            return self._template.render(guarded | self._for_template, messages=messages, tools=None,
+                                         documents=None, add_generation_prompt=True)
         except Exception as error:      # the template is a stranger's code: it can fail in any way
             raise ValueError(f"the chat template failed: {error}") from error
 
@@ -210,7 +217,10 @@ class TiktokenBackend:
         self._special, self._split = special, re.compile(f"({any_of(special)})")
 
     def encode(self, guarded: str) -> list[int]:
-        """The ids of a text; only special tokens without a guard count as such."""
+        """The ids of a text; only special tokens without a guard count as such. ValueError for a text that
+        tiktoken cannot take."""
+        if TOO_BLANK.search(guarded):   # tiktoken would panic
+            raise ValueError(f"the text has {MOST_BLANKS} blanks in a row: shorten them")
         ids = []
         for i, part in enumerate(self._split.split(guarded)):
             if i % 2:                   # ordinary text and special tokens take turns
@@ -244,14 +254,26 @@ def read_config(directory: Path) -> dict:
     config = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (directory / name).is_file():
-            # A token is a string, or a dictionary whose "content" is that string.
-            text = (directory / name).read_text("utf-8")
-            config |= json.loads(text, object_hook=lambda entry: entry.get("content", entry))
+            config |= read_json(directory / name)
     if isinstance(templates := config.get("chat_template"), list):
-        config["chat_template"] = {entry["name"]: entry["template"] for entry in templates}.get("default")
+        try:
+            config["chat_template"] = {entry["name"]: entry["template"] for entry in templates}.get("default")
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{directory}: an entry of chat_template lacks its name or template") from error
     if (directory / "chat_template.jinja").is_file():
         config["chat_template"] = (directory / "chat_template.jinja").read_text("utf-8")
     return {key: value for key, value in config.items() if value is not None}
+
+
+def read_json(file: Path) -> dict:
+    """An object in which a token, written as a dictionary, is replaced by its "content"."""
+    try:
+        content = json.loads(file.read_text("utf-8"), object_hook=lambda entry: entry.get("content", entry))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a JSON object, not {content!r:.40}")
+    return content
 
 
 def read_vocabulary(files: list[Path], named: list[str], add_prefix_space: bool) -> dict:
@@ -357,7 +379,7 @@ def compile_template(source: str) -> Template:
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
         return environment.from_string(source)
-    except TemplateError as error:
+    except Exception as error:          # Jinja raises a TypeError if the source is no text
         raise ValueError(f"the chat template is not valid Jinja: {error}") from error
 
 

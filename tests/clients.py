@@ -17,7 +17,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from server import Drained, Server
+from serving.sockets import Drained, Server
 
 ROOT = Path(__file__).resolve().parent.parent
 SPECIAL = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]

@@ -44,6 +44,8 @@ class FakeWorker:
         self.traces.append(str(batch))
         for row, start, slots in batch.table_updates:
             self.table[row, start:start + len(slots)] = slots
+        copied = {target: self.slots[source] for target, source in batch.slot_copies.items()}
+        self.slots.update(copied)
         for ticket in batch.swap_in + batch.swap_out:
             self.flying[ticket] = self.read(ticket) if self.random.random() < 0.5 else None
         for span in batch.spans:
@@ -123,7 +125,7 @@ class World:
         if isinstance(prompt, int):
             prompt = [(7 * i + self.salt) % 50 for i in range(prompt)]
         prompt = list(prompt)
-        request = Request(self.cache.open(name), prompt, max_tokens, self.stop_ids)
+        request = Request(self.cache.open(name), prompt, max_tokens, stop_ids=self.stop_ids)
         if like:
             self.cache.follow(request.conversation, like.conversation)
         self.scheduler.submit(request)

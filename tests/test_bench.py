@@ -2,12 +2,13 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 
 import bench
 from engine import Engine
 from eviction import POLICIES, RecomputeCost
-from experiments import fleet, figures, run
+from experiments import fleet, figures, memory as memory_file, run
 from experiments.policies import EXPERIMENTS
 from experiments.workload import PlannedConversation, PlannedTurn
 
@@ -148,8 +149,43 @@ def test_a_plot_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [dict(system=system, model="m", dataset="d", throughput=x, normalized_latency_ms=2 * x)
             for system in "ab" for x in (1.0, 2.0)]
-    bench.plot(figures.FIGURES["fig10"], rows, str(tmp_path / "plot.png"))
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    bars = [dict(row, request_rate=60.0, mean_ttft_ms=9.5, computed_tokens=126_200) for row in rows[::2]]
+    for name, drawn in (("fig10", rows), ("default", bars)):
+        bench.plot(figures.FIGURES[name], drawn, str(tmp_path / name))
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_figure_can_be_plotted():
+    """Its axes and bars have words."""
+    for figure in figures.FIGURES.values():
+        assert {*(figure.bars or (figure.x, figure.y))} <= bench.WORDS.keys()
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--plot", "plot.png"], "pip install matplotlib"),
+    (["fig10", "--json", "no/such/directory/figure.json"], "no/such/directory"),
+    (["fig10", "--plot", "/"], "/ cannot be written"),
+    (["fig10", "--gpus", "2"], "add --simulate")])
+def test_a_flag_that_cannot_work_fails_before_anything_runs(monkeypatch, capsys, flags, message):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)        # as if it were not installed
+    with pytest.raises(SystemExit, match="2"):
+        bench.parse_flags(flags)
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_run_too_short_to_fill_the_caches_says_so(tmp_path, monkeypatch, capsys):
+    command = "fig15 --simulate --model opt-13b --think 60 --rates 3 --seconds 60"
+    rows = run_bench(tmp_path, monkeypatch, command)["rows"]
+    assert [row.get("never_full") for row in rows] == [None, "GPU"]
+    told = capsys.readouterr().out
+    assert "opt-13b, sharegpt, think 60 s\n" in told and "The run was too short" in told
+    tiers = "--gpu-cache-tokens 4000 --cpu-cache-tokens"
+    rows = run_bench(tmp_path, monkeypatch, f"{command} {tiers} 2000000")["rows"]
+    assert [row.get("never_full") for row in rows] == [None, "CPU"]
+    capsys.readouterr()
+    rows = run_bench(tmp_path, monkeypatch, f"{command} {tiers} 2000")["rows"]
+    assert "too short" not in capsys.readouterr().out
+    assert [row.get("never_full") for row in rows] == [None, None]
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -160,6 +196,7 @@ def test_a_plot_is_drawn(tmp_path):
     (["fig14", "--simulate", "--trace", "nowhere.jsonl"], "nowhere.jsonl"),
     (["fig14", "--simulate", "--trace", __file__], "test_bench.py"),
     (["fig10", "--rates", "1,x"], "1,x"),
+    (["--rates", "20,40"], "one number"),
     (["--simulate"], "leave --simulate out"),
     (["--simulate", "--jobs", "1", "--hardware", "b200"], "b200"),
     (["--think", "soon"], "soon"),
@@ -192,3 +229,59 @@ def test_a_fleet():
     assert affine["hit_rate"] > 0.9 and random["hit_rate"] < 0.3 and least["hit_rate"] < 0.3
     assert affine["busiest_server"] > least["busiest_server"] >= 1
     assert affine["request_rate"] == 8 and affine["turns"] == pytest.approx(random["turns"], rel=0.1)
+
+
+# ---- memory: rules that give slots
+
+@pytest.mark.parametrize("slots", [64, 100])
+def test_contiguous_slots_never_overlap_and_are_joined_again(slots):
+    rng, held = np.random.default_rng(0), []
+    memory = memory_file.Buddies(slots, lambda prompt, reply: prompt + reply)
+    whole = {size: set(free) for size, free in memory.free.items()}
+    for prompt in rng.integers(1, 20, 300).tolist():
+        if piece := memory.take(prompt, 3):
+            assert prompt + 3 <= piece[1] < 2 * (prompt + 3)
+            held.append(piece)
+        else:
+            memory.give_back(held.pop(int(rng.integers(len(held)))))
+        taken = [slot for first, size in held for slot in range(first, first + size)]
+        assert len(taken) == len(set(taken)) and set(taken) <= set(range(slots))
+    for piece in held:
+        memory.give_back(piece)
+    assert {size: free for size, free in memory.free.items() if free} == whole
+
+
+def test_requests_are_served_under_any_rule():
+    """Chunks too few for all: the latest request gives way, and all replies are complete in the end."""
+    lengths = [(5, 8), (3, 1), (9, 12), (4, 4), (6, 2)]
+    worker = memory_file.simulated_worker()
+    for memory in (memory_file.Chunks(24, 4), memory_file.Buddies(32, lambda prompt, reply: prompt + reply)):
+        steps = list(memory_file.play([*lengths, (24, 1)], memory, worker))     # the last one must run alone
+        assert sum(running for _, running, _ in steps) == 27 + 1
+        assert max(kv for kv, _, _ in steps) <= 24 and all(seconds > 0 for _, _, seconds in steps)
+
+
+def test_slots_of_replies_are_counted():
+    rng = np.random.default_rng(0)
+    # Chunks of 2: two replies of 2 tokens share the two chunks of a prompt of 4 in both steps; each holds 3.
+    assert memory_file.parallel_sampling(4, 2, 2, 2, rng) == (8, 24)
+    assert memory_file.parallel_sampling(5, 1, 2, 2, rng) == memory_file.beams(5, 1, 2, 2, rng) == (4, 12)
+    assert memory_file.beams(5, 9, 1, 2, rng)[0] == 0
+    saved = [memory_file.beams(20, 60, width, 4, rng) for width in (2, 4)]
+    assert 0.3 < saved[0][0] / saved[0][1] < 0.5 < saved[1][0] / saved[1][1] < 0.75
+
+
+def test_waste_and_sharing_are_computed(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_file, "SLOTS", 4_200)
+    monkeypatch.setattr(memory_file, "WASTE_TOKENS", 60_000)
+    monkeypatch.setattr(memory_file, "SHARING_REQUESTS", 5)
+    figure = run_bench(tmp_path, monkeypatch, "waste")
+    rows = {row["system"]: row for row in figure["rows"] if row["dataset"] == "sharegpt"}
+    systems = "whole context", "true length", "chunks of 128", "chunks of 16"
+    shares = [rows[system]["kv_share"] for system in systems]
+    assert shares == sorted(shares) and rows["whole context"]["running"] == pytest.approx(2)
+    assert rows["ours, stateless"]["kv_share"] < rows["ours"]["kv_share"] <= 1
+    assert run_bench(tmp_path, monkeypatch, "waste")["rows"] == figure["rows"]
+    saved = {(row["dataset"], row["chunk"], row["system"], row["replies"]): row["saved"]
+             for row in run_bench(tmp_path, monkeypatch, "sharing")["rows"]}
+    assert saved["alpaca", 16, "parallel sampling", 2] < saved["alpaca", 16, "beam search", 2] < 1 / 2

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from clients import ROOT, connect, eventually, program, user
+from clients import ROOT, connect, eventually, fetch, program, user
 
 pytestmark = pytest.mark.skipif(not shutil.which("haproxy"), reason="needs haproxy")
 CONFIGURATION = ROOT / "deploy" / "haproxy.cfg"
@@ -31,6 +31,7 @@ class Deployment:
         self.checkpoint, self.directory, self.stack = checkpoint, directory, stack
         self.ports = dict(s1=free_port(), s2=free_port())
         self.front, self.processes = free_port(), {}
+        self.server_address = "127.0.0.1", self.front
         for name in self.ports:
             self.start(name)
         self.route()
@@ -41,7 +42,8 @@ class Deployment:
 
     def start(self, name):
         server = program(self.checkpoint, self.directory / f"{name}.sqlite", "--name", name,
-                         "--port", str(self.ports[name]), "--gpu-cache-tokens", "16384")
+                         "--port", str(self.ports[name]), "--gpu-cache-tokens", "16384",
+                         "--allow-origin", "https://chat.example")
         self.processes[name], *_ = self.stack.enter_context(server)
 
     def route(self):
@@ -143,6 +145,19 @@ def test_a_server_is_killed(deployment):
         for conversation in conversations:              # nothing was lost
             items = client.conversations.items.list(conversation.id).data
             assert [item.role for item in items] == ["assistant", "user"]
+
+
+@pytest.mark.parametrize("host, origin, status", [
+    ("127.0.0.1:{}", "http://127.0.0.1:{}", 200),
+    ("localhost:{}", "http://localhost:{}", 200),
+    ("chat.example", "https://chat.example", 200),                  # --allow-origin names this one
+    ("other.example", "https://other.example", 403),
+    ("127.0.0.1:{}", "https://other.example", 403)])
+def test_the_page_through_the_router(deployment, host, origin, status):
+    """A browser's POST has an Origin; the servers see the name by which the browser calls the router."""
+    headers = dict(Host=host.format(deployment.front), Origin=origin.format(deployment.front))
+    body = dict(input="hello", max_output_tokens=2)
+    assert fetch(deployment, "POST", "/v1/responses", body, headers)[0] == status
 
 
 def test_tokens_arrive_one_by_one(deployment):

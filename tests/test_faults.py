@@ -4,24 +4,32 @@ import contextlib
 import json
 import os
 import random
+import re
+import resource
 import select
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
 from statistics import quantiles
 from urllib.parse import quote
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-import server as server_module
+from serving import live, sockets
 from serving.operations import OPERATIONS, ChatBody, ReplyBody, ResponseBody
+from serving.output import MOST_PIECES, PatientStream
 from serving.sessions import Sessions
-from server import Handler
-from clients import CONTEXT, ask, connect, eventually, fetch, posting, serving, user
+from serving.sockets import Handler
+
+from clients import CONTEXT, ROOT, ask, connect, eventually, fetch, posting, serving, user
 
 openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
 
@@ -81,7 +89,7 @@ def test_too_many_connections(server):
 
 def test_one_deadline_for_a_whole_request(server, monkeypatch):
     """A byte now and then does not prolong it."""
-    monkeypatch.setattr(server_module, "REQUEST_SECONDS", 0.4)
+    monkeypatch.setattr(sockets, "REQUEST_SECONDS", 0.4)
     for request in (b"GET /health HTTP/1.1\r\n" + b"X: y\r\n" * 50, posting(LONG)):
         with socket.create_connection(server.server_address, timeout=30) as connection:
             begin = time.monotonic()
@@ -167,6 +175,96 @@ def test_clients_that_vanish_in_mid_stream(server, clients):
     free_before = before["slots_free"], before["cpu_chunks_free"]
     assert (after["slots_free"], after["cpu_chunks_free"]) >= free_before
     assert history.conversations() == conversations
+
+
+def test_who_hangs_up_while_its_earlier_turn_is_answered(server, client):
+    """That turn goes on; the one that waits for it never begins."""
+    name = client.conversations.create().id
+    first = client.responses.create(model="ascii", input="long", conversation=name, stream=True,
+                                    max_output_tokens=600, extra_body=dict(ignore_eos=True))
+    events = iter(first)
+    next(events)
+    with socket.create_connection(server.server_address, timeout=30) as connection:
+        connection.sendall(posting(dict(input="More", conversation=name), "/v1/responses"))
+        eventually(lambda: server.at_work == 2)
+    eventually(lambda: server.at_work == 1)
+    assert [event.type for event in events][-1] == "response.incomplete"
+    eventually(lambda: idle(server))
+    assert len(client.conversations.items.list(name).data) == 2
+
+
+def test_out_of_descriptors_is_no_hang_up(zygote, checkpoint, tmp_path):
+    """Turns that run go on, and the server comes back."""
+    pid, url = zygote.start(checkpoint, tmp_path / "history")
+    with connect(url) as client, contextlib.ExitStack() as stack:
+        stream = client.responses.create(model="ascii", input="Hi", max_output_tokens=300, stream=True,
+                                         extra_body=dict(ignore_eos=True))
+        events = iter(stream)
+        next(events)
+        used = len(os.listdir(f"/proc/{pid}/fd"))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + 2, used + 2))
+        address = re.search(r"//([\d.]+):(\d+)", url).groups()
+        for _ in range(10):                                 # 8 of them find no descriptor
+            stack.enter_context(socket.create_connection(address, timeout=30))
+        assert [event.type for event in events][-1] == "response.incomplete"
+        begin = processor_seconds(pid)
+        time.sleep(1)
+        assert processor_seconds(pid) - begin < 0.5         # it does not try again and again at once
+    with connect(url) as client:
+        assert ask(client, [user("Hi")])[0]
+    os.kill(pid, signal.SIGTERM)
+    assert zygote.exit_code() == 0
+
+
+def processor_seconds(pid):
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# ---- many watchers
+
+def watch(server):
+    connection = socket.create_connection(server.server_address, timeout=30)
+    connection.sendall(b"GET /cache/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    return connection
+
+
+def test_one_picture_for_all_watchers(server, client, monkeypatch):
+    """Ten watchers see what one sees, for the price of one."""
+    pictures = []
+    draw = live.picture
+    monkeypatch.setattr(live, "picture", lambda engine: pictures.append(time.monotonic()) or draw(engine))
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(watch(server)) for _ in range(10)]
+        files = [stack.enter_context(connection.makefile("rb")) for connection in connections]
+        for file in files:
+            assert file.readline().startswith(b"HTTP/1.1 200")
+        for n in range(5):
+            ask(client, [user(f"watch {n}")])
+        conversation = ask(client, [user("the last")])[3]
+
+        def last_seen(file):
+            """The strip of that conversation in the first event that has it."""
+            for line in file:
+                if line.startswith(b"data: ") and conversation.encode() in line:
+                    entries = json.loads(line[6:])["conversations"]
+                    return next(entry["tokens"] for entry in entries if entry["id"] == conversation)
+        assert len(set(map(last_seen, files))) == 1
+    assert all(later - earlier > 0.09 for earlier, later in pairwise(pictures))
+    eventually(lambda: not server.engine.watchers and not server.broadcast.drawing)
+
+
+def test_too_many_watchers(server, monkeypatch):
+    monkeypatch.setattr(server, "watchers", threading.BoundedSemaphore(2))
+    with watch(server) as one, watch(server) as two:
+        assert one.recv(12) == two.recv(12) == b"HTTP/1.1 200"
+        with watch(server) as three:
+            assert three.recv(12) == b"HTTP/1.1 503"
+
+    def another():
+        with watch(server) as connection:
+            return connection.recv(12) == b"HTTP/1.1 200"
+    eventually(another)
 
 
 # ---- the end
@@ -286,6 +384,61 @@ def test_a_full_disk(checkpoint, tmp_path):
         second = say("two")
         assert second.usage.input_tokens < first.usage.total_tokens + 10
         assert len(client.conversations.items.list(name).data) == 4 and idle(server)
+
+
+# ---- nobody reads what we print
+
+def full_pipe():
+    """Its two ends. Nobody reads, so that one more byte would block."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, bytes(4096))
+    os.set_blocking(writing, True)
+    return reading, writing
+
+
+@pytest.mark.parametrize("output", ["no reader", "full disk", "stopped reader"])
+def test_what_cannot_be_printed_is_lost(output):
+    reading, writing = full_pipe() if output == "stopped reader" else os.pipe()
+    if output == "no reader":
+        os.close(reading)
+    stream = PatientStream(open("/dev/full" if output == "full disk" else writing, "w"))
+    begin = time.monotonic()
+    for n in range(3 * MOST_PIECES):
+        print("gpu 96 · cpu 64", file=stream, flush=True)
+    assert time.monotonic() - begin < 10
+
+
+def test_what_can_be_printed_is_printed():
+    reading, writing = os.pipe()
+    stream = PatientStream(open(writing, "w", encoding="ascii"))
+    print("gpu 96 · cpu 64", file=stream)
+    assert os.fdopen(reading, "rb").readline() == b"gpu 96 \\xb7 cpu 64\n"
+
+
+def test_a_server_whose_output_nobody_takes(checkpoint):
+    """Its stdout has a reader that has stopped, its stderr is closed."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = [sys.executable, ROOT / "server.py", "--model", checkpoint, "--port", port,
+               "--history", ":memory:", "--gpu-cache-tokens", str(CONTEXT)]
+    with (subprocess.Popen(command, stdout=full_pipe()[1], preexec_fn=lambda: os.close(2)) as process,
+          connect(f"http://127.0.0.1:{port}") as client):
+        def listens():
+            with contextlib.suppress(openai.APIConnectionError):
+                return client.models.list()
+        try:
+            eventually(listens, 60)
+            for stream in (False, True):
+                assert ask(client, [user("Hi")], stream, max_tokens=2)[2]
+            with pytest.raises(openai.BadRequestError):     # a line of http.server's
+                ask(client, [])
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
 
 
 # ---- nonsense

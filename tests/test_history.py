@@ -1,5 +1,7 @@
 """The oracle is a model in plain Python, and for crashes a process that is really killed."""
+import bisect
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -128,6 +130,17 @@ def test_match_among_equals(history):
     branch(history, oldest[1], "a")
     assert history.match(resent, "d")[0] == history.head("d")
     assert history.match(resent, "a")[0] == history.head("a")
+
+
+def test_a_reply_matches_with_and_without_its_thoughts(history):
+    turn = history.commit("c", None, [1], [2], [HI], "<think>Who?\nA friend.</think>\n\nHello")
+    thought, = history.messages(turn.id)[1:]
+    for resent in (thought, HELLO):
+        assert history.match([HI, resent, BYE]) == (turn, 2)
+    assert not history.match([HI, SURE, BYE])
+    asked = dict(role="user", content="<think>Who?</think>Hi")      # a user's message is what it is
+    history.commit("d", None, [1], [2], [asked], "Hello")
+    assert history.match([HI, HELLO, BYE])[0] == turn
 
 
 def test_owners_do_not_match_each_other(history):
@@ -299,19 +312,19 @@ def test_only_the_owner_can_read_the_files(tmp_path):
         assert all(file.stat().st_mode & 0o777 == 0o600 for file in files)
         history.close()
         os.chmod(tmp_path / "h", 0o644)         # as a careless copy would be
-        two_turns(History(tmp_path / "h"), "d")
+        again = History(tmp_path / "h")
+        two_turns(again, "d")
         assert all(file.stat().st_mode & 0o777 == 0o600 for file in tmp_path.iterdir())
     finally:
         os.umask(previous)
 
 
-@pytest.mark.parametrize("connections", [1, 2], ids=["one history", "two on the same file"])
-def test_concurrent_commits(tmp_path, connections):
+def test_concurrent_commits(tmp_path):
     """Eight threads append to three conversations, reading the head anew whenever another was faster."""
-    histories = [History(tmp_path / "h") for _ in range(connections)]
+    history = History(tmp_path / "h")
 
     def append(i):
-        history, name = histories[i % connections], "abc"[i % 3]
+        name = "abc"[i % 3]
         for n in range(15):
             while True:
                 head = history.head(name)
@@ -326,7 +339,7 @@ def test_concurrent_commits(tmp_path, connections):
         thread.start()
     for thread in threads:
         thread.join()
-    tokens = [histories[0].tokens(histories[0].head(name).id).tolist() for name in "abc"]
+    tokens = [history.tokens(history.head(name).id).tolist() for name in "abc"]
     pairs = [list(zip(row[::2], row[1::2])) for row in tokens]
     assert sorted(pair for row in pairs for pair in row) == [(i, n) for i in range(8) for n in range(15)]
     for row in pairs:
@@ -360,3 +373,177 @@ for i in range(1_000_000):
 def test_needs_no_torch():
     program = "import sys, serving.history; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent.parent, check=True)
+
+
+# ---- the file
+
+def test_a_file_of_somebody_else_stays_as_it_was(tmp_path):
+    """Neither its mode nor its bytes change, and nothing appears beside it."""
+    cats = sqlite3.connect(tmp_path / "cats")
+    cats.execute("PRAGMA journal_mode = WAL")
+    cats.execute("CREATE TABLE cats (name)")
+    cats.close()
+    (tmp_path / "letter").write_text("Dear Ada, " * 1000)
+    History(tmp_path / "other model", "two").close()
+    for file in list(tmp_path.iterdir()):
+        file.chmod(0o644)
+        before = file.read_bytes()
+        with pytest.raises(ValueError, match="name another file"):
+            History(file, "one")
+        assert (file.stat().st_mode & 0o777, file.read_bytes()) == (0o644, before)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_what_is_not_a_regular_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/null", tmp_path):
+        with pytest.raises((ValueError, OSError), match="regular file|directory"):
+            History(path)
+
+
+def test_one_server_at_a_time(tmp_path):
+    """Until it closes the file, or is killed."""
+    program = "import sys, time; from serving.history import History; h = History(sys.argv[1]); " \
+              "print('open', flush=True); time.sleep(60)"
+    root = Path(__file__).parent.parent
+    with subprocess.Popen([sys.executable, "-c", program, tmp_path / "h"], cwd=root, text=True,
+                          stdout=subprocess.PIPE) as child:
+        assert child.stdout.readline() == "open\n"
+        with pytest.raises(ValueError, match="another server uses"):
+            History(tmp_path / "h")
+        child.kill()
+        child.wait()
+    history = History(tmp_path / "h")
+    with pytest.raises(ValueError, match="another server uses"):
+        History(tmp_path / "h")
+    history.close()
+    History(tmp_path / "h").close()
+
+
+def test_ids_beyond_the_vocabulary(tmp_path):
+    history = History(tmp_path / "h")
+    two_turns(history)
+    history.close()
+    History(tmp_path / "h", vocab_size=7).close()
+    with pytest.raises(ValueError, match="beyond the vocabulary of 6"):
+        History(tmp_path / "h", vocab_size=6)
+    for damage in ("x'ffffffff'", "x'0102'", "'text'"):
+        db = sqlite3.connect(tmp_path / "h")
+        with db:
+            db.execute(f"UPDATE turn SET reply = {damage}")
+        db.close()
+        with pytest.raises(ValueError, match="vocabulary|damaged"):
+            History(tmp_path / "h")
+
+
+def test_who_writes_elsewhere_stops_only_writers(tmp_path, monkeypatch):
+    monkeypatch.setattr("serving.history.BUSY_SECONDS", 0.5)
+    history = History(tmp_path / "h")
+    first, second = two_turns(history)
+    other = sqlite3.connect(tmp_path / "h", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    failures = []
+
+    def write():
+        try:
+            history.commit("c", second.id, [1], [2])
+        except sqlite3.OperationalError as error:
+            failures.append(error)
+    writing = threading.Thread(target=write)
+    writing.start()
+    reads = 0
+    while writing.is_alive():
+        assert history.head("c") == second and history.tokens(first.id).tolist() == [1, 2, 3]
+        reads += 1
+    assert failures and reads > 100
+    other.execute("ROLLBACK")
+    third = history.commit("c", second.id, [1], [2])
+    assert history.head("c") == third
+
+
+SYNC_SHIM = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <unistd.h>
+int fdatasync(int file) {
+    write(1, "sync\\n", 5);
+    return ((int (*)(int))dlsym(RTLD_NEXT, "fdatasync"))(file);
+}
+int fsync(int file) {
+    write(1, "sync\\n", 5);
+    return ((int (*)(int))dlsym(RTLD_NEXT, "fsync"))(file);
+}
+"""
+
+
+def test_a_commit_has_reached_the_disk(tmp_path):
+    """We see each call of fsync: one at least happens between the beginning of a commit and its end. Without
+    it a turn that was told to be done would survive a crash of the process, but not one of the machine."""
+    if not (compiler := shutil.which("cc")):
+        pytest.skip("needs a C compiler")
+    (tmp_path / "shim.c").write_text(SYNC_SHIM)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "shim.so", tmp_path / "shim.c", "-ldl"],
+                   check=True)
+    program = """
+import sys; from serving.history import History
+history, turn = History(sys.argv[1]), None
+for i in range(5):
+    print("begin", flush=True)
+    turn = history.commit("c", turn and turn.id, [i], [i])
+    print("end", flush=True)
+"""
+    environment = os.environ | {"LD_PRELOAD": str(tmp_path / "shim.so")}
+    run = subprocess.run([sys.executable, "-c", program, tmp_path / "h"], env=environment, check=True,
+                         cwd=Path(__file__).parent.parent, stdout=subprocess.PIPE, text=True)
+    commits = run.stdout.split("begin\n")[1:]
+    assert len(commits) == 5 and all(commit.startswith("sync\n") and "end\n" in commit for commit in commits)
+
+
+# ---- how much an owner stores
+
+def test_every_owner_has_a_share_of_its_own(tmp_path):
+    """Counted when it is written, and again when the file is opened."""
+    history = History(tmp_path / "h")
+    for owner in ("ada/", "bob/"):
+        for name in ("x", "y"):
+            history.commit(owner + name, None, [1] * 1000, [2], [HI], "Hello")
+    history.create("ada/z", {}, [dict(role="user", content="x" * 5000)])
+
+    def stored(owner):
+        """By halving: the smallest limit that no conversation exceeds."""
+        return bisect.bisect(range(100_000), False, key=lambda n: history.oldest(0, n, owner) is None)
+    sizes = {owner: stored(owner) for owner in ("ada/", "bob/", "eve/")}
+    assert 8_000 < sizes["bob/"] < 12_000 and 5_000 < sizes["ada/"] - sizes["bob/"] < 7_000
+    assert sizes["eve/"] == 0 and history.oldest(0, 0, "eve/") is None
+    assert history.oldest(0, sizes["bob/"] - 1, "bob/") == "bob/x"
+    assert history.oldest(0, 0, "bob/", spared=["bob/x"]) == "bob/y"
+    history.close()
+    history = History(tmp_path / "h")
+    assert {owner: stored(owner) for owner in sizes} == sizes
+    history.update(history.record("ada/z")._replace(waiting=[]))
+    history.forget("bob/x")
+    history.commit("ada/x", history.head("ada/x").id, [1], [2])
+    assert sizes["ada/"] - 5_100 < stored("ada/") < sizes["ada/"] - 4_000
+    assert stored("bob/") == sizes["bob/"] // 2
+    for name in history.conversations():
+        history.forget(name)
+    assert [stored(owner) for owner in sizes] == [0, 0, 0]
+
+
+def test_pages_of_a_long_conversation():
+    """Pages forward and backward give what one page gives."""
+    history, turn = History(), None
+    for n in range(30):
+        messages = [{"role": "user", "content": f"{n} {part}"} for part in range(n % 3)]
+        turn = history.commit("c", turn and turn.id, [n], [n], messages, str(n))
+    history.update(history.record("c")._replace(waiting=[dict(MORE, id="msg_w1"), dict(BYE, id="msg_w2")]))
+    whole = history.items("c")
+    assert len(whole) == 30 + 30 + 2
+    for newest_first in (False, True):
+        for limit in (1, 2, 7, 100):
+            items, after = [], None
+            while page := history.items("c", after, newest_first, limit):
+                assert len(page) <= limit
+                items, after = items + page, page[-1]["id"]
+            assert items == (whole[::-1] if newest_first else whole)
+    assert history.items("c", "msg_unknown") == [] == history.items("nobody", limit=3)

@@ -308,6 +308,21 @@ def test_reclaim_drops_a_chunk_that_has_no_copy():
     cache.check_integrity()
 
 
+def test_the_next_to_leave_is_the_one_whose_slots_are_taken_next():
+    cache = make(slots=32, places=8)
+    assert cache.next_to_leave(10.0) is None
+    b, a = idle(cache, "b", 12, now=0.0), idle(cache, "a", 12, now=5.0)
+    assert cache.next_to_leave(10.0) is b.chunks[0]             # nothing is copied yet: it is copied first
+    copy(cache, 24)
+    for total in range(4, 28, 4):
+        leaving = cache.next_to_leave(10.0)
+        before = [chunk for chunk in (*a.chunks, *b.chunks) if chunk.slots]
+        grow_to(cache, cache.open("new"), total + 8, now=10.0)
+        gone = [chunk for chunk in before if not chunk.slots]
+        assert gone == [leaving]
+    assert states(a) == states(b) == ["CPU"] * 3 and cache.next_to_leave(11.0) is cache.open("new").chunks[0]
+
+
 # ---- a CPU tier that is full, of one chunk, or absent
 
 def full_cpu_tier(worth_more):

@@ -59,6 +59,19 @@ def elsewhere(tickets, seed):
     return chance.sample(back, len(back))
 
 
+# ---- KVPool.copy_slots
+
+@devices
+def test_slots_are_copied_all_at_once(device):
+    """7 and 9 change places, and 30 gets what 9 had; all others stay as they are."""
+    pool = make(device)
+    expected = pool.gpu.clone()
+    expected[:, :, [7, 9, 30]] = pool.gpu[:, :, [9, 7, 9]]
+    pool.copy_slots({7: 9, 9: 7, 30: 9})
+    pool.copy_slots({})
+    assert torch.equal(pool.gpu, expected)
+
+
 # ---- KVPool.swap_out, KVPool.swap_in
 
 @devices

@@ -83,9 +83,9 @@ def test_time_steps_times_prompts_and_decodes():
     first, decode = microbench.time_steps(engine, 3, 20, 5, seed=0)
     assert shapes == [[20] * 3] + 4 * [[1] * 3] and first > 0 and decode > 0
     model = engine.worker.model
-    positions, tied = sum(p.nbytes for p in model.positions.parameters()), model.config.tied_embeddings
+    matrices = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
     weights = microbench.read_bytes(engine.worker, 1, 0)
-    assert tied and weights == sum(p.nbytes for p in model.parameters()) - positions
+    assert weights == sum(weight.nbytes for weight in [*matrices, model.tokens.weight])
     kv_token = engine.worker.pool.gpu.nbytes // (512 + 1)           # the pool has one more slot, of padding
     assert microbench.read_bytes(engine.worker, 2, 10) - weights == 20 * kv_token
 

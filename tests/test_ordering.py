@@ -148,7 +148,7 @@ def test_a_worker_starts_copies_out_beside_the_step_that_computes():
     batch.swap_out = [ticket("out", [80, 81], 3)]
     recorder = Recorder(worker.pool)
     with recorder:
-        worker.execute(batch)
+        worker.launch(batch)
     computing, copying = ([access for access in recorder.accesses if access.stream == stream]
                           for stream in ("main", "out"))
     assert computing and copying

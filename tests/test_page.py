@@ -32,7 +32,23 @@ STRIPS = """return [...document.querySelectorAll(".row")].map(row => [
     [...row.querySelectorAll(".chunk")].map(chunk => chunk.dataset.state).join("")])"""
 SAID = """return [...document.querySelectorAll(".chat")].map(chat =>
     [...chat.querySelectorAll(".turn")].map(turn =>
-        [...turn.querySelectorAll(".user, .answer, .source .share")].map(element => element.textContent)))"""
+        [...turn.querySelectorAll(".user, .answer, .ours .share")].map(element => element.textContent)))"""
+
+# Keeps every picture: of each strip its name, its chunks' states, and which chunk is framed (-1: none).
+RECORD = """
+const read = () => [...document.querySelectorAll(".row")].map(row => {
+    const chunks = [...row.querySelectorAll(".chunk")];
+    return [row.querySelector("button").textContent, chunks.map(chunk => chunk.dataset.state).join(""),
+            chunks.findIndex(chunk => chunk.classList.contains("next"))];
+});
+window.pictures = [];
+new MutationObserver(() => pictures.push(read())).observe(
+    document.getElementById("strips"), {attributes: true, childList: true, subtree: true});"""
+# Pauses take no time, but are noted.
+HURRY = """
+const later = setTimeout;
+window.pauses = [];
+window.setTimeout = (action, milliseconds) => { pauses.push(milliseconds); later(action); };"""
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +132,11 @@ class Page:
     def strips(self):
         return dict(self.run(STRIPS))
 
+    def post(self, url, path="/v1/responses", **body):
+        request = urllib.request.Request(url + path, json.dumps(body).encode())
+        with urllib.request.urlopen(request) as response:
+            return json.load(response)
+
     def get(self, path, key=""):
         request = urllib.request.Request(self.url + path, headers=dict(Authorization=f"Bearer {key}"))
         with urllib.request.urlopen(request) as response:
@@ -150,12 +171,86 @@ def test_ten_turns_in_two_conversations(page, url):
     turns, sources = page.get("/cache")["turns"], ("gpu", "cpu", "recomputed", "new")
     assert accounts <= {"".join(f"{source} {turn[source]}" for source in sources) for turn in turns}
     assert any(turn["recomputed"] and turn["cpu"] for turn in turns)
-    assert "copied to the CPU" in page.run("return document.getElementById('picture').textContent")
+    assert "got a copy on the CPU" in page.run("return document.getElementById('picture').textContent")
 
     said = page.said()
     page.browser.refresh()                                      # the server has kept everything
     eventually(lambda: page.said() == said)
     eventually(page.agrees)
+
+
+def test_the_framed_chunk_leaves_the_gpu_next(page, url):
+    page.open(url)
+    for chat, facts in enumerate(FACTS):
+        if chat:
+            page.find("#start")[0].click()
+        for text in facts[:4 - chat]:
+            page.say(chat, text)
+    page.find("#start")[0].click()
+    page.run(RECORD)
+    for text in FACTS[0][:4]:
+        page.say(2, text)                                       # it needs slots, and the others are idle
+    pictures = page.run("return pictures")
+    departures = 0
+    for before, after in zip(pictures, pictures[1:]):
+        now = {name: states for name, states, _ in after}
+        gone = {(name, i) for name, states, _ in before for i, state in enumerate(states)
+                if state in "GB" and now[name][i] in "C."}
+        framed = {(name, i) for name, _, i in before if i >= 0}
+        assert not gone or framed <= gone and len(framed) == 1, (before, after)
+        departures += len(gone)
+    assert departures >= 2, pictures
+    assert "left the GPU" in page.find("#log")[0].text
+
+
+def test_what_was_saved(page, url):
+    page.open(url)
+    page.say(0, "My lucky number is 7.")
+    page.say(0, "I live in Oslo.")
+    usage = page.get("/cache")["turns"][-1]
+    cached = usage["gpu"] + usage["cpu"]
+    told = page.find(".ours p")[-1].text
+    assert told.startswith(f"{cached} of {usage['prompt_tokens']} tokens were cached: first token after "
+                           f"{usage['first_token_ms']} ms; without memory up to ")
+    bound = float(re.search("up to ([0-9]+) ms", told.replace(",", ""))[1])
+    chunk_ms = 1e3 * page.get("/cache")["recompute_seconds"][0]
+    assert bound - usage["first_token_ms"] == pytest.approx(chunk_ms * cached / 32, rel=0.05, abs=1)
+    assert not page.find(".without")[0].is_displayed()
+    page.find("#compare")[0].click()
+    assert page.find(".without")[-1].is_displayed()
+    assert f"recomputed {cached}" in page.find(".without")[-1].text
+
+
+def test_eighty_chats(page, url):
+    """The strips scroll, the one that spoke last comes first, and the explanation stays in view."""
+    ids = [page.post(url, input=f"Hello {number}", max_output_tokens=1)["conversation"]["id"]
+           for number in range(80)]
+    page.post(url, "/v1/chat/completions", conversation_id="my notes", max_tokens=1,
+              messages=[dict(role="user", content="Hello")])
+    page.post(url, input="Hello", max_output_tokens=1)
+    page.browser.get(url)
+    page.run("localStorage.setItem('chats', JSON.stringify(arguments[0]))",
+             [dict(id=id, name=number) for number, id in enumerate(ids)])
+    page.open(url)
+    eventually(lambda: len(page.find(".row")) >= 82, seconds=30)
+    assert {"my notes", "Other 1", "Chat 0", "Chat 79"} <= page.strips().keys()
+    page.say(40, "My lucky number is 7.")
+    eventually(lambda: next(iter(page.strips())) == "Chat 40")
+    for size in ((1280, 900), (390, 844)):
+        page.resize(*size)
+        assert page.run("return [document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
+                        ) == [*size]
+        strips, explanation = page.find("#strips")[0], page.find("#picture > p:last-child")[0]
+        assert strips.size["height"] > 90 and strips.size["height"] < strips.get_property("scrollHeight")
+        assert explanation.rect["y"] + explanation.rect["height"] < page.find("#picture")[0].rect["y"] \
+            + page.find("#picture")[0].rect["height"] < size[1]
+
+
+def test_the_example_needs_its_tiers(page, url):
+    page.browser.get("about:blank")
+    page.open(url + "/#play")
+    eventually(lambda: "python server.py --demo" in page.find("#story")[0].text)
+    assert page.find("#play")[0].text == "Play the example" and page.said() == [[]]
 
 
 def test_branch(page, url):
@@ -258,16 +353,20 @@ def test_narrow(page, url):
 
 
 @pytest.fixture
-def guarded_url(tmp_path):
-    flags = "--api-key", "secret", "--gpu-cache-tokens", "384", "--cpu-cache-tokens", "768"
-    with program(ROOT / "tiny_chat", tmp_path / "history", *flags) as (_, url, _):
-        yield url
+def demo(tmp_path, monkeypatch):
+    """python server.py --demo --api-key secret: its address, and a file with what it opened in a browser."""
+    opened = tmp_path / "opened"
+    monkeypatch.setenv("BROWSER", f"sh -c 'echo $0 > {opened}' %s")
+    with program(ROOT / "tiny_chat", tmp_path / "history", "--demo", "--api-key", "secret") as (_, url, _):
+        yield url, opened
 
 
-def test_a_key_and_the_example(guarded_url, page):
-    """The page asks for the key until it is right, and then no more. Then the example plays without its
-    pauses, and shows every kind of move."""
-    page.open(guarded_url, ready="#key")
+def test_the_demo(demo, page):
+    """A browser opens. The page asks for the key until it is right, and then no more. The example plays, here
+    without its pauses, shows every kind of move, and its answers are right."""
+    url, opened = demo
+    eventually(lambda: opened.exists() and opened.read_text() == f"{url}/#play\n")
+    page.open(url, ready="#key")
     for key in ("wrong", "secret"):
         eventually(page.find("#key")[0].is_displayed)
         page.find("#secret")[0].clear()
@@ -278,11 +377,42 @@ def test_a_key_and_the_example(guarded_url, page):
     eventually(lambda: page.said() and page.said()[0])
     assert not page.find("#key")[0].is_displayed()
 
-    page.run("const later = setTimeout; window.setTimeout = action => later(action)")
-    page.find("#play")[0].click()
-    eventually(lambda: "your turn" in page.find("#story")[0].text, seconds=40)
+    def turns():
+        return sum(len(chat) for chat in page.said())
+    play, step = page.find("#play")[0], page.find("#step")[0]
+    page.run(HURRY)
+    step.click()
+    eventually(lambda: turns() == 2 and len(page.said()[1][-1]) == 6)
+    page.find("#slow")[0].click()
+    play.click()
+    assert play.text == "Pause"
+    eventually(lambda: turns() > 3)
+    play.click()
+    assert play.text == "Play on" and {3000, 1400} <= {*page.run("return pauses")}
+    eventually(lambda: all(len(turn) == 6 for chat in page.said() for turn in chat))
+    paused_at = turns()
+    time.sleep(0.5)
+    assert turns() == paused_at
+    play.click()
+    eventually(lambda: "your turn" in page.find("#story")[0].text, seconds=60)
     assert len(page.chats()) == 5 and not page.find(".undone")
+
     usage = page.get("/cache", "secret")["turns"][-3:]
     assert usage[0]["cpu"] and usage[1]["recomputed"] and usage[2]["gpu"] and usage[2]["cpu"]
-    answers = [page.said()[chat][-1][1] for chat in (1, 2)]
-    assert "Zorbella" in answers[0] and "lasagna" in answers[1]
+    saved = page.run("return [...document.querySelectorAll('.ours p')].map(line => line.textContent)")
+    assert f"; without memory {usage[2]['without_memory_ms']} ms." in "".join(saved)
+    told = page.run("return document.getElementById('log').textContent")
+    assert all(sentence in told for sentence in ("came back from the CPU", "the model recomputed its first"))
+    answers = {said.removeprefix("You: "): answer for chat in page.said()[1:] for said, answer, *_ in chat}
+    asked = {"What is my lucky number?": "4711", "What is my favourite food?": "lasagna",
+             "Who am I?": "Zorbella"}
+    for said, answer in answers.items():
+        value = asked.get(said) or said.rstrip(".").split()[-1]
+        assert answer.count(value) == 1, (said, answer)
+
+
+def test_a_demo_without_a_browser(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("BROWSER", raising=False)
+    with program(ROOT / "tiny_chat", tmp_path / "history", "--demo") as (process, url, _):
+        assert process.stdout.readline() == f"There is no browser here. Open {url}/#play in yours.\n"

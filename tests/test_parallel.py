@@ -84,7 +84,7 @@ def test_a_follower_waits_for_copies_that_have_ended_only_on_rank_0():
     wire.tell = told.append
     leader, follower = (kind(wire, model, 32, 4, 4, 2, 16) for kind in (Leader, Follower))
     for swap_in, swap_out in (([], [ticket("out")]), ([ticket("in")], []), ([], [])):
-        leader._start(pack([]), table_changes([]), swap_in, swap_out)
+        leader._start(pack([]), table_changes([]), {}, swap_in, swap_out)
         leader.pool.landed(wait=True)
     recorder = Recorder(follower.pool)
     with recorder:

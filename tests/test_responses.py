@@ -627,7 +627,7 @@ def test_the_cache_as_it_changes(checkpoint):
         watcher.join(10)
         assert not watcher.is_alive() and engine.watchers == []
     moves = [move for event in events for move in event["transfers"]]
-    assert {move["kind"] for move in moves} == {"swap_in", "swap_out", "recompute", "drop"}
+    assert {move["kind"] for move in moves} == {"swap_in", "swap_out", "recompute", "reclaim", "drop"}
     assert all(0 <= move["start"] < move["end"] and move["conversation"] in names for move in moves)
     letters = {letter for event in events for entry in event["conversations"] for letter in entry["chunks"]}
     assert {"G", "C", "."} <= letters <= set("GBCR.")
@@ -638,3 +638,5 @@ def test_the_cache_as_it_changes(checkpoint):
     assert final["recompute_seconds"] == sorted(final["recompute_seconds"])
     assert all(entry["idle_seconds"] > 0 and entry["gpu"] + entry["cpu"] <= entry["tokens"]
                for entry in final["conversations"])
+    assert [entry["chunks"][entry["leaves_next"]] in "GB" for entry in final["conversations"]
+            if entry["leaves_next"] is not None] == [True]

@@ -211,8 +211,8 @@ class Calls(OperatorWatcher):
 
 
 @pytest.mark.parametrize("rows, most, uploads", [
-    ([dict()] * 3, 1, 0),                                       # greedy: the argmax
-    ([dict(temperature=0.7, top_p=0.9)] * 3, 50, 1), (CROWD, 100, 1)])
+    ([dict()] * 3, 5, 0),                                       # greedy: the argmax, and is it finite?
+    ([dict(temperature=0.7, top_p=0.9)] * 3, 54, 1), (CROWD, 104, 1)])
 def test_the_host_uploads_once_and_never_waits(rows, most, uploads):
     """On the device "meta", where tensors have no content: to look at a result is an error there."""
     logits = torch.empty(len(rows), 3000, device="meta")
@@ -328,7 +328,7 @@ def test_logprobs_travel_with_the_tokens():
     (dict(presence_penalty=2.1), "presence_penalty"), (dict(frequency_penalty=-3), "frequency_penalty"),
     (dict(repetition_penalty=0), "repetition_penalty"), (dict(seed=2**63), "seed"),
     (dict(logprobs=True), "True"),
-    (dict(logprobs=21), "logprobs must be an int from 0 to 20, got 21"),
+    (dict(logprobs=-1), "logprobs must be an int from 0 to 2147483647, got -1"),
     (dict(logit_bias=[1]), "logit_bias"), (dict(logit_bias={1: 101}), "from -100.0 to 100.0"),
     (dict(logit_bias={"1": 1}), "logit_bias"), (dict(logit_bias={10**6: 1.0}), "1000000")])
 def test_bad_values_are_refused_by_name(engine, values, message):
@@ -341,3 +341,29 @@ def test_none_is_the_default_and_an_unknown_keyword_an_error(engine):
     assert engine.generate([1], max_tokens=3, **dict.fromkeys(names)) == engine.generate([1], max_tokens=3)
     with pytest.raises(TypeError, match="temprature"):
         engine.submit([1], temprature=1.0)
+
+
+# ---- logits that are no numbers
+
+@pytest.mark.parametrize("values", [
+    {}, dict(logprobs=2), dict(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, presence_penalty=1.0,
+                               repetition_penalty=1.2, logit_bias={3: 1.0}, logprobs=2, seed=1)])
+def test_a_row_that_is_not_finite_has_no_token_and_its_neighbours_keep_theirs(values):
+    logits, requests = some_logits(4, 40), [row(generated=(4, 5), **values) for _ in range(4)]
+    expected, _ = sampled(logits.clone(), requests)
+    logits[0, 7], logits[2, 39], logits[3] = torch.nan, torch.inf, -torch.inf
+    assert sampled(logits, requests)[0] == [-1, expected[1], -1, -1]
+
+
+def test_a_request_whose_logits_are_not_finite_fails_alone():
+    engine = Engine("tiny_chat", device="cpu", gpu_cache_tokens=256, cpu_cache_tokens=64, cost=COST,
+                    debug=True)
+    expected = engine.generate([5, 6, 7], max_tokens=8, ignore_eos=True).token_ids
+    engine.worker.model.positions.weight[40] = torch.nan        # where only the longer context comes
+    long = engine.submit([1] * 38, "long", max_tokens=8, ignore_eos=True)
+    short = engine.submit([5, 6, 7], "short", max_tokens=8, ignore_eos=True)
+    with pytest.raises(RuntimeError, match="not finite"):
+        long.result()
+    assert short.result().token_ids == expected
+    assert engine.generate([5, 6, 7], "long", max_tokens=8, ignore_eos=True).token_ids == expected
+    engine.close()

@@ -587,14 +587,15 @@ def test_ahead_only_whose_tokens_are_known_is_suspended(monkeypatch):
 # ---- SharingCache.follow: one prompt, several replies
 
 def test_a_prompt_that_is_asked_several_times_is_computed_once():
-    """But for the last token and those of its chunk. The others wait until that has been done."""
+    """But for the last token. The others wait until that has been done: they share the full chunks and copy
+    the slots behind them."""
     world = World(slots=64, rows=4)
     prompt = list(range(22))
     first = world.submit("a", prompt, 2)
     others = [world.submit(name, prompt, 2, like=first) for name in "bd"]
-    assert world.run() == ["step 0  a[0:16]", "step 1  a[16:22]", "step 2  a[22:23] b[20:22] d[20:22]",
+    assert world.run() == ["step 0  a[0:16]", "step 1  a[16:22]", "step 2  a[22:23] b[21:22] d[21:22]",
                            "step 3  b[22:23] d[22:23]"]
-    assert [request.usage["gpu"] for request in (first, *others)] == [0, 20, 20]
+    assert [request.usage["gpu"] for request in (first, *others)] == [0, 21, 21]
     assert len({tuple(request.generated) for request in (first, *others)}) == 1
     assert [request.times for request in (first, *others)] == [[2, 3], [3, 4], [3, 4]]
 
@@ -606,7 +607,7 @@ def test_a_prompt_that_fills_most_slots_is_shared_at_once():
     first = world.submit("a", list(range(22)), 2)
     for name in "bd":
         world.submit(name, list(range(22)), 2, like=first)
-    assert world.run() == ["step 0  a[0:16]", "step 1  a[16:22]", "step 2  a[22:23] b[20:22] d[20:22]",
+    assert world.run() == ["step 0  a[0:16]", "step 1  a[16:22]", "step 2  a[22:23] b[21:22] d[21:22]",
                            "step 3  b[22:23] d[22:23]"]
 
 

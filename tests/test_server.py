@@ -3,16 +3,21 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
+import socket
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.history import History
 from serving.sessions import Sessions
-from server import MAX_BODY_BYTES, Handler, parse_flags
+from serving.sockets import MAX_BODY_BYTES, Handler
+from server import parse_flags
 from clients import CONTEXT, ROOT, ask, connect, eventually, fetch, hang_up_after, program, raw, serving, user
 
 openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
@@ -339,6 +344,46 @@ def test_a_body_of_100_megabytes(server):
     assert status == 413 and str(MAX_BODY_BYTES) in content["error"]["message"]
 
 
+@pytest.mark.parametrize("lengths", [(50, 50), (50, 51), ("50, 50",), ("+50",), ("5_0",), ("0x32",), ("",)])
+def test_a_length_that_leaves_doubts(server, lengths):
+    headers = "".join(f"Content-Length: {length}\r\n" for length in lengths)
+    answer = raw(server, f"POST /v1/conversations HTTP/1.1\r\n{headers}\r\n".encode(), b"{}" + b" " * 49)
+    assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1
+
+
+def test_a_body_that_ends_too_early(server):
+    """Even if the part that came is valid JSON."""
+    before = server.sessions.history.conversations()
+    with socket.create_connection(server.server_address, timeout=30) as connection:
+        connection.sendall(b"POST /v1/conversations HTTP/1.1\r\nContent-Length: 10\r\n\r\n{}")
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(2**16).startswith(b"HTTP/1.1 400")
+    assert server.sessions.history.conversations() == before
+
+
+def test_the_absolute_form(server):
+    """As a client writes that takes us for a proxy."""
+    for url in (b"http://localhost", b"HTTP://localhost:8000", server.url.encode()):
+        answer = raw(server, b"GET %b/health?a=b HTTP/1.1\r\nConnection: close\r\n\r\n" % url)
+        assert answer.endswith(b'{"status": "ok"}')
+    assert b"HTTP/1.1 400" in raw(server, b"GET http://[/health HTTP/1.1\r\n\r\n")
+
+
+def test_head(server):
+    """The headers of GET, and no body, on a connection that goes on."""
+    connection = http.client.HTTPConnection(*server.server_address, timeout=30)
+    for path in ("/health", "/cache", "/cache/events", "/"):
+        headers = {}
+        for method in ("HEAD", "GET") if path != "/cache/events" else ("HEAD",):
+            connection.request(method, path)
+            response = connection.getresponse()
+            headers[method] = response.status, response.getheader("Content-Type")
+            assert bool(response.read()) == (method == "GET")
+        assert len(set(headers.values())) == 1 and headers["HEAD"][0] == 200
+    connection.request("HEAD", "/nothing")
+    assert connection.getresponse().status == 404
+
+
 def test_a_header_that_never_ends(server):
     for endless in ([b"X: " + b"x" * 2**16] * 100, [b"X: y\r\n"] * 1000):
         assert raw(server, b"GET /health HTTP/1.1\r\n", *endless).startswith(b"HTTP/1.1 431")
@@ -376,19 +421,6 @@ def test_early_bytes_of_the_next_request(server):
     answer = raw(server, chat, health, b"GET /cache HTTP/1.1\r\n\r\n")
     assert answer.count(b"HTTP/1.1 200 OK") == 2 and b'"finish_reason": "length"' in answer
     assert answer.endswith(b'{"status": "ok"}')
-
-
-def test_api_key(checkpoint):
-    with serving(Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0),
-                 api_keys=["señor"]) as server:
-        with connect(server.url, "wrong") as client, pytest.raises(openai.AuthenticationError):
-            ask(client, [user("Hi")])
-        for header in ({}, {"Authorization": "señor".encode()}, {"Authorization": "Basic señor".encode()}):
-            statuses = [fetch(server, "GET", path, headers=header)[0]
-                        for path in ("/v1/models", "/metrics", "/cache", "/health")]
-            assert statuses == [401, 401, 401, 200]
-        header = {"Authorization": "Bearer señor".encode()}
-        assert fetch(server, "GET", "/v1/models", headers=header)[0] == 200
 
 
 # ---- clients that leave, an engine that fails
@@ -473,15 +505,36 @@ def test_every_field_of_config_is_a_flag():
     assert parse_flags([]).history == str(ROOT / "history.sqlite")
 
 
-@pytest.mark.parametrize("flags", ["--bogus", "--policy best", "--port many", "--gpu-cache-tokens 0",
-                                   "--reserve 2"])
-def test_bad_flags_are_one_line(flags, capsys, monkeypatch, checkpoint):
+def last_words(model, flags, monkeypatch, capsys):
+    """What server.py says before it exits with 2."""
     import server
-    monkeypatch.setattr(sys, "argv", ["server.py", "--model", str(checkpoint), "--history", ":memory:",
-                                      *flags.split()])
+    monkeypatch.setattr(sys, "argv", ["server.py", "--model", str(model), "--history", ":memory:",
+                                      "--port", "0", *flags.split()])
     with pytest.raises(SystemExit) as exit:
         server.main()
-    assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+    assert exit.value.code == 2
+    return capsys.readouterr().err
+
+
+SIZES = ["gpu-cache-tokens", "cpu-cache-tokens", "chunk-size", "max-batch-tokens", "max-running", "port"]
+
+
+@pytest.mark.parametrize("flags", ["--bogus", "--policy best", "--port many", "--gpu-cache-tokens 0",
+                                   "--reserve 2", *(f"--{size} {10**20}" for size in SIZES)])
+def test_bad_flags_are_one_line(flags, capsys, monkeypatch, checkpoint):
+    assert last_words(checkpoint, flags, monkeypatch, capsys).count("\n") == 1
+
+
+@pytest.mark.parametrize("file, content", [
+    ("config.json", "{"), ("config.json", "[1]"), ("config.json", '{"model_type": "gpt2", "n_embd": [1]}'),
+    ("generation_config.json", "{"), ("tokenizer.json", "{"), ("tokenizer_config.json", "{"),
+    ("tokenizer_config.json", "[1]"), ("tokenizer_config.json", '{"chat_template": 5}'),
+    ("tokenizer_config.json", '{"chat_template": [1]}'), ("chat_template.jinja", "{% if %}")])
+def test_a_damaged_checkpoint_is_one_line(file, content, tmp_path, capsys, monkeypatch, checkpoint):
+    shutil.copytree(checkpoint, tmp_path / "damaged")
+    (tmp_path / "damaged" / file).write_text(content)
+    words = last_words(tmp_path / "damaged", "", monkeypatch, capsys)
+    assert words.count("\n") == 1 and (file in words or "template" in words)
 
 
 def test_the_log_says_why(server, capfd):
@@ -513,6 +566,14 @@ def test_banner_and_ctrl_c(checkpoint, tmp_path):
             process.send_signal(signal.SIGINT)             # while a turn runs
             output, errors = process.communicate(timeout=10)
         assert process.returncode in (0, 130) and "Traceback" not in errors
+
+
+def test_ctrl_c_while_it_imports_torch():
+    with subprocess.Popen([sys.executable, ROOT / "server.py", "--history", ":memory:"],
+                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        eventually(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text(), 60)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=10)[1] == "stopped\n" and process.returncode == 130
 
 
 def test_kill_9(checkpoint, zygote, tmp_path):

@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine import Engine
 from eviction import RecomputeCost
@@ -215,6 +216,29 @@ def test_a_resent_history_is_recognised_and_an_edited_one_branches(sessions):
 SYSTEM = "You are a pilot. " * 3
 
 
+def scripted(model, position, tokens):
+    """From this position on the model says these tokens, whatever it reads."""
+    for layer in model.layers:
+        layer.attn.out.weight.zero_()
+        layer.mlp.down.weight.zero_()
+    model.norm.weight.fill_(1)
+    embedding = model.tokens.weight.normal_(generator=torch.Generator().manual_seed(0))
+    first_row = position + model.config.position_offset
+    model.positions.weight[first_row:first_row + len(tokens)] = 100 * embedding[tokens]
+
+
+def test_a_reply_resent_without_its_thoughts_comes_from_the_cache():
+    with closing(Sessions("tiny_chat", gpu_cache_tokens=512, cpu_cache_tokens=512)) as sessions:
+        question, reply = [user("2 + 2?")], sessions.tokenizer.encode("<think>2 and 2</think> 4")
+        prompt = sessions.tokenizer.turn([], question, None)
+        scripted(sessions.engine.worker.model, len(prompt) - 1, reply)
+        thought = sessions.respond(question, max_tokens=len(reply)).result()
+        assert thought.text == "<think>2 and 2</think> 4"
+        answer = dict(role="assistant", content="4")
+        usage = sessions.respond([*question, answer, user("and 3?")], max_tokens=1).result().usage
+        assert usage["gpu"] == len(prompt) + len(reply) - 1     # the last token was never fed
+
+
 def prompted(**flags):
     return Sessions("tiny_chat", **dict(TINY, system_prompt=SYSTEM) | flags)
 
@@ -267,15 +291,15 @@ def test_a_system_prompt_that_cannot_be_used(monkeypatch):
     with pytest.raises(ValueError, match="more than half of 160 slots"):
         prompted(system_prompt="word " * 100)
     render = Tokenizer._render
-    def strict(self, messages):
+    def strict(self, messages, options):
         if messages[0]["role"] == "system":
             raise ValueError("the chat template failed: no system role")
-        return render(self, messages)
+        return render(self, messages, options)
     monkeypatch.setattr(Tokenizer, "_render", strict)
     with pytest.raises(ValueError, match="system_prompt cannot be used with tiny_chat: .* no system role"):
         prompted()
-    def silent(self, messages):
-        return render(self, [message for message in messages if message["role"] != "system"])
+    def silent(self, messages, options):
+        return render(self, [message for message in messages if message["role"] != "system"], options)
     monkeypatch.setattr(Tokenizer, "_render", silent)
     with pytest.raises(ValueError, match="shows no system message"):
         prompted()
@@ -407,13 +431,12 @@ def test_a_conversation_forgotten_at_the_wrong_moment_stays_coherent(started, mo
     sessions.close()
 
 
-def test_a_conversation_that_went_on_in_another_process_is_read_again(tmp_path):
+def test_a_conversation_that_went_on_without_us_is_read_again(tmp_path):
     """The turn that finds out is cancelled; the next one knows."""
     sessions = Sessions("tiny_chat", history=tmp_path / "history", **TINY)
     sessions.generate(ids(9), "c", max_tokens=4, ignore_eos=True)
     head = sessions.history.head("c")
-    with closing(History(tmp_path / "history", sessions.tokenizer.fingerprint)) as other:
-        other.commit("c", head.id, [1, 2], [3])
+    sessions.history.commit("c", head.id, [1, 2], [3])
     assert sessions.generate(ids(5), "c", max_tokens=4, ignore_eos=True).finish_reason == "cancelled"
     assert sessions.generate(ids(5), "c", max_tokens=4, ignore_eos=True).usage["prompt_tokens"] == 13 + 3 + 5
     sessions.close()
@@ -456,11 +479,38 @@ def test_pruning_forgets_the_longest_idle(sessions):
         sessions.generate(ids(9), name, max_tokens=4, ignore_eos=True)
     sessions.history._db.execute("UPDATE conversation SET active = active - 100 WHERE name IN ('a', 'c')")
     running = sessions.submit(ids(5), "c", max_tokens=4, ignore_eos=True)
-    sessions.prune(max_age=50, max_bytes=2**30)
+    sessions.prune(max_age=50, max_bytes=2**30)     # the oldest is being answered: it stays
     assert sessions.history.conversations() == ["b", "c"] and "a" not in sessions.engine.cache.conversations
     running.result()
     sessions.prune(max_age=50, max_bytes=0)
     assert sessions.history.conversations() == [] and sessions.engine.stats()["slots_free"] == 160
+
+
+def test_a_clock_that_jumps_ahead(sessions, monkeypatch):
+    for name in "ab":
+        sessions.generate(ids(9), name, max_tokens=4, ignore_eos=True)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 1e9)
+    sessions.prune(max_age=3600, max_bytes=2**30)
+    assert sessions.history.conversations() == ["a", "b"]
+    sessions.generate(ids(9), "c", max_tokens=4, ignore_eos=True)      # is stored as active in the far future
+    monkeypatch.undo()
+    sessions.prune(max_age=3600, max_bytes=0)                          # and goes all the same
+    assert sessions.history.conversations() == []
+
+
+def test_pruning_ends_while_new_conversations_come(sessions, monkeypatch):
+    """As many as it forgets."""
+    forget = History.forget
+
+    def replaced(history, name):
+        history.commit(f"{name}+", None, [1], [2])
+        return forget(history, name)
+    monkeypatch.setattr(History, "forget", replaced)
+    monkeypatch.setattr("serving.sessions.MOST_PRUNED", 10)
+    sessions.generate(ids(9), "c", max_tokens=4, ignore_eos=True)
+    sessions.prune(max_age=50, max_bytes=0)
+    assert sessions.history.conversations() == ["c" + 10 * "+"]
 
 
 @pytest.mark.parametrize("moment", ["before", "committing"])

@@ -24,10 +24,10 @@ def forked(cache, shared=8, own=4, now=0.0):
     return a, b
 
 
-def test_fork_shares_full_chunks_and_the_child_computes_its_own_tail():
+def test_fork_shares_full_chunks_and_the_child_copies_its_own_tail():
     cache = make()
     a = idle(cache, "a", 14)
-    b = cache.fork(a, "b", a.tokens[:11])                       # a[8:11) is part of a chunk: recomputed
+    b = cache.fork(a, "b", a.tokens[:11])                       # a[8:11) is part of a chunk: copied later
     assert b.chunks == a.chunks[:2] and b.sources() == (8, 0) and b.known == 10
     assert len(cache.free_slots) == 32 - 14
     assert a.holders[1:] == b.holders[1:]
@@ -311,7 +311,65 @@ def test_a_child_does_not_wait_for_a_leader_that_has_gone():
     cache.truncate(leader, 0, 0)
     assert cache.extend(child, range(9)) and child.sources() == (0, 0)
     cache.forget(child)
-    assert not cache.leaders
+    assert not cache.origins
+
+
+# ---- KVCache.admit: the tail is copied
+
+def admitted(cache, child, prompt, now=20.0):
+    """The child's first turn begins -> the copies between slots, and the tokens that it must not compute."""
+    assert cache.extend(child, prompt)
+    cache.admit(child, len(child.tokens), now)
+    cache.check_integrity()
+    return cache.take_slot_copies(), sum(chunk.filled for chunk in child.chunks)
+
+
+@pytest.mark.parametrize("tokens, prompt, copied", [
+    (range(10), [99], 2), (range(8), [99], 0), (range(9), [9, 10, 11, 99], 0), (range(9), [9, 10, 11], 3),
+    (range(10), [10, 99, 11], 3), ([*range(5), 99], [99], 1), ([99], [99], 0), ((), range(3), 2)])
+def test_a_child_copies_what_it_has_in_common_behind_the_full_chunks(tokens, prompt, copied):
+    """But for its last token, which it must compute itself. Full chunks are shared, not copied."""
+    cache = make()
+    a = idle(cache, "a", 14)
+    b = cache.fork(a, "b", tokens)
+    copies, filled = admitted(cache, b, prompt)
+    shared = 4 * (len(b.holders) - 1)
+    assert copies == dict(zip(slots_of(b)[shared:shared + copied], slots_of(a)[shared:]))
+    assert filled == shared + copied
+
+
+def test_a_copy_of_a_copy_is_one_of_the_original():
+    """Both are made at the beginning of the same step."""
+    cache = make()
+    a = idle(cache, "a", 7)
+    b = cache.fork(a, "b", range(7))
+    assert cache.extend(b, [99])
+    cache.admit(b, 8, 20.0)
+    c = cache.fork(b, "c", range(7))
+    copies, filled = admitted(cache, c, [98])
+    assert filled == 7 and slots_of(c)[:4] == slots_of(a)[:4]
+    assert [copies[slot] for slot in slots_of(c)[4:7]] == slots_of(a)[4:7]
+
+
+@pytest.mark.parametrize("fate", ["CPU", "arriving", None, "forgotten", "other tokens"])
+def test_a_tail_whose_origin_has_lost_it_is_computed(fate):
+    cache = make(places=2)
+    a = idle(cache, "a", 3)
+    b = cache.fork(a, "b", range(3))
+    if fate == "other tokens":
+        cache.truncate(a, 0, 0)
+        cache.extend(a, [7, 8, 9])
+        cache.admit(a, 3, 10.0)
+        cache.computed(a, 0, 3)
+    elif fate == "forgotten":
+        cache.forget(a)
+    elif fate is None:
+        cache.drop_all(a)
+    else:
+        move_to_cpu(cache, a, 1)
+        if fate == "arriving":
+            cache.admit(a, 3, 15.0)
+    assert admitted(cache, b, [99]) == ({}, 0)
 
 
 # ---- check_integrity itself

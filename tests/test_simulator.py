@@ -11,7 +11,8 @@ from eviction import RecomputeCost
 from kv_cache import Chunk, Ticket
 from checkpoint import PRESETS
 from scheduler import Batch, Span
-from experiments.simulator import Hardware, Operators, SimulatedWorker, VirtualClock, kv_token_bytes
+from experiments.simulator import (HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker, VirtualClock,
+                                   kv_token_bytes)
 
 ROUND = Hardware(flops=1e12, memory=1e9, host_link=1e6, peer_link=1e6)
 IDEAL = Operators(matmul=1.0, attention=1.0, memory=1.0, link=1.0, per_layer=0.0, per_step=0.0)
@@ -99,11 +100,18 @@ def test_copies_end_when_the_link_has_carried_them():
     assert sim.execute(batch()).landed == []
 
 
-def test_the_profile_is_of_a_chunk_alone():
-    sim = worker()
+def test_the_profile_is_what_one_more_chunk_adds_to_a_full_batch():
+    sim = worker(operators=IDEAL._replace(per_layer=0.5, per_step=2.0))
     cost = sim.profile()
     assert cost.lengths == [4, 8, 16, 32, 64]
-    assert cost(64) == pytest.approx(sim.attention_seconds(4, 64) + sim.linear_seconds(4, 0))
+    assert cost(64) == pytest.approx(sim.attention_seconds(4, 64) + 2 * 5_000 * 4 / 1e12, rel=1e-6)
+
+
+def test_the_cost_of_a_chunk_of_opt_13b_is_a_fifth_of_a_chunk_alone():
+    hardware, operators = HARDWARE["a100"], OPERATORS["eager"]
+    sim = SimulatedWorker(PRESETS["opt-13b"], hardware, operators, VirtualClock(), 64, 8, 2048)
+    assert sim.profile().rest == pytest.approx(3.97e-3, rel=1e-3)
+    assert sim.linear_seconds(32, 0) == pytest.approx(21.6e-3, rel=1e-2)
 
 
 # ---- in an engine

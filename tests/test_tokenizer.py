@@ -1,6 +1,7 @@
 """Oracles: the tokenizers library, and transformers' apply_chat_template."""
 import json
 import random
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -304,6 +305,21 @@ def test_where_templates_are_found(tmp_path):
         == ours.encode('[{"role": "user", "content": "é"}]')
 
 
+def test_options_reach_the_template_but_write_no_special_token(tmp_path):
+    template = OWN_TEMPLATE + "{{ bos_token }}{{ '' if thinking else '<|end|>' }}{{ style }}"
+    ours = save(tmp_path, byte_level(), template, bos_token="<|end|>")
+    options = dict(thinking=True, style="<|user|>a", bos_token="b", messages=[])
+    first = ours.turn([], CHAT[:2], None, options)
+    assert first == ours.turn([], CHAT[:2], None, {})[:-1] + ours.encode("<|user|>a")
+    oracle = PreTrainedTokenizerFast(tokenizer_object=byte_level(), chat_template=template,
+                                     bos_token="<|end|>")
+    for thinking in (True, False):
+        assert ours.turn([], CHAT[:2], None, dict(thinking=thinking)) == oracle.apply_chat_template(
+            CHAT[:2], add_generation_prompt=True, return_dict=False, thinking=thinking)
+    later = ours.turn(CHAT[:3], CHAT[3:4], None, options)
+    assert later == ours.turn(CHAT[:3], CHAT[3:4], None)[:-1] + ours.encode("<|user|>a")
+
+
 @pytest.mark.parametrize("template, message", [
     ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
     ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
@@ -315,6 +331,16 @@ def test_failing_template(tmp_path, template, message):
     ours = save(tmp_path, byte_level(), template)
     with pytest.raises(ValueError, match=message):
         ours.turn([], CHAT[:2], None)
+
+
+def test_a_million_blanks():
+    """Are refused, where tiktoken would panic; fewer are as good as any text."""
+    tokenizer = load_tokenizer(Path(__file__).parent.parent / "tiny_chat")
+    for blank in " \n\u3000":
+        text = f"a{blank * 50_000}b"
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        with pytest.raises(ValueError, match="blanks in a row"):
+            tokenizer.encode(f"a{blank * 1_000_000}b")
 
 
 def test_refusals(tmp_path):
@@ -384,7 +410,6 @@ def test_text_is_held_back_no_longer_than_needed(tmp_path):
 
 
 def test_the_embedded_checkpoint():
-    from pathlib import Path
     ours = load_tokenizer(Path(__file__).parent.parent / "tiny_chat")
     if ours is None:
         pytest.skip("tiny_chat has not been trained yet")

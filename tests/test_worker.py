@@ -18,6 +18,7 @@ from attention_kernel import AMPERE, FLOAT32, MERGE_COLUMNS, make_plan
 from config import Config
 from engine import Engine
 from eviction import RecomputeCost
+from experiments.simulator import VirtualClock
 from kv_cache import Conversation, Ticket
 from model import ModelConfig, empty_model
 from sampling import Sampling
@@ -93,6 +94,18 @@ def test_the_largest_step_runs_with_more_tokens_than_requests_and_with_fewer():
 
 
 # ---- the upload
+
+def test_the_profile_is_what_a_chunk_adds_to_a_batch_that_reads_the_weights_anyway(monkeypatch):
+    """A device that reads the weights in 10 s, computes a token in 1 s, and attends to 1,000 in 1 s."""
+    worker, clock = make_worker(), VirtualClock()
+    worker.model.forward = lambda tokens, positions, attend: clock.sleep(10 + len(tokens))
+    monkeypatch.setattr(module, "multi_token_attention",
+                        lambda q, k, v, table, spans: clock.sleep(spans.host[2].max() / 1000))
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
+    cost, layers = worker.profile(), 2
+    assert cost.rest == pytest.approx(CHUNK) and cost.lengths == [4, 8, 16, 32, 64]
+    assert cost(64) == pytest.approx(CHUNK + layers * 64 / 1000)
+
 
 def test_table_changes_names_each_entry():
     updates = [(3, 10, np.array([7, 5, 6])), (0, 0, np.array([], int)), (1, 4, np.array([9]))]

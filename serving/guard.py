@@ -1,0 +1,112 @@
+"""Decides which clients may use the server, and which web pages may read its answers.
+
+Any web site can make the browsers of its visitors send requests to http://localhost:8000. So a server on your
+own machine gets requests from strangers. Three headers tell us who asks:
+
+    Origin          the site whose page sends the request. Clients that are no browsers send none.
+    Host            the name by which the client calls us. A site can let a name of its own point to
+                    127.0.0.1 (DNS rebinding). Then Origin names the same site as Host, as it does for our own
+                    page; but Host is not a loopback name, so we refuse the request.
+    Authorization   the API key, if the server has any.
+
+`--allow-origin https://chat.example` lets in the pages of one more site. It also lets clients call us by the
+name chat.example, since a proxy in front of us passes that name on in Host.
+"""
+import base64
+import hashlib
+import hmac
+import re
+from collections.abc import Sequence
+from email.message import Message as Headers
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from config import require
+from serving.operations import APIError
+
+
+class Guard:
+    """Reads the headers of a request. May this site ask (check_site)? What may this client see (prefix)?
+    May a page of this site read our answer (cors)?"""
+
+    def __init__(self, host: str, api_keys: Sequence[str] = (), origins: Sequence[str] = ()):
+        """host: the address that we listen on. api_keys: if there is none, no key is needed. origins: the
+        sites whose pages may ask and read, besides our own page; "*": all sites. ValueError for a key or an
+        origin that no client could send."""
+        for key in api_keys:
+            require(re.fullmatch(r"\S+", key), "api_key", "a text without blanks, and not empty", key)
+        for origin in origins:
+            require(re.fullmatch(r"\*|null|https?://[^\s/]+", origin), "allow_origin",
+                    "* or an origin such as https://chat.example:8080", origin)
+        self.keys = [(key.encode(), prefix_of(key)) for key in api_keys]
+        self.prefixes = [prefix for _, prefix in self.keys] or [""]
+        self.origins = set(origins)
+        self.our_names = {urlsplit(origin).hostname for origin in origins}
+        self.is_local = is_loopback(host)
+
+    def check_site(self, headers: Headers):
+        """APIError for a request from the page of a site that we do not know."""
+        host, origin = ", ".join(headers.get_all("Host", [])), headers.get("Origin")
+        called_by = name_of(host)
+        if self.is_local and host and not (is_loopback(called_by) or called_by in self.our_names):
+            raise APIError(403, f"we listen on a loopback address, which {host!r:.100} does not name: use "
+                                "localhost, or start the server with --allow-origin http://NAME")
+        ours = origin is None or origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
+        if not (ours or self.allowed_origin(headers)):
+            raise APIError(403, f"the site {origin!r:.100} may not use this server: start the server with "
+                                "--allow-origin if it may")
+
+    def allowed_origin(self, headers: Headers) -> str | None:
+        """The origin of the request if --allow-origin names it; "*" if it names all sites; else None."""
+        return next((origin for origin in (headers.get("Origin"), "*") if origin in self.origins), None)
+
+    def prefix(self, headers: Headers) -> str:
+        """The prefix of all that this client may see. We compare with every key, in constant time.
+
+        APIError if the client needs a key and sends none of ours."""
+        scheme, _, key = headers.get("Authorization", "").partition(" ")
+        key = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+        prefixes = [prefix for wanted, prefix in self.keys if hmac.compare_digest(key, wanted)]
+        if self.keys and not prefixes:
+            raise APIError(401, "the API key is missing or wrong: send the header Authorization: Bearer KEY",
+                           code="invalid_api_key")
+        return prefixes[0] if prefixes else ""
+
+    def cors(self, headers: Headers) -> dict[str, str]:
+        """The headers with which a browser lets the page of an allowed site read our answer."""
+        if not (origin := self.allowed_origin(headers)):
+            return {}
+        asked = " ".join(headers.get("Access-Control-Request-Headers", "").split())
+        return {"Access-Control-Allow-Origin": origin, "Vary": "Origin",
+                "Access-Control-Allow-Methods": "GET, POST, DELETE", "Access-Control-Allow-Headers": asked,
+                "Access-Control-Max-Age": "600"}
+
+
+def prefix_of(key: str) -> str:
+    """The names of all conversations of this API key begin with it. The key itself is stored nowhere."""
+    return f"{hashlib.sha256(key.encode()).hexdigest()[:16]}/"
+
+
+def name_of(host: str) -> str:
+    """The name in a Host header: "localhost:8000" -> "localhost", "[::1]:8000" -> "::1"."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def is_loopback(name: str) -> bool:
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+
+
+def page_policy(page: str) -> str:
+    """The Content-Security-Policy of our page: the page runs its own script, and no script that somebody has
+    written into a message; it talks to this server alone; no other page may frame it."""
+    scripts = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+               for script in re.findall("<script[^>]*>(.*?)</script>", page, re.DOTALL)]
+    sources = " ".join(f"'sha256-{digest}'" for digest in scripts)
+    return (f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; img-src data:; "
+            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")

@@ -1,0 +1,462 @@
+"""HTTP over serving/openai_api.py: connections, requests, answers, and the limits of all of them.
+
+    client -> Handler (a thread for each connection) -> API -> engine (one thread) -> Writer -> client
+
+After each answer the server prints where the tokens of its context came from:
+
+    gpu 96 · cpu 64 · recomputed 32 · new 14 · first token 9 ms
+
+The server promises:
+- A client hears that its turn is done only after the history has stored the turn. If the client hangs up, or
+  does not read its answer, the server cancels the turn.
+- No client can hold the server up. A request must arrive within one deadline and have a body of limited size.
+  A connection too many gets a 503 at once; a turn too many gets a 429.
+- Nothing that belongs to one API key exists for another.
+"""
+import json
+import re
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from engine import Engine
+from serving import live
+from serving.guard import Guard, page_policy
+from serving.history import StaleTurn
+from serving.metrics import Metrics
+from serving.openai_api import API, Writer, as_api_error
+from serving.operations import APIError, Operation, ReplyBody, find_operation, openapi, parse
+from serving.sessions import Answer, Answering, LiveTurn, Sessions
+
+MAX_BODY_BYTES = 2 * 2**20
+REQUEST_SECONDS = 30        # for a whole request to arrive
+WRITE_SECONDS = 30          # for a client to take what we write
+DRAIN_SECONDS = 30          # for the turns at work to finish, once the server is to stop
+POLL_SECONDS = 0.1          # between two checks whether a client has hung up
+LINGER_SECONDS = 2          # for a client that still sends when we have answered
+TURNS_SHOWN = 100           # at /cache
+MAX_WATCHERS = 32           # of the live picture
+SESSION_HEADERS = "X-Session-ID", "X-Session-Affinity", "session_id"     # vLLM's, routers', agents'
+TOO_MANY_CONNECTIONS = (b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n"
+                        b"Connection: close\r\n\r\n")
+HUNG_UP = ConnectionError, TimeoutError     # there is no client left to answer
+
+
+class Drained(Exception):
+    """The server has stopped answering, and may leave serve_forever()."""
+
+
+class Server(ThreadingHTTPServer):
+    """Accepts connections, within limits, and counts the turns at work."""
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], sessions: Sessions, api_keys: Sequence[str] = (),
+                 max_waiting: int = 256, max_connections: int = 800, allow_origins: Sequence[str] = (),
+                 history_max_bytes: float = float("inf")):
+        """sessions: started. max_waiting: turns that may wait while max_running others run. api_keys,
+        allow_origins: see Guard. ValueError for a key or an origin that cannot be used, OSError if we cannot
+        listen at the address."""
+        self.sessions, self.engine = sessions, sessions.engine
+        config = sessions.engine.config
+        self.guard = Guard(address[0], api_keys, allow_origins)
+        self.model_names = Path(config.model).resolve().name, config.model
+        self.api = API(sessions, self.model_names)
+        self.private = len(self.guard.keys) > 1             # no key may learn about another's turns
+        self.bytes_of_each_key = history_max_bytes / len(self.guard.prefixes)   # in the history
+        self.metrics = {prefix: Metrics(self.engine, self.model_names[0], self.private)
+                        for prefix in self.guard.prefixes}
+        self.broadcast = live.Broadcast(self.engine, self.private)
+        self.watchers = threading.BoundedSemaphore(MAX_WATCHERS)
+        self.recent_turns = deque(maxlen=TURNS_SHOWN)       # these are done; /cache shows them
+        self.lock = threading.Lock()                        # guards at_work
+        self.at_work = 0                                    # turns that run or wait
+        self.most_turns = config.max_running + max_waiting
+        self.connections = threading.BoundedSemaphore(max_connections)
+        self.deadlines: dict[socket.socket, float] = {}     # of the requests that are arriving
+        self.stop_at: float | None = None                   # set when the server begins to drain
+        self.stateless_engine: Engine | None = None         # --demo compares our answers with its
+        try:
+            super().__init__(address, Handler)
+        except OSError as error:
+            place = "{}:{}".format(*address)
+            raise OSError(f"we cannot listen at {place}: {error.strerror}; use another --port") from error
+
+    @property
+    def url(self) -> str:
+        return "http://{}:{}".format(*self.server_address)
+
+    # ---- limits, and the end
+
+    def get_request(self):
+        try:
+            return super().get_request()
+        except OSError:                                     # perhaps the system gives us no more descriptors
+            time.sleep(POLL_SECONDS)                        # http.server tries again at once
+            raise
+
+    def process_request(self, request, client_address):
+        if self.connections.acquire(blocking=False):
+            try:
+                return super().process_request(request, client_address)
+            except RuntimeError:                            # the system gives us no more threads
+                self.connections.release()
+        with suppress(OSError):
+            request.setblocking(False)                      # the thread that accepts must not wait
+            request.send(TOO_MANY_CONNECTIONS)
+        self.shutdown_request(request)
+
+    def process_request_thread(self, request, client_address):
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.deadlines.pop(request, None)
+            self.connections.release()
+
+    @contextmanager
+    def counted(self, turns: int):
+        """Counts so many turns as being at work. APIError if that would be too many."""
+        with self.lock:
+            if self.at_work + turns > self.most_turns:
+                raise APIError(429, f"{self.at_work} turns run or wait, and {turns} more would exceed the "
+                                    f"limit of {self.most_turns}: try again in a moment",
+                               code="rate_limit_exceeded")
+            self.at_work += turns
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.at_work -= turns
+
+    def drain(self):
+        """From now on the server refuses every request. It stops when the turns at work are done, after
+        DRAIN_SECONDS at the latest."""
+        self.stop_at = self.stop_at or time.monotonic() + DRAIN_SECONDS
+
+    def service_actions(self):
+        """http.server calls this every half second. Cuts off requests that are late. Raises Drained when the
+        server may stop."""
+        now = time.monotonic()
+        for connection, deadline in list(self.deadlines.items()):
+            if now > deadline and self.deadlines.pop(connection, None):
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        if self.engine.failure:
+            self.drain()
+        if self.stop_at and (not self.at_work or now > self.stop_at):
+            raise Drained
+
+    # ---- turns
+
+    def finish_turn(self, prefix: str, turn: LiveTurn) -> Answer:
+        """Waits until the history has stored the turn. Then counts the turn, and prints where its context
+        came from. prefix: that of the client's key, see Guard."""
+        reply = turn.result()
+        if reply.finish_reason == "cancelled":
+            return reply
+        self.metrics[prefix].count(turn, reply)
+        milliseconds = round(1000 * (turn.request.times[0] - turn.submitted))
+        self.recent_turns.append(dict(
+            conversation=turn.conversation, response=f"resp_{turn.id}", **reply.usage,
+            first_token_ms=milliseconds, finish_reason=reply.finish_reason,
+            without_memory_ms=self.milliseconds_without_memory(turn, reply)))
+        print(f"{reply.sources} · first token {milliseconds} ms")
+        return reply
+
+    def milliseconds_without_memory(self, turn: LiveTurn, reply: Answer) -> int | None:
+        """The time to the first token if nothing is cached: the stateless engine computes the same context.
+        None if there is no such engine, or if the history does not have the turn."""
+        if not self.stateless_engine:
+            return None
+        try:
+            context = self.sessions.history.tokens(turn.id)[:reply.usage["prompt_tokens"]]
+        except StaleTurn:
+            return None
+        begin = time.perf_counter()
+        self.stateless_engine.generate(context.tolist(), max_tokens=1)
+        return round(1000 * (time.perf_counter() - begin))
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Serves one connection."""
+    protocol_version = default_request_version = "HTTP/1.1"
+    timeout = WRITE_SECONDS
+    disable_nagle_algorithm = True
+    server: Server
+
+    # ---- a request comes in
+
+    def handle(self):
+        with suppress(ConnectionError):
+            super().handle()
+
+    def handle_one_request(self):
+        self.server.deadlines[self.connection] = time.monotonic() + REQUEST_SECONDS
+        super().handle_one_request()
+
+    def answer_request(self):
+        """Answers a request of any method. After a refusal we close the connection, since there may be a body
+        that we have not read."""
+        has_body = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
+        if has_body and self.command != "POST":
+            self.close_connection = True                # since we read the body of a POST alone
+        try:
+            path, query = self.read_target()
+            if self.server.stop_at:
+                reason = self.server.engine.failure or "try again in a moment"
+                raise APIError(503, f"the server is stopping: {reason}")
+            self.server.guard.check_site(self.headers)
+            if self.command == "OPTIONS" and "Access-Control-Request-Method" in self.headers:
+                return self.send_preflight()
+            prefix = "" if path in ("/", "/health") else self.server.guard.prefix(self.headers)
+            operation, names = find_operation("GET" if self.command == "HEAD" else self.command, path)
+            if self.command == "POST":
+                given = self.read_json(operation)
+            else:
+                given = dict(parse_qsl(query, keep_blank_values=True))
+            self.server.deadlines.pop(self.connection, None)
+            self.perform(prefix, operation, names, given)
+        except HUNG_UP:
+            raise
+        except Exception as error:
+            error = as_api_error(error)
+            self.send(error.status, error.body, headers=error.headers)
+
+    do_GET = do_POST = do_HEAD = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = answer_request
+
+    def perform(self, prefix: str, operation: Operation, names: list[str], given: dict):
+        """Answers the operation. names: those in the path. given: the body, or the query."""
+        if hasattr(Handler, operation.name):            # it is about the server itself, and takes no fields
+            return getattr(self, operation.name)(prefix)
+        fields = parse(operation, given)
+        if operation.method == "POST":                  # it may write: first make room in this key's share
+            self.server.sessions.prune(float("inf"), self.server.bytes_of_each_key, prefix)
+        arguments = [prefix, *names, fields] if operation.fields.model_fields else [prefix, *names]
+        turns = getattr(fields, "n", 1) if isinstance(fields, ReplyBody) else 0
+        with self.server.counted(turns):
+            answer = self.when_free(getattr(self.server.api, operation.name), *arguments)
+            if isinstance(answer, Writer):
+                self.write(prefix, answer)
+            else:
+                self.send(200, answer)
+
+    def when_free(self, answer: Callable, *arguments) -> dict | Writer:
+        """Returns answer(*arguments). If another turn has the conversation, waits for that turn first.
+        ConnectionError if the client hangs up meanwhile."""
+        while True:
+            try:
+                return answer(*arguments)
+            except Answering as error:
+                while not error.turn.wait(POLL_SECONDS):
+                    if has_hung_up(self.connection):
+                        raise ConnectionError("the client has hung up")
+
+    def read_json(self, operation: Operation) -> Any:
+        """The body as JSON. If it has no session_id, one of SESSION_HEADERS may have it."""
+        body = self.read_body(operation)
+        if not body and not operation.needs_body:
+            return {}
+        try:
+            given = json.loads(body)
+            json.dumps(given, ensure_ascii=False).encode()      # ValueError for half of a surrogate pair
+        except (ValueError, RecursionError) as error:
+            raise APIError(400, f"the body is not valid JSON: {error}") from error
+        if issubclass(operation.fields, ReplyBody) and isinstance(given, dict):
+            names = [given.get("session_id"), *map(self.headers.get, SESSION_HEADERS)]
+            given["session_id"] = next((name for name in names if name is not None), None)
+        return given
+
+    def read_body(self, operation: Operation) -> bytes:
+        """The whole body. APIError if its length is unclear, or if the client has sent less."""
+        if_absent = [] if operation.needs_body else ["0"]
+        lengths = self.headers.get_all("Content-Length", if_absent)
+        if "Transfer-Encoding" in self.headers or not lengths:
+            raise APIError(411, "send the whole body with its Content-Length: we do not read chunked bodies")
+        given = ", ".join(lengths)
+        if not re.fullmatch("[0-9]{1,18}", given):
+            raise APIError(400, f"Content-Length must be one number of bytes, got {given:.100}")
+        length = int(given)
+        if length > MAX_BODY_BYTES:
+            raise APIError(413, f"the body has {length} bytes; we accept at most {MAX_BODY_BYTES}")
+        body = self.rfile.read(length)
+        if len(body) < length:
+            raise APIError(400, f"the body ended after {len(body)} of {length} bytes")
+        return body
+
+    def read_target(self) -> tuple[str, str]:
+        """The path and the query. A client that takes us for a proxy asks for http://NAME/path: then NAME
+        takes the place of the Host header."""
+        target = urlsplit(self.path)
+        if target.netloc:
+            del self.headers["Host"]
+            self.headers["Host"] = target.netloc
+        return target.path or "/", target.query
+
+    # ---- operations about the server itself
+
+    def health(self, prefix):
+        self.send(200, dict(status="ok"))
+
+    def metrics(self, prefix):
+        self.send(200, self.server.metrics[prefix].text(), "text/plain; version=0.0.4; charset=utf-8")
+
+    def openapi(self, prefix):
+        self.send(200, openapi())
+
+    def chat_page(self, prefix):
+        file = Path(__file__).with_name("chat.html")
+        if not file.exists():
+            raise APIError(404, "there is no chat.html in serving/")
+        page = file.read_text("utf-8")
+        self.send(200, page, "text/html; charset=utf-8", {"Content-Security-Policy": page_policy(page)})
+
+    def cache(self, prefix):
+        engine = self.server.engine
+        turns = live.outside(prefix, list(self.server.recent_turns), "conversation")
+        picture = live.part_for(prefix, live.picture(engine), self.server.private)
+        self.send(200, dict(picture, **live.scale(engine), turns=turns))
+
+    def cache_events(self, prefix):
+        def over() -> bool:
+            return bool(self.server.stop_at) or has_hung_up(self.connection)
+        if not self.server.watchers.acquire(blocking=False):
+            raise APIError(503, f"{MAX_WATCHERS} others watch already: try again later")
+        try:
+            self.begin_stream()
+            if self.command == "GET":
+                for event in self.server.broadcast.follow(prefix, over):
+                    self.send_event(event)
+            self.send_piece(b"")
+        finally:
+            self.server.watchers.release()
+
+    # ---- an answer goes out
+
+    def write(self, prefix: str, writer: Writer):
+        """Sends the answer in one piece, or as a stream. The last events of a stream wait until the history
+        has stored the turns. If a stream fails on its way, its last event says why."""
+        finish = partial(self.server.finish_turn, prefix)
+        with cancelled_if_gone(self.connection, writer.turns):
+            if not writer.stream:
+                return self.send(200, writer.whole(*map(finish, writer.turns)))
+            self.begin_stream()
+            try:
+                for event in writer.events(finish):
+                    self.send_event(event)
+            except HUNG_UP:
+                raise
+            except Exception as error:
+                self.send_event(writer.failure(as_api_error(error)))
+            self.send_piece(b"")
+
+    def send(self, status: int, content: dict | str, content_type: str = "application/json",
+             headers: dict[str, str] | None = None):
+        body = (content if isinstance(content, str) else json.dumps(content)).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        if status in (429, 503):
+            self.send_header("Retry-After", "1")
+        if status >= 400:
+            self.send_header("Connection", "close")
+            self.log_message('"%s" %d %s', self.requestline, status, content["error"]["message"])
+        self.end_headers()
+        self.wfile.write(b"" if self.command == "HEAD" else body)
+
+    def send_error(self, code, message=None, explain=None):
+        """http.server calls this for a request that it refuses itself."""
+        self.send(code, APIError(code, message or "we cannot read this request").body)
+
+    def send_preflight(self):
+        """Answers a browser that asks whether the page of another site may send its request. The headers say
+        so, see end_headers."""
+        self.send_response(204)
+        self.end_headers()
+
+    def end_headers(self):
+        if hasattr(self, "headers"):                    # http.server refuses some requests before it has them
+            for name, value in self.server.guard.cors(self.headers).items():
+                self.send_header(name, value)
+        super().end_headers()
+
+    def begin_stream(self):
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Cache-Control", "no-cache")
+        if self.request_version == "HTTP/1.1":
+            self.send_header("Transfer-Encoding", "chunked")
+        else:                                           # an older client sees the end when we close
+            self.send_header("Connection", "close")
+        self.end_headers()
+
+    def send_event(self, event: dict | str):
+        """Sends an event of a stream: an object, or a string as it is."""
+        kind = f"event: {event['type']}\n" if isinstance(event, dict) and "type" in event else ""
+        data = event if isinstance(event, str) else json.dumps(event)
+        self.send_piece(f"{kind}data: {data}\n\n".encode())
+
+    def send_piece(self, data: bytes):
+        """Sends a piece of a stream. An empty piece ends the stream."""
+        if self.request_version == "HTTP/1.1":
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_request(self, code="-", size="-"):
+        """Logs nothing: finish_turn prints a line for each turn, and `send` logs each error."""
+
+    def finish(self):
+        """Reads for a moment what the client still sends. If we closed at once, the client's system would
+        throw our answer away before the client has read it."""
+        deadline = time.monotonic() + LINGER_SECONDS
+        with suppress(OSError):
+            super().finish()
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(LINGER_SECONDS)
+            while self.connection.recv(2**16) and time.monotonic() < deadline:
+                pass
+
+
+@contextmanager
+def cancelled_if_gone(connection: socket.socket, turns: list[LiveTurn]):
+    """Cancels the turns as soon as the client hangs up, even while we write nothing to it. At the end some
+    turns may not be done, because writing or another of the turns has failed: these are cancelled, too."""
+    over = threading.Event()
+
+    def cancel():
+        for turn in turns:
+            if not (turn.reply or turn.error):
+                turn.cancel()
+
+    def watch():
+        while not over.wait(POLL_SECONDS):
+            if has_hung_up(connection):
+                return cancel()
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        cancel()
+
+
+def has_hung_up(connection: socket.socket) -> bool:
+    """Has the client closed its end? Early bytes of its next request do not count as closing."""
+    try:
+        poll = select.poll()                            # needs no descriptor of its own, epoll would
+        poll.register(connection, select.POLLIN)
+        return bool(poll.poll(0)) and not connection.recv(1, socket.MSG_PEEK)
+    except (OSError, ValueError):                       # it was reset, or we have closed it
+        return True

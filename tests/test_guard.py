@@ -1,0 +1,185 @@
+"""Other people's web pages, and keys: who may ask, and what a key learns about the others."""
+import base64
+import hashlib
+import json
+import re
+from email.message import Message
+
+import pytest
+
+from serving.guard import Guard
+from serving.sessions import Sessions
+from clients import CONTEXT, ask, connect, fetch, raw, serving, user
+
+openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
+CHAT = dict(messages=[user("Hi")], max_tokens=2)
+FRIEND, STRANGER = "https://chat.example", "https://evil.example"
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    sessions = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0, debug=True)
+    with serving(sessions, allow_origins=[FRIEND]) as server:
+        yield server
+
+
+def response_to(server, method, path, headers, body=b""):
+    """(status, headers, body) of a request with exactly these headers."""
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers),
+             f"Content-Length: {len(body)}", "Connection: close", "", ""]
+    head, _, content = raw(server, "\r\n".join(lines).encode() + body).decode().partition("\r\n\r\n")
+    status, *rest = head.split("\r\n")
+    return int(status.split()[1]), dict(line.split(": ", 1) for line in rest), content
+
+
+# ---- web pages
+
+@pytest.mark.parametrize("origin, status", [
+    (None, 200), ("http://{host}", 200), ("https://{host}", 200), (FRIEND, 200),
+    (STRANGER, 403), ("null", 403), ("http://localhost:1", 403), ("http://{host}.evil.example", 403),
+    ("file://", 403), ("", 403), ("chat.example", 403), ("http://[", 403)])
+def test_pages_of_other_sites_may_not_ask(server, origin, status):
+    host = "{}:{}".format(*server.server_address)
+    headers = [("Host", host)] + ([("Origin", origin.format(host=host))] if origin is not None else [])
+    before = server.sessions.history.conversations()
+    for method, path, body in (("GET", "/cache", b""), ("GET", "/", b""), ("GET", "/health", b""),
+                               ("POST", "/v1/conversations", b"{}"),
+                               ("POST", "/v1/chat/completions", json.dumps(CHAT).encode())):
+        found, answered, content = response_to(server, method, path, headers, body)
+        assert found == status, (path, content)
+        assert answered.get("Access-Control-Allow-Origin") == (FRIEND if origin == FRIEND else None)
+        if status == 403:
+            assert set(json.loads(content)["error"]) == {"message", "type", "param", "code"}
+    assert (server.sessions.history.conversations() == before) == (status == 403)
+
+
+@pytest.mark.parametrize("host, status", [
+    ("localhost", 200), ("LOCALHOST:8000", 200), ("127.0.0.1:8000", 200), ("127.8.8.8", 200),
+    ("[::1]:8000", 200), ("app.localhost", 200), ("chat.example", 200), ("evil.example", 403),
+    ("127.0.0.1.evil.example:8000", 403), ("localhost.evil.example", 403), ("192.168.0.1", 403), ("[", 403),
+    ("evil.example@localhost", 200)])
+def test_a_name_that_points_at_loopback(server, host, status):
+    """DNS rebinding: the browser believes that it still talks to the stranger's site."""
+    for headers in ([("Host", host)], [("Host", host), ("Origin", f"http://{host}")]):
+        assert response_to(server, "GET", "/cache", headers)[0] == status
+    absolute = response_to(server, "GET", f"http://{host}/cache?a=b", [("Host", "localhost")])
+    assert absolute[0] == status or host == "["
+
+
+def test_two_hosts(server):
+    assert response_to(server, "GET", "/cache", [("Host", "localhost"), ("Host", "evil.example")])[0] == 403
+
+
+def test_a_server_for_the_whole_network_has_any_name():
+    guard, headers = Guard("0.0.0.0"), Message()
+    headers["Host"] = "chat.university.example"
+    guard.check_site(headers)
+    headers["Origin"] = "http://chat.university.example"
+    guard.check_site(headers)
+
+
+def test_preflight(server):
+    """As Chromium asks on behalf of openai's client for browsers: without a key."""
+    asked = [("Host", "localhost"), ("Access-Control-Request-Method", "POST"),
+             ("Access-Control-Request-Headers", "authorization,content-type,x-stainless-lang")]
+    status, headers, content = response_to(server, "OPTIONS", "/v1/chat/completions",
+                                           asked + [("Origin", FRIEND)])
+    assert status == 204 and not content
+    assert headers["Access-Control-Allow-Origin"] == FRIEND and "Origin" in headers["Vary"]
+    assert {"GET", "POST", "DELETE"} <= set(headers["Access-Control-Allow-Methods"].split(", "))
+    assert "x-stainless-lang" in headers["Access-Control-Allow-Headers"]
+    assert response_to(server, "OPTIONS", "/v1/chat/completions", asked + [("Origin", STRANGER)])[0] == 403
+
+
+def test_an_allowed_page_reads_errors_and_streams_too(server):
+    headers = [("Host", "localhost"), ("Origin", FRIEND)]
+    for body in (b"{", json.dumps(dict(CHAT, stream=True)).encode()):
+        answered = response_to(server, "POST", "/v1/chat/completions", headers, body)[1]
+        assert answered["Access-Control-Allow-Origin"] == FRIEND
+
+
+def test_every_site_is_allowed(checkpoint):
+    with serving(Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0),
+                 allow_origins=["*"]) as server:
+        headers = [("Host", "localhost"), ("Origin", STRANGER)]
+        status, answered, _ = response_to(server, "GET", "/health", headers)
+        assert (status, answered["Access-Control-Allow-Origin"]) == (200, "*")
+
+
+def test_the_page_runs_only_its_own_script(server):
+    status, headers, page = response_to(server, "GET", "/", [("Host", "localhost")])
+    policy = dict(part.strip().split(" ", 1) for part in headers["Content-Security-Policy"].split(";"))
+    assert policy["default-src"] == policy["frame-ancestors"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    script, = re.findall("<script[^>]*>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy["script-src"] == f"'sha256-{digest}'"
+
+
+# ---- keys
+
+@pytest.mark.parametrize("keys", [[""], [" "], ["good", ""], ["two words"], ["\t"], ["end "]])
+def test_keys_that_would_open_the_server_or_fit_nobody(keys):
+    with pytest.raises(ValueError, match="api_key must be"):
+        Guard("127.0.0.1", keys)
+
+
+@pytest.mark.parametrize("origin", ["", "evil.example", "https://", "https://a/", "ftp://a", "https://a b"])
+def test_origins_that_no_browser_sends(origin):
+    with pytest.raises(ValueError, match="allow_origin must be"):
+        Guard("127.0.0.1", (), [origin])
+
+
+def test_a_key_is_needed(checkpoint):
+    with serving(Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0),
+                 api_keys=["señor"]) as server:
+        with connect(server.url, "wrong") as client, pytest.raises(openai.AuthenticationError):
+            ask(client, [user("Hi")])
+        for header in ({}, {"Authorization": "señor".encode()}, {"Authorization": "Basic señor".encode()},
+                       {"Authorization": "Bearer"}, {"Authorization": "Bearer "}):
+            statuses = [fetch(server, "GET", path, headers=header)[0]
+                        for path in ("/v1/models", "/metrics", "/cache", "/health")]
+            assert statuses == [401, 401, 401, 200]
+        header = {"Authorization": "Bearer señor".encode()}
+        assert fetch(server, "GET", "/v1/models", headers=header)[0] == 200
+
+
+def test_a_key_learns_nothing_about_the_turns_of_another(checkpoint):
+    """Whatever Ada does, Bob reads the same numbers; his own are counted."""
+    def read(key):
+        header = {"Authorization": f"Bearer {key}"}
+        cache, metrics = (fetch(server, "GET", path, headers=header)[1] for path in ("/cache", "/metrics"))
+        metrics = [line for line in metrics.split("\n") if "_created" not in line]
+        return {name: cache[name] for name in ("stats", "conversations", "turns")}, metrics
+
+    sessions = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=CONTEXT)
+    with (serving(sessions, api_keys=["ada", "bob"]) as server, connect(server.url, "ada") as ada,
+          connect(server.url, "bob") as bob):
+        before = read("bob")
+        for stream in (False, True):
+            _, _, usage, _ = ask(ada, [user("a secret of some length" * 9)], stream, max_tokens=40)
+        ada.responses.create(model="ascii", input="more", store=False, max_output_tokens=4)
+        assert read("bob") == before
+        assert read("ada")[0]["stats"]["slots_free"] < CONTEXT and len(read("ada")[0]["turns"]) == 2
+        _, _, usage, _ = ask(bob, [user("Hi")])
+        cache, metrics = read("bob")
+        used = cache["stats"]["slots_total"] - cache["stats"]["slots_free"]
+        assert used == cache["conversations"][0]["gpu"]
+        assert f'vllm:prompt_tokens_total{{model_name="ascii"}} {usage.prompt_tokens}.0' in metrics
+
+
+def test_a_key_that_stores_too_much_loses_its_own_conversations(checkpoint):
+    """At its next write, not a minute later; the other key loses nothing."""
+    sessions = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=CONTEXT)
+    with serving(sessions, api_keys=["ada", "bob"], history_max_bytes=400_000) as server:
+        def create(key, size):
+            body = dict(items=[dict(type="message", role="user", content="x" * size)])
+            header = {"Authorization": f"Bearer {key}"}
+            status, content = fetch(server, "POST", "/v1/conversations", body, header)
+            assert status == 200
+            return content["id"]
+        kept = create("bob", 1000)
+        names = [create("ada", 60_000) for _ in range(20)]
+        stored = [name.partition("/")[2] for name in sessions.history.conversations()]
+        assert kept in stored and names[-1] in stored and names[0] not in stored
+        assert 3 <= len(stored) - 1 <= 200_000 // 60_000 + 1
