@@ -31,6 +31,7 @@ from experiments.run import thinking
 from experiments.simulator import HARDWARE
 from experiments.traces import KINDS, load
 from experiments.workload import SHAPES
+from parallel import follow_every_engine
 
 
 # ---- flags
@@ -242,6 +243,7 @@ def draw_lines(canvas, panels: dict[str, list[dict]], x: str, y: str):
 def main():
     try:
         options = parse_flags()
+        follow_every_engine()
         options.conversations = load(options.trace, options.tokenizer) if options.trace else None
         figure = FIGURES[options.figure]
         seeds = options.seeds or (figure.seeds if options.simulate and not options.trace else 1)

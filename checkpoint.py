@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor
 
-from model import NORMS, Model, ModelConfig, empty_model
+from model import ALONE, NORMS, Alone, Model, ModelConfig, empty_model
 
 
 def find_checkpoint(model: str | Path) -> Path:
@@ -49,8 +50,9 @@ def find_checkpoint(model: str | Path) -> Path:
             f"whose licence you have accepted (`hf auth login`); {WORKING}") from error
 
 
-def load_model(directory: str | Path, device, dtype: torch.dtype) -> Model:
-    """The Model of a checkpoint's directory, with its parameters in `dtype` on `device`.
+def load_model(directory: str | Path, device, dtype: torch.dtype, ranks: Alone = ALONE) -> Model:
+    """The Model of a checkpoint's directory, with its parameters in `dtype` on `device`; of several
+    ranks, the part of this one.
 
     The directory holds config.json and *.safetensors, or pytorch_model*.bin. Tensors are read one
     by one into parameters that exist already, so a model is never in memory twice. ValueError, with
@@ -59,8 +61,8 @@ def load_model(directory: str | Path, device, dtype: torch.dtype) -> Model:
     directory = Path(directory)
     refuse_other_formats(directory)
     architecture, config = read_config(directory)
-    model = empty_model(config, device, dtype)
-    unfilled = destinations(model, architecture)
+    model = empty_model(config, device, dtype, ranks)
+    unfilled = destinations(model, empty_model(config, "meta", dtype), architecture)
     for file in weight_files(directory):
         for name, tensor in read_tensors(file):
             name = PREFIX.sub("", name)
@@ -70,10 +72,11 @@ def load_model(directory: str | Path, device, dtype: torch.dtype) -> Model:
             if name not in unfilled:
                 raise ValueError(f"{file}: tensor {name!r} is unexpected: "
                                  "unknown to this architecture, or there twice")
-            fill(unfilled.pop(name), tensor, f"{file}: tensor {name!r}")
+            fill(unfilled.pop(name), tensor, ranks.rank, f"{file}: tensor {name!r}")
     if unfilled:
         raise ValueError(f"{directory}: {len(unfilled)} tensors are missing, the first is "
                          f"{next(iter(unfilled))!r}; download the checkpoint again")
+    keep_one_of_biases(model, ranks.rank)
     return model
 
 
@@ -160,40 +163,76 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 # ---- filling parameters --------------------------------------------------------------------------
 
-def destinations(model: Model, architecture: "Architecture") -> dict[str, Tensor]:
-    """For each name of theirs, the view of our parameter that takes their tensor, in its shape.
+class Destination(NamedTuple):
+    """Where a tensor of theirs goes. It has the parts of one or several parameters, row below row."""
+    parts: list[Tensor]         # views of our parameters: of several ranks, what this one has of each part
+    wholes: list[Tensor]        # of the same parts in a whole model, on the device "meta": their shapes
+    transposed: bool            # they store the tensor [in, out]
 
-    The view is transposed where they store [in, out]. It is some of the rows where one parameter of
-    ours joins several of theirs. Together the views cover every parameter exactly once:
 
-        layers.3.attn.qkv.weight [H D + 2 H_kv D, width]   takes, in a Llama,
-        layers.3.self_attn.q_proj.weight [H D, width], ...k_proj.weight and ...v_proj.weight
+def destinations(model: Model, whole: Model, architecture: "Architecture") -> dict[str, Destination]:
+    """For each name of theirs, where that tensor goes. whole: the same model, unshared, without values.
+    Together the destinations cover every parameter exactly once:
+
+        layers.3.attn.qkv.weight [H D + 2 H_kv D, width]    takes, in a Llama,
+        layers.3.self_attn.q_proj.weight [H D, width], ...k_proj.weight and ...v_proj.weight;
+        in a GPT-2 it takes  h.3.attn.c_attn.weight [width, 3 H D], which has the same three parts
     """
-    views, config = {}, model.config
-    qkv_rows = [heads * config.head_dim
-                for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
-    for name, parameter in model.named_parameters():
+    found = {}
+    for (name, parameter), whole_parameter in zip(model.named_parameters(), whole.parameters()):
         module, leaf = name.rsplit(".", 1)                      # "layers.3.attn.qkv", "weight"
         layer = re.findall(r"\d+", module)                      # ["3"], or [] outside the layers
+        parts, wholes = split(module, parameter, model.config), split(module, whole_parameter, whole.config)
         their_modules = architecture.names[re.sub(r"\d+", "{}", module)].split()
-        joins_qkv = len(their_modules) == 3
-        parts = parameter.split(qkv_rows) if joins_qkv else parameter.chunk(len(their_modules))
-        for their_module, part in zip(their_modules, parts, strict=True):
+        each = len(parts) // len(their_modules)                 # parts in each tensor of theirs: all, or one
+        for number, their_module in enumerate(their_modules):
+            of_this = slice(number * each, (number + 1) * each)
             their_name = f"{their_module.format(*layer)}.{leaf}"
             transposed = their_name.endswith(architecture.transposed)
-            views[their_name] = part.t() if transposed else part
-    return views
+            found[their_name] = Destination(parts[of_this], wholes[of_this], transposed)
+    return found
 
 
-def fill(view: Tensor, tensor: Tensor, label: str):
-    """Copy a checkpoint's tensor into the view of a parameter. ValueError, beginning with `label`,
-    if it does not fit, or if a value is not finite (also one that is too large for our dtype)."""
-    if tensor.shape != view.shape or not tensor.is_floating_point():
-        raise ValueError(f"{label}: expected floats of shape {list(view.shape)}, "
+def split(module: str, parameter: Tensor, config: ModelConfig) -> tuple[Tensor, ...]:
+    """The parts of a parameter, row below row, each of which the ranks share by itself."""
+    if module.endswith("attn.qkv"):
+        heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
+        return parameter.split([number * config.head_dim for number in heads])
+    return parameter.chunk(2) if module.endswith("mlp.up") and config.gated else (parameter,)
+
+
+def fill(destination: Destination, tensor: Tensor, rank: int, label: str):
+    """Copy this rank's share of a checkpoint's tensor. ValueError, beginning with `label`, if the tensor
+    does not fit, or if a value is not finite (also one that is too large for our dtype)."""
+    parts, wholes, transposed = destination
+    rows = [len(whole) for whole in wholes]
+    shape = [sum(rows), *wholes[0].shape[1:]][::-1 if transposed else 1]
+    if list(tensor.shape) != shape or not tensor.is_floating_point():
+        raise ValueError(f"{label}: expected floats of shape {shape}, "
                          f"found {tensor.dtype} of {list(tensor.shape)}")
-    view.copy_(tensor.to(view.device))          # moved in the file's dtype: the device converts faster
-    if not view.sum(dtype=torch.float32).isfinite():        # one NaN or infinity makes the sum one
-        raise ValueError(f"{label}: it holds NaN or infinity in {view.dtype}; download the checkpoint again")
+    for part, theirs in zip(parts, (tensor.t() if transposed else tensor).split(rows)):
+        theirs = share(theirs, part.shape, rank)
+        part.copy_(theirs.to(part.device))          # moved in the file's dtype: the device converts faster
+        if not part.sum(dtype=torch.float32).isfinite():        # one NaN or infinity makes the sum one
+            raise ValueError(f"{label}: it holds NaN or infinity in {part.dtype}; "
+                             "download the checkpoint again")
+
+
+def share(whole: Tensor, shape: torch.Size, rank: int) -> Tensor:
+    """What a rank has of a whole tensor: a piece of `shape`, a view. The ranks' pieces lie one behind
+    another along the dimension that they share."""
+    for dimension, length in enumerate(shape):
+        if length < whole.shape[dimension]:
+            whole = whole.narrow(dimension, rank * length, length)
+    return whole
+
+
+def keep_one_of_biases(model: Model, rank: int):
+    """A bias behind a sum over all ranks is rank 0's to add, so all others add zeros."""
+    for layer in model.layers if rank else ():
+        for linear in (layer.attn.out, layer.mlp.down):
+            if linear.bias is not None:
+                linear.bias.zero_()
 
 
 # ---- architectures -------------------------------------------------------------------------------
@@ -361,15 +400,20 @@ PRESETS = {
 }
 
 
-def random_model(preset: str, device, dtype: torch.dtype, seed: int = 0) -> Model:
+def random_model(preset: str, device, dtype: torch.dtype, seed: int = 0, ranks: Alone = ALONE) -> Model:
     """The Model of that PRESET with weights drawn from N(0, 0.02), the same for the same seed and
-    device. ValueError if there is no such preset."""
+    device; of several ranks, the part of this one. ValueError if there is no such preset."""
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
-    model = empty_model(PRESETS[preset], device, dtype)
+    model = empty_model(PRESETS[preset], device, dtype, ranks)
+    whole = empty_model(PRESETS[preset], "meta", dtype)
     generator = torch.Generator(device).manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.normal_(std=0.02, generator=generator)
+    for (name, parameter), unshared in zip(model.named_parameters(), whole.parameters()):
+        drawn = torch.empty_like(unshared, device=device).normal_(std=0.02, generator=generator)
+        module = name.rpartition(".")[0]
+        for part, values in zip(split(module, parameter, model.config), split(module, drawn, whole.config)):
+            part.copy_(share(values, part.shape, ranks.rank))
+    keep_one_of_biases(model, ranks.rank)
     for module in model.modules():
         if isinstance(module, tuple(NORMS.values())):
             module.reset_parameters()           # weight 1, bias 0

@@ -17,6 +17,7 @@ tokens of a full recompute.
 
 `python engine.py` plays two conversations under starved tiers, and prints the batch of each step.
 """
+import atexit
 import threading
 import time
 import traceback
@@ -33,10 +34,10 @@ from checkpoint import find_checkpoint
 from config import Config, require
 from eviction import POLICIES, RecomputeCost
 from kv_cache import Conversation
+from parallel import Leader, open_worker
 from sampling import Sampling
 from scheduler import SOURCES, Batch, Request, Result, Scheduler, TooLong
 from sharing import SharingCache
-from worker import load_worker
 
 MAX_FAILURES = 3            # after so many failures of the worker in a row the engine stops
 
@@ -63,14 +64,17 @@ class Engine:
 
         worker, clock: those of a simulation. cost: a profile that was measured earlier; by default we measure
         it now. debug: check all books of the cache after every step. ValueError for flags that cannot be
-        served."""
+        served.
+
+        Under torchrun this returns on rank 0 only. The other processes take part in its steps until it is
+        closed, and end."""
         if unknown := sorted(flags.keys() - Config.names()):
             raise TypeError(f"Engine has no flag {unknown[0]!r}; text, a history and a system prompt are the "
                             "business of serving.sessions.Sessions")
         self.config = config = Config(model=str(model), **flags)
         self.clock, self.debug = clock, debug
         self.directory = None if worker or config.random_weights else find_checkpoint(config.model)
-        self.worker = worker = worker or load_worker(config, self.directory)
+        self.worker = worker = worker or open_worker(config, self.directory, profiles=cost is None)
         policy = POLICIES.get(config.policy, config.policy)(cost or worker.profile(), config.chunk_size)
         self.cache = SharingCache(worker.num_slots, worker.num_places, config.chunk_size, config.max_running,
                                   worker.max_context, policy)
@@ -98,6 +102,8 @@ class Engine:
         self.depth: int = getattr(worker, "depth", 0)
         self.worker_failures = 0            # in a row
         self.failure: Exception | None = None       # why the engine has stopped
+        if isinstance(worker, Leader):
+            atexit.register(self.close)             # for programs that do not: the other processes wait
 
     # ---- the loop
 
@@ -390,6 +396,8 @@ class Engine:
         self.call(close)
         if thread:
             thread.join()
+        if isinstance(self.worker, Leader):
+            self.worker.dismiss()
 
 
 class Handle:

@@ -17,7 +17,7 @@ head_dim, qk_norm, unrotated). checkpoint.py fills the parameters.
 """
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -85,6 +85,17 @@ class ModelConfig:
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"unknown activation {self.activation!r}; known: {', '.join(ACTIVATIONS)}")
 
+    def share(self, size: int) -> "ModelConfig":
+        """What each of `size` processes has. With size 4, 32 query heads and 8 K/V heads become 8 and
+        2. ValueError for what they cannot share evenly."""
+        parts = {}
+        for name in ("num_heads", "num_kv_heads", "ffn_width"):
+            parts[name], rest = divmod(getattr(self, name), size)
+            if rest:
+                raise ValueError(f"{name} {getattr(self, name)} cannot be shared evenly by {size} processes: "
+                                 "start fewer (torchrun --nproc-per-node)")
+        return replace(self, **parts)
+
 
 def rotary_frequencies(config: ModelConfig, device) -> Tensor:
     """By how many radians per position each pair of dimensions turns: [D/2] in float32, from 1 down
@@ -101,6 +112,22 @@ def rotary_frequencies(config: ModelConfig, device) -> Tensor:
     turns = trained * frequencies / (2 * math.pi)                           # [D/2]
     kept = ((turns - low) / (high - low)).clamp(0, 1)                       # [D/2]
     return frequencies * (kept + (1 - kept) / factor)
+
+
+class Alone:
+    """A process that computes a whole model. parallel.Ranks is one of several that share a model."""
+    rank, size = 0, 1
+
+    def add_up(self, part: Tensor) -> Tensor:
+        """The sum of the parts that all processes have."""
+        return part
+
+    def smallest(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        """Of each number, the smallest that any process has."""
+        return numbers
+
+
+ALONE = Alone()
 
 
 class Attention(nn.Module):
@@ -142,8 +169,9 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, ranks: Alone):
         super().__init__()
+        self.add_up = ranks.add_up
         self.attn_norm = NORMS[config.norm](config.width, config.norm_eps)
         self.attn = Attention(config)
         self.mlp_norm = NORMS[config.norm](config.width, config.norm_eps)
@@ -153,8 +181,8 @@ class Layer(nn.Module):
         return self.attn.q_k_v(self.attn_norm(x))                           # [T, H, D], [T, H_kv, D] twice
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:       # [T, width], [T, H, D]
-        x = x + self.attn.out(attended.flatten(1))                          # [T, width]
-        return x + self.mlp(self.mlp_norm(x))                               # [T, width]
+        x = x + self.add_up(self.attn.out(attended.flatten(1)))             # [T, width]
+        return x + self.add_up(self.mlp(self.mlp_norm(x)))                  # [T, width]
 
 
 def embedding(rows: int, width: int) -> nn.Embedding:
@@ -163,15 +191,18 @@ def embedding(rows: int, width: int) -> nn.Embedding:
 
 
 class Model(nn.Module):
-    """A pre-norm decoder over packed tokens. Build it with `load_model` or `random_model`."""
+    """A pre-norm decoder over packed tokens. Build it with `load_model` or `random_model`.
 
-    def __init__(self, config: ModelConfig):
+    Several processes can share a model: each has some of the heads, and of each MLP's inner values.
+    Everything else is the same in all of them, and the config says what this one has."""
+
+    def __init__(self, config: ModelConfig, ranks: Alone = ALONE):
         super().__init__()
-        self.config = config
+        self.config = config = config.share(ranks.size)
         self.tokens = embedding(config.vocab_size, config.width)
         if config.rope_theta is None:
             self.positions = embedding(config.max_context + config.position_offset, config.width)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Layer(config, ranks) for _ in range(config.num_layers))
         self.norm = NORMS[config.norm](config.width, config.norm_eps)
         if not config.tied_embeddings:
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
@@ -217,8 +248,8 @@ class Model(nn.Module):
         return self.head(x).float()
 
 
-def empty_model(config: ModelConfig, device, dtype: torch.dtype) -> Model:
+def empty_model(config: ModelConfig, device, dtype: torch.dtype, ranks: Alone = ALONE) -> Model:
     """A Model whose parameters are allocated on `device` in `dtype` and hold no values yet."""
     with torch.device("meta"):      # until to_empty nothing is allocated or initialised
-        model = Model(config)
+        model = Model(config, ranks)
     return model.to(dtype).to_empty(device=device).requires_grad_(False).eval()

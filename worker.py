@@ -41,9 +41,9 @@ from attention_kernel import (Plan, SpanTensors, enumerate_each, join, make_plan
                               runs_triton, split_like, upload, wanted_items)
 from checkpoint import load_model, random_model
 from eviction import RecomputeCost
-from kv_cache import Conversation
+from kv_cache import Conversation, Ticket
 from kv_pool import KVPool
-from model import Attend, Layer, Model
+from model import ALONE, Alone, Attend, Layer, Model
 from rotary_store import rotate_and_store
 from sampling import Sampling, read, sample
 from scheduler import PLACEHOLDER, Batch, Request, Result, Span
@@ -145,18 +145,12 @@ class Worker:
         """Tell the device to execute the batch, behind everything that was launched before. Returns a
         function that waits for the result. A batch without spans still writes the slot table."""
         packed = pack(batch.spans)
-        size = self._graph_size(batch, packed)
-        inputs = self._inputs(packed, batch.table_updates, size)
-        self.pool.copy_slots(batch.slot_copies)
-        self.pool.swap_in(batch.swap_in)
+        changes = table_changes(batch.table_updates)
+        inputs, logits = self._start(packed, changes, batch.slot_copies, batch.swap_in, batch.swap_out)
         if not batch.spans:
-            self.pool.swap_out(batch.swap_out)
             return lambda: Result([], self.pool.landed(wait=True))
-        earlier = self.pool.now()                       # earlier steps have written what is swapped out
-        logits = self._logits(inputs, size)                                     # [N, vocab]
-        self.pool.swap_out(batch.swap_out, earlier)     # the host starts these copies while the GPU computes
         sampled = sample(logits, packed.sampling)
-        self.sampled[inputs.table_rows[inputs.sample_at]] = sampled[0].clamp(min=0).int()
+        self._remember(inputs, sampled[0].clamp(min=0).int())
         on_host = [part.to("cpu", non_blocking=True) for part in sampled]       # into pinned memory
         done = self.pool.now()
 
@@ -171,17 +165,34 @@ class Worker:
 
     # ---- a step
 
-    def _graph_size(self, batch: Batch, packed: Packed) -> int:
+    def _start(self, packed: Packed, changes: list[np.ndarray], slot_copies: dict[int, int],
+               swap_in: list[Ticket], swap_out: list[Ticket]) -> tuple[Inputs, Tensor | None]:
+        """Start all that is known of a step before its tokens are sampled: it is all numbers. Returns its
+        inputs and logits [N, vocab]; None if there is nothing to compute."""
+        size = self._graph_size(packed, swap_in)
+        inputs = self._inputs(packed, changes, size)
+        self.pool.copy_slots(slot_copies)
+        self.pool.swap_in(swap_in)
+        earlier = self.pool.now()                       # earlier steps have written what is swapped out
+        logits = self._logits(inputs, size) if packed.table_row else None       # [N, vocab]
+        self.pool.swap_out(swap_out, earlier)           # the host starts these copies while the GPU computes
+        return inputs, logits
+
+    def _remember(self, inputs: Inputs, tokens: Tensor):
+        """The device notes the tokens [N] that were sampled, for later steps."""
+        self.sampled[inputs.table_rows[inputs.sample_at]] = tokens
+
+    def _graph_size(self, packed: Packed, swap_in: list[Ticket]) -> int:
         """The smallest size of a captured decode that the batch fits in; 0 if it must run without a
         graph. A graph waits for no swap-in."""
-        only_decodes = len(packed.tokens) == len(batch.spans) > 0
-        if not only_decodes or batch.swap_in or self.pool.arriving:
+        only_decodes = len(packed.tokens) == len(packed.table_row) > 0
+        if not only_decodes or swap_in or self.pool.arriving:
             return 0
-        return min((size for size in self.graphs if size >= len(batch.spans)), default=0)
+        return min((size for size in self.graphs if size >= len(packed.table_row)), default=0)
 
-    def _inputs(self, packed: Packed, updates: list[tuple], size: int) -> Inputs:
+    def _inputs(self, packed: Packed, changes: list[np.ndarray], size: int) -> Inputs:
         """Upload the batch, padded to `size` spans unless that is 0, and bring the slot table up to
-        date."""
+        date. changes: see table_changes."""
         if size:
             packed = packed.padded(size, self.padding_row)
         columns = [packed.table_row, packed.start, packed.end]
@@ -194,7 +205,7 @@ class Worker:
 
         graph_reads = [*plan.arrays(), tokens, positions, table_rows]   # the plan first: it is aligned
         flat, sample_at, changed_rows, changed_positions, new_slots = upload(
-            [join(graph_reads), sample_at, *table_changes(updates)], self.device)
+            [join(graph_reads), sample_at, *changes], self.device)
         # An entry named twice has the same slot both times.
         self.slot_table[changed_rows, changed_positions] = new_slots
         *planned, tokens, positions, table_rows = split_like(flat, graph_reads)
@@ -246,7 +257,7 @@ class Worker:
             q_len = min(rows // self.group + 1, self.max_context)
             span = [self.padding_row], [self.max_context - q_len], [self.max_context]
             packed = Packed(*span, array("i", [0]) * q_len, sample_at=[q_len - 1], sampling=[])
-            self._logits(self._inputs(packed, [], size=0), size=0)
+            self._logits(self._inputs(packed, table_changes([]), size=0), size=0)
 
     @torch.inference_mode()
     def capture(self, make_graph: Callable):
@@ -258,7 +269,7 @@ class Worker:
         sizes = [1, 2, 4, 8, *range(16, self.max_running + 16, 16)]
         needed = [size for smaller, size in zip([0, *sizes], sizes) if smaller < self.max_running]
         for size in tqdm(reversed(needed), "CUDA graphs", len(needed), leave=False, disable=None):
-            inputs = self._inputs(pack([]), [], size)   # nothing but padding
+            inputs = self._inputs(pack([]), table_changes([]), size)        # nothing but padding
             self.graphs[size] = inputs, make_graph(partial(self._decode, inputs))
 
     def _decode(self, inputs: Inputs) -> Tensor:
@@ -326,9 +337,10 @@ def device_seconds(device: torch.device, run: Callable) -> float:
 
 # ---- from an engine.Config to a worker
 
-def load_worker(config, directory: Path | None) -> Worker:
+def load_worker(config, directory: Path | None, ranks: Alone = ALONE, kind: Callable = Worker) -> Worker:
     """The worker that an engine.Config asks for, with the checkpoint in `directory`; None: with
-    random weights. ValueError, with the remedy, where the machine cannot do it."""
+    random weights. ranks, kind: see parallel.py. ValueError, with the remedy, where the machine cannot
+    do it."""
     device, dtype = config.device, config.dtype
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -338,16 +350,16 @@ def load_worker(config, directory: Path | None) -> Worker:
         dtype = "bfloat16" if device == "cuda" else "float32"
     dtype = getattr(torch, dtype)
     try:
-        model = (load_model(directory, device, dtype) if directory else
-                 random_model(config.model, device, dtype))
+        model = (load_model(directory, device, dtype, ranks) if directory else
+                 random_model(config.model, device, dtype, ranks=ranks))
     except (MemoryError, RuntimeError) as error:
         raise ValueError(f"the weights do not fit into memory, choose a smaller model: {error}") from error
     if device == "cpu" and is_small(model):
         torch.set_num_threads(1)                        # in the whole process
-    slots, cpu_tokens = tier_sizes(config, model)
+    slots, cpu_tokens = ranks.smallest(tier_sizes(config, model))
     try:
-        worker = Worker(model, slots, cpu_tokens // config.chunk_size, config.chunk_size, config.max_running,
-                        min(model.config.max_context, slots), pipeline=not config.no_pipeline)
+        worker = kind(model, slots, cpu_tokens // config.chunk_size, config.chunk_size, config.max_running,
+                      min(model.config.max_context, slots), pipeline=not config.no_pipeline)
     except (OSError, RuntimeError) as error:            # out of memory, on the GPU or on the host
         raise ValueError(f"tiers of {slots} and {cpu_tokens} tokens cannot be allocated, "
                          f"choose smaller ones: {error}") from error
@@ -514,7 +526,7 @@ def make_cuda_graph(run: Callable, pool) -> Callable:
     """For Worker.capture: a CUDA graph of the kernels that run() launches, in the memory `pool`."""
     run()                                               # what compiles and allocates must not be captured
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = run()
 
     def replay():

@@ -118,7 +118,7 @@ def test_inputs_are_the_batch():
     found = requests(worker, [9, 5, 20])
     spans = [Span(found[0], 2, 6), Span(found[2], 19, 20), Span(found[1], 0, 5)]
     packed = pack(spans)
-    inputs = worker._inputs(packed, [(1, 3, np.array([40, 41]))], 0)
+    inputs = worker._inputs(packed, table_changes([(1, 3, np.array([40, 41]))]), 0)
     tokens = [token for request, start, end in spans for token in request.conversation.tokens[start:end]]
     assert inputs.tokens.tolist() == tokens
     # Behind the first span nothing is sampled: its context goes on.

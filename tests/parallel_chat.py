@@ -1,0 +1,16 @@
+"""A program with an engine, for test_parallel.py: it needs no branch to run under torchrun.
+`parallel_chat.py HISTORY TURNS`: so many turns; it prints each of them when it is told."""
+import os
+import sys
+
+from serving.sessions import Sessions
+
+print("process", os.environ.get("RANK"), os.getpid(), flush=True)
+history, turns = sys.argv[1:]
+sessions = Sessions("tiny_chat", history=history, device="cpu", gpu_cache_tokens=1024, cpu_cache_tokens=0)
+sessions.start()
+for number in range(int(turns)):
+    reply = sessions.chat("Hi", f"c{number}", max_tokens=50, ignore_eos=True)
+    print("told", reply.token_ids, flush=True)
+sessions.close()
+print("closed", flush=True)
