@@ -133,7 +133,7 @@ class Worker:
         self.slot_table[self.padding_row] = num_slots
         self.sampled = self.slot_table.new_zeros(max_running + 1)       # the last token sampled in each row
         self.depth = int(self.device.type == "cuda")                    # see Engine
-        self.graphs: dict[int, tuple[Inputs, Callable]] = {}    # by size; the function returns logits
+        self.graphs: dict[int, tuple[Inputs, Callable]] = {}    # by size; the function returns hidden states
 
     def execute(self, batch: Batch) -> Result:
         """Run the batch's spans and start its transfers. With nothing to compute, wait for a copy in
@@ -213,14 +213,16 @@ class Worker:
     def _logits(self, inputs: Inputs, size: int) -> Tensor:
         """One forward over all spans -> logits [N, vocab] behind the tokens at which one is
         sampled."""
-        if not size:
-            return self.model.logits(self._forward(inputs)[inputs.sample_at])
-        captured, replay = self.graphs[size]
-        captured.refill(inputs)
-        # Indexing copies: sampling overwrites logits, and the graph owns its own.
-        return replay()[inputs.sample_at]
+        if size:
+            captured, forward = self.graphs[size]
+            captured.refill(inputs)
+            hidden = forward()                          # [size, width]: its padding is left out below
+        else:
+            hidden = self._forward(inputs)              # [T, width]
+        return self.model.logits(hidden[inputs.sample_at])
 
     def _forward(self, inputs: Inputs) -> Tensor:
+        """The hidden state of every token: [T, width]. This is what a graph captures."""
         slots = self.slot_table[inputs.table_rows, inputs.positions].long()     # [T]
 
         def attend(layer, q, k, v, rotation):       # [T, H, D], [T, H_kv, D] twice -> [T, H, D]
@@ -250,7 +252,9 @@ class Worker:
     @torch.inference_mode()
     def capture(self, make_graph: Callable):
         """Prepare decodes of 1, 2, 4, 8, then 16, 32, 48, ... tokens (multiples of 16), up to the
-        first size that holds max_running. The largest comes first: the others share its memory.
+        first size that holds max_running. The largest comes first: the others share its memory. Only
+        its result each of them keeps for itself. So a graph ends at the hidden states: logits are some
+        30 times as large, and those of all sizes together would take gigabytes.
 
         make_graph(run) returns a function that does, and returns, the same as run() on whatever
         run's tensors hold when the function is called."""
@@ -258,11 +262,7 @@ class Worker:
         needed = [size for smaller, size in zip([0, *sizes], sizes) if smaller < self.max_running]
         for size in tqdm(reversed(needed), "CUDA graphs", len(needed), leave=False, disable=None):
             inputs = self._inputs(pack([]), [], size)   # nothing but padding
-            self.graphs[size] = inputs, make_graph(partial(self._decode, inputs))
-
-    def _decode(self, inputs: Inputs) -> Tensor:
-        """Logits [T, vocab] behind every token: the work that a graph captures."""
-        return self.model.logits(self._forward(inputs))
+            self.graphs[size] = inputs, make_graph(partial(self._forward, inputs))
 
     # ---- the cost of recomputation
 
