@@ -167,7 +167,7 @@ def _runs(tickets: list[Ticket]) -> str:
 
 class Result(NamedTuple):
     """What the worker made of a batch."""
-    tokens: list[int]                              # one for each span of batch.sampling; -1: its logits are not finite
+    tokens: list[int]                              # one for each span of batch.sampling; -1: no finite logits
     landed: list[Ticket]                           # copies that have ended, of this step or an earlier one
     logprobs: list | None = None                   # one for each token; None where nobody asked for it
 
@@ -397,8 +397,8 @@ class Scheduler:
         """The turn has ended: its conversation is idle, and its KV stays."""
         self._leave(request, now)
         if request.unsettled:
-            # A step was launched that feeds the last token of the reply. We take back its placeholder, and the
-            # KV of that last token.
+            # A step was launched that feeds the last token of the reply. We take back the placeholder of that
+            # step, and the KV of the last token.
             length = len(request.conversation.tokens) - 1
             self.cache.truncate(request.conversation, length, length - 1)
         self.cache.policy.ended(request.conversation)
