@@ -82,7 +82,7 @@ class Engine:
                                    config.max_batch_tokens, config.swap_threshold, config.reserve,
                                    config.stateless, config.separate_phases)
         self.forgets_cold = False           # forget idle conversations of which no KV is cached?
-        self.watchers: list[Callable[[Batch], None]] = []       # see each batch before it is executed
+        self.watchers: list[Callable[[Batch], None]] = []       # see each batch before its launch
 
         self.stepping = threading.RLock()   # held by the owner
         self.thread: threading.Thread | None = None
@@ -95,9 +95,10 @@ class Engine:
         # Of these, the ones whose request has ended. We tell their readers only after account(), because
         # on_end may call the scheduler and the cache again.
         self.ended: deque[Handle] = deque()
-        # Batches that were launched and not settled, each with the function that waits for its result. While
-        # a device computes one, we schedule the next: `depth` is how many stay behind a step. A worker
-        # without a device of its own has nothing to compute meanwhile.
+        # Batches that were launched and not settled, each with the function that waits for its result. (The
+        # flights of kv_pool.py are copies.) While a device computes a batch, we schedule the next one: after
+        # a step up to `depth` batches are not settled. A worker whose `depth` is 0 computes on the host: when
+        # launch returns, its work is done.
         self.flights: deque[tuple[Batch, Callable[[], Result]]] = deque()
         self.depth: int = getattr(worker, "depth", 0)
         self.worker_failures = 0            # in a row
@@ -130,6 +131,7 @@ class Engine:
             return batch
 
     def _launch(self, batch: Batch):
+        """Hand the batch to the worker, and book what it will have done."""
         try:
             wait = self._start(batch)
         except Exception as error:
@@ -139,19 +141,22 @@ class Engine:
         self.scheduler.launched(batch)
 
     def _start(self, batch: Batch) -> Callable[[], Result]:
+        """Returns a function that waits for the result. Workers whose depth is 0 need no `launch`."""
         if self.depth:
             return self.worker.launch(batch)
         result = self.worker.execute(batch)
         return lambda: result
 
     def _ahead(self, batch: Batch) -> int:
-        """How many flights may stay behind this batch. None if the host has nothing to compute meanwhile, or
-        needs to know the tokens of this batch before it can launch the next one."""
+        """How many flights may stay unsettled after this step. With depth 1 that is the flight of this batch.
+        0 if the batch computes nothing, or if the host needs to know its tokens (see Sampling.looks_back)
+        before it can launch the next one."""
         if self.depth and batch.spans and not any(span.request.sampling.looks_back for span in batch.spans):
             return self.depth
         return 0
 
     def _settle(self, batch: Batch, wait: Callable[[], Result]):
+        """Wait for the result of the oldest flight, and book it."""
         try:
             result = wait()
         except Exception as error:
@@ -282,7 +287,7 @@ class Engine:
         the default.
 
         A caller who keeps token ids elsewhere has more to say. context: the token ids that the conversation
-        had before, in case that the engine does not hold it (any more). parent: a conversation that begins
+        had before, in case the engine does not hold it (any more). parent: a conversation that begins
         as the context does; what it has cached is shared. like: a turn with the same prompt after the same
         context; the prompt is computed once for both. reached_stop: the owner calls it with each token but a
         stop token; True ends the reply. on_end: the owner calls it when the turn has ended. Neither may fail:

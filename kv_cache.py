@@ -319,7 +319,8 @@ class KVCache:
         return True
 
     def computed(self, conversation: Conversation, start: int, end: int):
-        """The model has computed the KV of positions [start, end) of a running conversation.
+        """The model has computed the KV of positions [start, end) of a running conversation, or a step that
+        has been launched will compute it before any later step.
 
         They fill one or more chunks from the left, and `known` is at least `end` now. A chunk that has grown
         needs more than its copy holds: it gives up its place, and a copy in flight is stale. (A chunk that

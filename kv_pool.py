@@ -21,7 +21,7 @@ Invariants: a slot is overwritten only when earlier steps have read it; a copy o
 earlier steps have written; a ticket has landed only when its copy has ended. Without CUDA the same
 code runs in order: every copy has ended when the call returns.
 """
-from __future__ import annotations      # `tl` is absent where triton is
+from __future__ import annotations      # where triton is absent, `tl.constexpr` is, too
 
 import math
 import mmap
@@ -97,8 +97,8 @@ class KVPool:
         """Let the current stream, not the host, wait until this layer of the latest swap-in has
         arrived; with pipeline=False until all layers have. A step waits for its layers in order.
 
-        Nothing happens if no flight is `arriving`. A step that has waited for the last layer ends
-        that. The flight notes each wait as (now(), the event waited for)."""
+        Nothing happens if no flight is `arriving`. When a step has waited for the last layer, none is
+        any more. The flight notes each wait as (now(), the event waited for)."""
         if not self.arriving:
             return
         reached = self.now()
@@ -127,10 +127,11 @@ class KVPool:
         self.arriving = flight
 
     def swap_out(self, tickets: list[Ticket], written=None):
-        """Start the copies GPU -> CPU, the other way round, behind what is being swapped in at the
-        moment; nobody waits for a single layer, so all are one copy. written: an event after which
-        the slots hold what earlier steps wrote; by default now. stream_out waits for that event and
-        for stream_in, and never for the step that computes meanwhile. No tickets: nothing happens."""
+        """Start the copies GPU -> CPU, from each ticket's slots into its place. Nobody waits for a
+        single layer, so one copy takes all layers. written: an event after which the slots hold what
+        earlier steps wrote; None: the current stream has nothing else to do, so now. stream_out waits
+        for that event and for the copies in, and never for the step that computes meanwhile. No
+        tickets: nothing happens."""
         if not tickets:
             return
         self.stream_out.wait_event(written or self.now())       # earlier steps may still write these slots

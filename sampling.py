@@ -7,7 +7,7 @@ operations.
 Each stage changes the rows [n, vocab] whose requests ask for it. A stage that nobody asks for costs
 nothing: a greedy batch is little more than an argmax. All that the stages must know is uploaded in
 one copy, and on a GPU the host never looks at a result to decide what to do next. So the host waits
-once, in read().
+once for the device: after sample() and before read().
 
 A random draw is an argmax, too. Let every token with probability p wait for a time E / p, where E
 is drawn from Exp(1). The token that arrives first is a draw from p: it is the one with the largest

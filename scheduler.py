@@ -56,13 +56,13 @@ class Request:
     outbox: SimpleQueue = field(default_factory=SimpleQueue)      # its tokens, then None
     arrival: int = 0                               # its number in the order of submission
     generated: list[int] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)        # when each of them was sampled
+    times: list[float] = field(default_factory=list)        # when the host learnt each of them
     logprobs: list = field(default_factory=list)   # what the worker reports of each of them, if asked to
     before: tuple[int, int] | None = None          # the conversation's length and `known` before this turn
     longest: int | None = None                     # how long its context may become, prompt and reply
     usage: dict | None = None                      # by SOURCES, fixed at first admission
     admitted: float | None = None                  # when that was
-    prefilling: bool = False                       # admitted, and no token sampled since
+    prefilling: bool = False                       # admitted, and no step launched since that samples
     finish_reason: str | None = None               # "stop" | "length" | "cancelled" | "failed"
     error: Exception | None = None
 
@@ -113,7 +113,8 @@ class Span(NamedTuple):
 
     @property
     def samples(self) -> bool:
-        """Is its last position the last of the context? Then the next token is sampled there."""
+        """Is its last position the last of the context? Then the next token is sampled there. Ask before the
+        launch: it adds a placeholder to the context."""
         return self.end == self.request.total
 
 
@@ -167,7 +168,7 @@ def _runs(tickets: list[Ticket]) -> str:
 
 class Result(NamedTuple):
     """What the worker made of a batch."""
-    tokens: list[int]                              # one for each span of batch.sampling; -1: it has none
+    tokens: list[int]                              # one for each span of batch.sampling; -1: no finite logits
     landed: list[Ticket]                           # copies that have ended, of this step or an earlier one
     logprobs: list | None = None                   # one for each token; None where nobody asked for it
 
@@ -225,8 +226,8 @@ class Scheduler:
     # ---- one step
 
     def schedule(self, now: float) -> Batch:
-        """The next batch. It is empty if there is nothing to do, or nothing but to wait for copies or tokens
-        that are on their way."""
+        """The next batch. It is empty if there is nothing to do, or if all requests must wait for copies or
+        tokens that are on their way."""
         while True:
             batch = self.compose(now)
             if batch or not self.unfinished or self._waits():
@@ -288,8 +289,9 @@ class Scheduler:
                 batch.sampling.append(span)
 
     def account(self, batch: Batch, result: Result, now: float):
-        """Book the result of the oldest batch that was launched. Each sampled token goes into its request's
-        outbox; None follows the last one. If a request has ended since the launch, its token is nobody's."""
+        """Book the result of a batch; batches are accounted for in the order of their launch. Each sampled
+        token goes into its request's outbox; None follows the last one. If a request has ended since the
+        launch, we ignore its token."""
         for ticket in result.landed:
             self.cache.complete(ticket)
         for (request, *_), logprob in zip(batch.sampling, result.logprobs or ()):
@@ -398,7 +400,9 @@ class Scheduler:
     def finish(self, request: Request, reason: str, now: float):
         """The turn has ended: its conversation is idle, and its KV stays."""
         self._leave(request, now)
-        if request.unsettled:           # one more step was launched before we knew: take it back
+        if request.unsettled:
+            # A step was launched that feeds the last token of the reply. We take back the placeholder of that
+            # step, and the KV of the last token.
             length = len(request.conversation.tokens) - 1
             self.cache.truncate(request.conversation, length, length - 1)
         self.cache.policy.ended(request.conversation)

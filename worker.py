@@ -93,7 +93,7 @@ def table_changes(updates: list[tuple[int, int, np.ndarray]]) -> list[np.ndarray
 
 
 class Inputs(NamedTuple):
-    """What the device is told about a step: int32 tensors on the device."""
+    """What the worker tells the device about a step: int32 tensors on the device."""
     tokens: Tensor              # [T]
     positions: Tensor           # [T]
     table_rows: Tensor          # [T] of the slot table
@@ -102,9 +102,9 @@ class Inputs(NamedTuple):
     flat: Tensor                # tokens, positions, table_rows and the plan are parts of this one tensor
 
     def refill(self, other: "Inputs"):
-        """Take over what another one says of a batch of the same size. A captured graph goes on
-        reading the same memory. The kernels read `flat` alone. The reference, in CPU tests of
-        capture, reads spans.host."""
+        """Copy the other inputs, of a batch of the same size, into the memory of these: a captured
+        graph reads that memory at each replay. The device copies when earlier replays have ended. The
+        kernels read `flat` alone. The reference, in CPU tests of capture, reads spans.host."""
         self.flat.copy_(other.flat)
         self.spans.host[:] = other.spans.host
 
@@ -133,7 +133,7 @@ class Worker:
         self.slot_table[self.padding_row] = num_slots
         self.sampled = self.slot_table.new_zeros(max_running + 1)       # the last token sampled in each row
         self.depth = int(self.device.type == "cuda")                    # see Engine
-        self.graphs: dict[int, tuple[Inputs, Callable]] = {}    # by size; the function returns logits
+        self.graphs: dict[int, tuple[Inputs, Callable]] = {}    # by size; the function returns hidden states
 
     def execute(self, batch: Batch) -> Result:
         """Run the batch's spans and start its transfers. With nothing to compute, wait for a copy in
@@ -143,7 +143,8 @@ class Worker:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Callable[[], Result]:
         """Tell the device to execute the batch, behind everything that was launched before. Returns a
-        function that waits for the result. A batch without spans still writes the slot table."""
+        function that waits for the result. The books may change as soon as launch has returned. A
+        batch without spans still writes the slot table."""
         packed = pack(batch.spans)
         changes = table_changes(batch.table_updates)
         inputs, logits = self._start(packed, changes, batch.slot_copies, batch.swap_in, batch.swap_out)
@@ -225,14 +226,16 @@ class Worker:
     def _logits(self, inputs: Inputs, size: int) -> Tensor:
         """One forward over all spans -> logits [N, vocab] behind the tokens at which one is
         sampled."""
-        if not size:
-            return self.model.logits(self._forward(inputs)[inputs.sample_at])
-        captured, replay = self.graphs[size]
-        captured.refill(inputs)
-        # Indexing copies: sampling overwrites logits, and the graph owns its own.
-        return replay()[inputs.sample_at]
+        if size:
+            captured, forward = self.graphs[size]
+            captured.refill(inputs)
+            hidden = forward()                          # [size, width]: its padding is left out below
+        else:
+            hidden = self._forward(inputs)              # [T, width]
+        return self.model.logits(hidden[inputs.sample_at])
 
     def _forward(self, inputs: Inputs) -> Tensor:
+        """The hidden state of every token: [T, width]. This is what a graph captures."""
         slots = self.slot_table[inputs.table_rows, inputs.positions].long()     # [T]
 
         def attend(layer, q, k, v, rotation):       # [T, H, D], [T, H_kv, D] twice -> [T, H, D]
@@ -263,6 +266,8 @@ class Worker:
     def capture(self, make_graph: Callable):
         """Prepare decodes of 1, 2, 4, 8, then 16, 32, 48, ... tokens (multiples of 16), up to the
         first size that holds max_running. The largest comes first: the others share its memory.
+        But each keeps the memory of its result. So a graph ends at the hidden states: the logits of all
+        sizes up to 256 would be 2,191 rows, which is 1.1 GB with a vocabulary of 128,256.
 
         make_graph(run) returns a function that does, and returns, the same as run() on whatever
         run's tensors hold when the function is called."""
@@ -270,11 +275,7 @@ class Worker:
         needed = [size for smaller, size in zip([0, *sizes], sizes) if smaller < self.max_running]
         for size in tqdm(reversed(needed), "CUDA graphs", len(needed), leave=False, disable=None):
             inputs = self._inputs(pack([]), table_changes([]), size)        # nothing but padding
-            self.graphs[size] = inputs, make_graph(partial(self._decode, inputs))
-
-    def _decode(self, inputs: Inputs) -> Tensor:
-        """Logits [T, vocab] behind every token: the work that a graph captures."""
-        return self.model.logits(self._forward(inputs))
+            self.graphs[size] = inputs, make_graph(partial(self._forward, inputs))
 
     # ---- the cost of recomputation
 

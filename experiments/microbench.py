@@ -329,8 +329,9 @@ def time_steps(engine: Engine, batch: int, prompt: int, new: int, seed: int, dur
                ) -> tuple[float, float]:
     """Serve `batch` requests of `prompt` random tokens, `new` tokens each.
 
-    Returns seconds of the first step, which computes all prompts, and the median of the later ones, in
-    which all requests decode. during: a context manager around the decodes."""
+    Returns the seconds until all requests have their first tokens, and the median of the later steps, in
+    which all requests decode. (On a GPU the first step only launches the prompts: the second one waits for
+    them.) during: a context manager around the decodes."""
     def step() -> float:
         start = time.perf_counter()
         engine.step()
@@ -338,7 +339,9 @@ def time_steps(engine: Engine, batch: int, prompt: int, new: int, seed: int, dur
 
     tokens = np.random.default_rng(seed).integers(engine.worker.vocab_size, size=(batch, prompt)).tolist()
     handles = [engine.submit(one, None, max_tokens=new, ignore_eos=True) for one in tokens]
-    first = step()
+    first = 0.0
+    while not all(handle.token_ids for handle in handles):
+        first += step()
     with during:
         decodes = [step() for _ in range(new - 1)]
     assert all(handle.result().token_ids for handle in handles)

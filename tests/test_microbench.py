@@ -1,4 +1,6 @@
 """The measuring code: rivals compute the same attention as we do, and figures follow from the times."""
+import time
+
 import pytest
 import torch
 
@@ -88,6 +90,19 @@ def test_time_steps_times_prompts_and_decodes():
     assert weights == sum(weight.nbytes for weight in [*matrices, model.tokens.weight])
     kv_token = engine.worker.pool.gpu.nbytes // (512 + 1)           # the pool has one more slot, of padding
     assert microbench.read_bytes(engine.worker, 2, 10) - weights == 20 * kv_token
+
+
+def test_a_prompt_takes_until_its_tokens_are_known():
+    """One step ahead of the device, the first step does not wait for them."""
+    engine = Engine("tiny_chat", device="cpu", gpu_cache_tokens=512, cpu_cache_tokens=0)
+    engine.depth, launch = 1, engine.worker.launch
+
+    def launch_on_slow_device(batch):
+        wait = launch(batch)
+        return lambda: time.sleep(0.1) or wait()
+    engine.worker.launch = launch_on_slow_device
+    first, _ = microbench.time_steps(engine, 2, 20, 3, seed=0)
+    assert first >= 0.1
 
 
 @pytest.mark.soak

@@ -174,6 +174,14 @@ def test_sizes_are_captured_largest_first(max_running, sizes):
     assert list(worker.graphs) == sizes
 
 
+def test_a_graph_keeps_no_logits():
+    """The result of a graph stays in memory, and there are dozens of graphs."""
+    worker = make_worker()
+    worker.capture(eagerly)
+    assert [list(run().shape) for _, run in worker.graphs.values()] == [
+        [size, worker.model.config.width] for size in worker.graphs]
+
+
 @pytest.mark.parametrize("lengths", [[9], [9, 5], [80, 5, 1], [7, 8, 9, 30]])
 def test_a_padded_decode_computes_the_same_and_touches_its_own_slots_only(lengths):
     plain, padded = make_worker(), make_worker()
