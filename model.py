@@ -234,7 +234,7 @@ class Model(nn.Module):
 
     def through_layers(self, x: Tensor, attend: Attend) -> Tensor:
         """Embeddings -> hidden states, both [T, width]. attend(layer, q, k, v): `forward` has added
-        the rotation. This is a method so that worker.fuse can replace it by one that is compiled."""
+        the rotation. This is a method so that loading.fuse can replace it by one that is compiled."""
         for number, layer in enumerate(self.layers):
             attended = attend(number, *layer.before_attention(x))           # [T, H, D]
             x = layer.after_attention(x, attended)                          # [T, width]

@@ -41,9 +41,10 @@ from attention_kernel import join
 from checkpoint import find_checkpoint
 from kv_cache import Ticket
 from kv_pool import Flight
+from loading import load_worker
 from model import Alone
 from scheduler import Batch, Result
-from worker import Inputs, Packed, Worker, load_worker
+from worker import Inputs, Packed, Worker
 
 COUNT = 17                          # arrays of numbers that describe a step, see to_numbers
 FIRST = 1024                        # numbers in the first broadcast of a step; most steps need no second

@@ -22,33 +22,26 @@ row of the slot table.
 A batch without spans only moves chunks. Invariant: a token depends on its context, its seed and its
 position. The other spans of the batch change logits by rounding only.
 """
-import os
-import sys
 import time
 from array import array
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from attention_kernel import (Plan, SpanTensors, enumerate_each, join, make_plan, multi_token_attention,
                               runs_triton, split_like, upload, wanted_items)
-from checkpoint import load_model, random_model
 from eviction import RecomputeCost
-from kv_cache import Conversation, Ticket
+from kv_cache import Ticket
 from kv_pool import KVPool
-from model import ALONE, Alone, Attend, Layer, Model
+from model import Model
 from rotary_store import rotate_and_store
-from sampling import Sampling, read, sample
+from sampling import read, sample
 from scheduler import PLACEHOLDER, Batch, Request, Result, Span
-
-SMALL_MODEL = 10_000_000    # parameters; below, threads on a CPU wait for one another longer than they work
 
 
 class Packed(NamedTuple):
@@ -334,203 +327,3 @@ def device_seconds(device: torch.device, run: Callable) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
-
-
-# ---- from an engine.Config to a worker
-
-def load_worker(config, directory: Path | None, ranks: Alone = ALONE, kind: Callable = Worker) -> Worker:
-    """The worker that an engine.Config asks for, with the checkpoint in `directory`; None: with
-    random weights. ranks, kind: see parallel.py. ValueError, with the remedy, where the machine cannot
-    do it."""
-    device, dtype = config.device, config.dtype
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is 'cuda', but torch finds no CUDA device here: use 'cpu'")
-    if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
-    dtype = getattr(torch, dtype)
-    try:
-        model = (load_model(directory, device, dtype, ranks) if directory else
-                 random_model(config.model, device, dtype, ranks=ranks))
-    except (MemoryError, RuntimeError) as error:
-        raise ValueError(f"the weights do not fit into memory, choose a smaller model: {error}") from error
-    if device == "cpu" and is_small(model):
-        torch.set_num_threads(1)                        # in the whole process
-    slots, cpu_tokens = ranks.smallest(tier_sizes(config, model))
-    try:
-        worker = kind(model, slots, cpu_tokens // config.chunk_size, config.chunk_size, config.max_running,
-                      min(model.config.max_context, slots), pipeline=not config.no_pipeline)
-    except (OSError, RuntimeError) as error:            # out of memory, on the GPU or on the host
-        raise ValueError(f"tiers of {slots} and {cpu_tokens} tokens cannot be allocated, "
-                         f"choose smaller ones: {error}") from error
-    if not config.eager:
-        speed_up(worker)
-    return worker
-
-
-def is_small(model: Model) -> bool:
-    return sum(parameter.numel() for parameter in model.parameters()) < SMALL_MODEL
-
-
-def tier_sizes(config, model: Model) -> tuple[int, int]:
-    """Tokens of the GPU tier and of the CPU tier: as given, or else by default. ValueError if no
-    memory is left.
-
-    On CUDA the GPU tier takes nine tenths of the free memory of the GPU, but room for at most a
-    thousand whole contexts. The CPU tier is four times as large as the GPU tier, given or not, but
-    takes at most a quarter of the host's memory. On a CPU both tiers lie in the host's memory;
-    there the first has room for at most sixteen contexts."""
-    parameter, shape = next(model.parameters()), model.config
-    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * parameter.element_size()
-    host = host_memory() // 4 // token_bytes
-    if parameter.device.type == "cuda":
-        free = free_memory(model, config.max_batch_tokens, config.max_running)
-        gpu = min(1000 * shape.max_context, int(0.9 * free) // token_bytes)
-    else:
-        gpu = min(16 * shape.max_context, host // 5)
-    gpu = gpu if config.gpu_cache_tokens is None else config.gpu_cache_tokens
-    cpu = min(4 * gpu, host) if config.cpu_cache_tokens is None else config.cpu_cache_tokens
-    if gpu < 2:
-        raise ValueError(f"no memory is left for the cache: {gpu} tokens of {token_bytes} bytes; "
-                         "choose a smaller model or gpu_cache_tokens >= 2")
-    return gpu, cpu
-
-
-@torch.inference_mode()
-def free_memory(model: Model, max_batch_tokens: int, max_running: int) -> int:
-    """Bytes of the GPU that neither the weights nor the largest steps need. It runs these to find
-    out: a step of all tokens, sampling included, and a step of decodes alone, because graphs have
-    memory of their own. The tenth that tier_sizes leaves free is for what is small: the partial
-    results of attention, the columns of a batch, fragments."""
-    try:
-        step = peak_memory(partial(largest_step, model, max_batch_tokens, max_running))
-        graph = peak_memory(partial(largest_step, model, max_running, max_running))
-    except torch.cuda.OutOfMemoryError as error:
-        raise ValueError(f"a step of max_batch_tokens={max_batch_tokens} does not fit beside the weights, "
-                         f"choose less: {error}") from error
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(next(model.parameters()).device)
-    return free - step - graph
-
-
-def largest_step(model: Model, num_tokens: int, max_running: int):
-    """Run the model on num_tokens, and draw a token for each of max_running requests."""
-    tokens = torch.zeros(num_tokens, dtype=torch.int32, device=next(model.parameters()).device)
-    hidden = model(tokens, tokens, lambda layer, q, k, v, rotation: q.clone())
-    logits = model.logits(hidden[:max_running])
-    drawn = Request(Conversation("", 0, [0], 1, toward=1), [], sampling=Sampling(temperature=1.0, top_p=0.9))
-    sample(logits, [drawn] * len(logits))
-
-
-def peak_memory(run: Callable) -> int:
-    """Bytes of the current GPU that run() allocates at most, at a time."""
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def host_memory() -> int:
-    """Bytes of the machine's memory; if the system does not tell, those of a small machine."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError):                # Windows
-        return 8 * 2**30
-
-
-# ---- faster: the worker stays plain, and this is applied from outside
-
-# Without its patterns. One of them takes the sum with the residual out of the norm's kernel, into the
-# matrix product before it. There CUDA first copies the residual, which is a launch more.
-INDUCTOR = partial(torch.compile, options={"pattern_matcher": False})
-
-
-def speed_up(worker: Worker):
-    """On CUDA, compile and capture the small kernels that the GPU would otherwise wait for the host
-    to launch. On a CPU, pack the weights."""
-    if worker.device.type == "cuda" and runs_triton(worker.device, worker.dtype):
-        fuse(worker.model)
-        worker.warm_up()
-        try_capture(worker, partial(make_cuda_graph, pool=torch.cuda.graph_pool_handle()))
-    packable = worker.dtype == torch.float32 and torch.backends.mkldnn.is_available()
-    if worker.device.type == "cpu" and packable and not is_small(worker.model):
-        pack_weights(worker.model)
-
-
-class PackedLinear(nn.Module):
-    """A linear layer whose weights lie in the order in which oneDNN multiplies them: tiles of some
-    16 by 64. nn.Linear keeps rows, and MKL copies them into an order of its own in every call.
-
-    Both operators are those that torch.compile uses for frozen weights. The module that
-    torch.utils.mkldnn.to_mkldnn makes keeps rows, too: it is no faster than nn.Linear on 8 rows."""
-
-    def __init__(self, dense: nn.Linear):
-        super().__init__()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(dense.weight.detach(), 32)    # for few rows
-        self.bias = dense.bias
-
-    def forward(self, x: Tensor) -> Tensor:                                 # [T, in] -> [T, out]
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-
-
-def pack_weights(model: Model):
-    """Pack the linear layers of a model on a CPU, in float32. Each layer's dense weights are let go
-    before the next layer is packed, so the model is never in memory twice.
-
-    An embedding that is also the output layer stays dense, since its rows are looked up. We store it
-    by columns: the output layer then reads it in order, and a copy is not needed."""
-    for module in model.modules():
-        for name, child in module.named_children():
-            if isinstance(child, nn.Linear):
-                setattr(module, name, PackedLinear(child))
-    if model.config.tied_embeddings:
-        table = model.tokens.weight                                         # [vocab, width]
-        table.data = table.t().contiguous().t()
-
-
-def fuse(model: Model, compiler: Callable = INDUCTOR):
-    """Compile all that lies between the attentions of two neighbouring layers as one function. Its
-    layers are arguments, so that torch compiles it for all of them at once: at the first call, for
-    any other number of tokens, and for a single one. If compiling fails, torch logs why and the
-    model runs as it was.
-
-    A Llama layer then launches ten kernels: four matrix products; two sums with norms and the
-    activation of the MLP between them; rotate_and_store, attention and its merge."""
-    torch._dynamo.config.suppress_errors = True
-
-    @compiler
-    def between(layer: Layer, x: Tensor, attended: Tensor, following: Layer) -> tuple[Tensor, ...]:
-        x = layer.after_attention(x, attended)
-        return x, *following.before_attention(x)
-
-    def through_layers(x: Tensor, attend: Attend) -> Tensor:        # computes what the model's own does
-        q_k_v = model.layers[0].before_attention(x)
-        for number, (layer, following) in enumerate(pairwise(model.layers)):
-            x, *q_k_v = between(layer, x, attend(number, *q_k_v), following)
-        last = len(model.layers) - 1
-        return model.norm(model.layers[last].after_attention(x, attend(last, *q_k_v)))
-    model.through_layers = through_layers
-
-
-def try_capture(worker: Worker, make_graph: Callable):
-    """Capture graphs, or go on without them: a slower server is better than none."""
-    try:
-        worker.capture(make_graph)
-    except Exception as error:
-        worker.graphs.clear()
-        print(f"warning: decodes will be slower, they could not be captured as CUDA graphs: {error!r}",
-              file=sys.stderr)
-
-
-def make_cuda_graph(run: Callable, pool) -> Callable:
-    """For Worker.capture: a CUDA graph of the kernels that run() launches, in the memory `pool`."""
-    run()                                               # what compiles and allocates must not be captured
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        result = run()
-
-    def replay():
-        graph.replay()
-        return result
-    return replay

@@ -33,9 +33,10 @@ from experiments.rivals import Scene, ours, packed, rivals, rounds
 from experiments.simulator import HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker, VirtualClock
 from kv_cache import Conversation, Ticket
 from kv_pool import KVPool
+from loading import speed_up
 from sampling import Sampling
 from scheduler import Batch, Request, Span
-from worker import Worker, device_seconds, speed_up
+from worker import Worker, device_seconds
 
 Found = tuple[list[dict], list[dict]]       # rows, ratios
 

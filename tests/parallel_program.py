@@ -12,8 +12,8 @@ from checkpoint import PRESETS, find_checkpoint, gpt
 from config import Config
 from engine import Engine
 from eviction import RecomputeCost
+from loading import load_worker
 from parallel import Follower, follow_every_engine
-from worker import load_worker
 
 COST = RecomputeCost({32: 1e-3, 256: 3e-3}, rest=1e-3)
 PRESETS["tiny"] = gpt(layers=2, heads=4, width=32, context=128)

@@ -16,7 +16,7 @@ from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCaus
                           Qwen3ForCausalLM, SmolLM3Config, SmolLM3ForCausalLM)
 
 import checkpoint as checkpoint_file
-import worker
+import loading
 from checkpoint import PRESETS, WORKING, find_checkpoint, load_model, random_model
 from engine import Engine
 from model import Model, ModelConfig, empty_model
@@ -214,7 +214,7 @@ def test_packed_weights_compute_the_same_and_the_dense_ones_are_let_go(theirs, t
     theirs.save_pretrained(tmp_path)
     ours = load_model(tmp_path, "cpu", torch.float32)
     dense = [weakref.ref(module.weight) for module in ours.modules() if isinstance(module, nn.Linear)]
-    worker.pack_weights(ours)
+    loading.pack_weights(ours)
     assert len(dense) >= 12 and not any(weight() is not None for weight in dense)
     assert_same(ours, theirs, 64, 1, 17)
     assert ours.logits(torch.zeros(0, ours.config.width)).shape == (0, ours.config.vocab_size)
@@ -225,9 +225,9 @@ def test_an_engine_packs_the_weights_of_all_but_small_models(monkeypatch):
         engine = Engine("tiny_chat", device="cpu", gpu_cache_tokens=64, cpu_cache_tokens=0)
         reply = engine.generate([5, 6, 7], "c", max_tokens=8, ignore_eos=True)
         engine.close()
-        packed = [type(module) for module in engine.worker.model.modules()].count(worker.PackedLinear)
+        packed = [type(module) for module in engine.worker.model.modules()].count(loading.PackedLinear)
         return packed, reply.token_ids
-    (none, expected), _ = served(), monkeypatch.setattr(worker, "SMALL_MODEL", 0)
+    (none, expected), _ = served(), monkeypatch.setattr(loading, "SMALL_MODEL", 0)
     assert none == 0 and served() == (16, expected)         # 4 layers of 4 matrices
 
 

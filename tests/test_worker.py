@@ -20,11 +20,11 @@ from engine import Engine
 from eviction import RecomputeCost
 from experiments.simulator import VirtualClock
 from kv_cache import Conversation, Ticket
+from loading import INDUCTOR, fuse, largest_step, make_cuda_graph, tier_sizes, try_capture
 from model import ModelConfig, empty_model
 from sampling import Sampling
 from scheduler import PLACEHOLDER, Batch, Request, Span
-from worker import (INDUCTOR, Worker, fuse, largest_step, make_cuda_graph, pack, table_changes, tier_sizes,
-                    try_capture)
+from worker import Worker, pack, table_changes
 
 SLOTS, ROWS, CONTEXT, CHUNK, VOCAB = 128, 4, 80, 4, 61
 COST = RecomputeCost({4: 1e-3, 32: 2e-3}, rest=1e-3)
