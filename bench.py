@@ -202,7 +202,8 @@ WORDS = dict(
     history="history (tokens)", seconds="time (s)", mean_ttft_ms="mean time to first token (ms)",
     normalized_latency_ms="normalized latency (ms/token)", recomputed_tokens="recomputed tokens",
     computed_tokens="computed tokens", recomputed_seconds="recomputation (s)",
-    servers="servers")
+    servers="servers", replies="replies to a prompt", running="requests at once",
+    tokens_per_second="throughput (tokens/s)", saved="slots saved (share)")
 
 
 def plot(figure: Figure, rows: list[dict], path: str):
