@@ -174,8 +174,8 @@ def test_a_resent_history_is_recognised(client, server):
     chat = ask(client, [dict(role="system", content="Be brief."), *told, user("and?")])
     assert chat[2].prompt_tokens_details.cached_tokens == second.usage.total_tokens - 1
     third = respond(client, [*told, user("so?")], instructions="Be brief.", store=False)
-    # The conversation has gone on with "and?", so this is a branch. A branch shares whole chunks.
-    assert cached(third) == second.usage.total_tokens // 32 * 32 and third.conversation is None
+    # The conversation has gone on with "and?": this is a branch, which shares full chunks and copies the rest.
+    assert cached(third) == second.usage.total_tokens - 1 and third.conversation is None
     after = respond(client, "more", previous_response_id=second.id, instructions="Be brief.")
     assert [text for _, text in items(client, after.conversation.id)][::2] == ["once", "more", "more"]
     other = respond(client, [*told, user("and?")], instructions="Be long.")

@@ -200,12 +200,13 @@ def test_a_resent_history_is_recognised_and_an_edited_one_branches(sessions):
     said = dict(role="assistant", content=first.result().text)
     second = sessions.respond([user("Hello"), said, user("And now?")], max_tokens=6)
     assert second.conversation == "mine" and second.result().usage["gpu"] > 0
-    # "mine" has gone on: its first turn gets a second child, which shares the full chunks.
+    # "mine" has gone on: its first turn gets a second child, which shares the full chunks
+    # and copies the rest, with the tokens that begin both new messages.
     branch = sessions.respond([user("Hello"), said, user("Or else?")], hint="mine", max_tokens=6)
     assert branch.conversation != "mine"
     known = first.result().usage["prompt_tokens"] + len(first.token_ids) - 1
     usage = branch.result().usage
-    assert usage["gpu"] == known // 8 * 8 and usage["recomputed"] == known % 8
+    assert usage["gpu"] >= known and usage["recomputed"] == 0
     fresh = sessions.respond([user("Howdy"), said, user("And now?")], hint="mine", max_tokens=6)
     assert fresh.conversation not in ("mine", branch.conversation)
     assert fresh.result().usage["new"] == fresh.result().usage["prompt_tokens"]
