@@ -174,7 +174,7 @@ def test_a_resent_history_is_recognised(client, server):
     chat = ask(client, [dict(role="system", content="Be brief."), *told, user("and?")])
     assert chat[2].prompt_tokens_details.cached_tokens == second.usage.total_tokens - 1
     third = respond(client, [*told, user("so?")], instructions="Be brief.", store=False)
-    # The conversation has gone on with "and?": this is a branch, which shares full chunks and copies the rest.
+    # The conversation has gone on with "and?": this is a branch. It shares full chunks and copies the rest.
     assert cached(third) == second.usage.total_tokens - 1 and third.conversation is None
     after = respond(client, "more", previous_response_id=second.id, instructions="Be brief.")
     assert [text for _, text in items(client, after.conversation.id)][::2] == ["once", "more", "more"]
