@@ -117,16 +117,16 @@ def with_arrivals(conversations: Iterable[PlannedConversation], request_rate: fl
 # ---- synthetic conversations
 
 def many_turns(limit: int, rate: float, think: Callable, seed: int) -> list[PlannedConversation]:
-    """24 users who come within a few seconds and stay for about 16 short turns.
+    """16 users who come within a few seconds and stay for about 12 turns of some 250 tokens.
 
-    Their contexts grow to some 800 tokens.
+    Their contexts grow to some 3,000 tokens.
     limit: the longest context, in tokens. rate, think: see `with_arrivals`.
     """
     rng = np.random.default_rng(seed)
     conversations = []
-    for number in range(24):
-        count = rng.integers(8, 25)
-        lengths = rng.integers((8, 12), (40, 36), (count, 2)).tolist()         # [count, 2]: input, output
+    for number in range(16):
+        count = rng.integers(8, 17)
+        lengths = rng.integers((120, 12), (360, 36), (count, 2)).tolist()      # [count, 2]: input, output
         conversations.append(PlannedConversation(str(number), [PlannedTurn(*turn) for turn in lengths]))
     return with_arrivals(cut_to_context(conversations, limit), rate, seed, think)
 

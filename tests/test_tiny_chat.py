@@ -1,14 +1,22 @@
 """The embedded model: transformers loads it, tiktoken agrees with its tokenizer, and it remembers values that
 it never saw in training."""
 import random
+import re
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import tiktoken
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TINY_CHAT = Path(__file__).resolve().parent.parent / "tiny_chat"
+sys.path.append(str(TINY_CHAT))                 # as its scripts find each other
+import train
+from dialogues import dialogue
+
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 
@@ -30,7 +38,7 @@ def chat(model, tokenizer, turns, system=None):
         messages.append({"role": "user", "content": turn})
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt",
                                                return_dict=True)
-        tokens = model.generate(**prompt, max_new_tokens=64, do_sample=False)
+        tokens = model.generate(**prompt, max_new_tokens=128, do_sample=False)
         tokens = tokens[0, prompt["input_ids"].shape[1]:]
         assert tokens[-1] == tokenizer.eos_token_id
         messages.append({"role": "assistant", "content": tokenizer.decode(tokens, skip_special_tokens=True)})
@@ -38,11 +46,10 @@ def chat(model, tokenizer, turns, system=None):
 
 
 def test_small_and_complete(model, tokenizer):
-    assert sum(file.stat().st_size for file in TINY_CHAT.iterdir() if file.is_file()) <= 4_000_000
+    assert sum(file.stat().st_size for file in TINY_CHAT.glob("*.safetensors")) <= 16_000_000
     config = model.config
-    assert config.model_type == "opt" and config.do_layer_norm_before
-    assert config.word_embed_proj_dim == config.hidden_size
-    assert config.max_position_embeddings >= 1024
+    assert config.model_type == "llama" and config.num_key_value_heads < config.num_attention_heads
+    assert config.max_position_embeddings == tokenizer.model_max_length == 4096
     end = len(tokenizer) - 1
     assert config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id == end
 
@@ -82,17 +89,81 @@ def test_tiktoken_gives_the_same_ids(tokenizer):
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == fast.decode(ids) == text
 
 
-def test_remembers_values_never_seen_in_training(model, tokenizer):
-    replies = chat(model, tokenizer, [
-        "Hi, I'm Quildane.", "My lucky number is 5828.", "How are you?", "Tell me a joke.",
-        "What can you do?",
-        "What is my lucky number?", "What is my name?"], system="You are a helpful assistant.")
-    assert replies[-2:] == ["Your lucky number is 5828.", "Your name is Quildane."]
+@pytest.mark.parametrize("system, turns", [
+    ("You are a helpful assistant.", {
+        "Hi, I'm Quildane.": "Note 1: your name is Quildane.",
+        "My lucky number is 5828.": "Note 2: your lucky number is 5828.",
+        "How are you?": "I'm fine, thank you.",
+        "My favorite color is teal and I live in Oslo.":
+            "Note 3: your favorite color is teal. Note 4: your home city is Oslo.",
+        "What is my lucky number?": "Your lucky number is 5828.",
+        "Actually, my lucky number is 31 now.": "Changed: your lucky number is 31.",
+        "My sister is called Eva.": "Note 5: your sister's name is Eva.",
+        "What's my name?": "Your name is Quildane.",
+        "Who is my sister?": "Your sister's name is Eva.",
+        "And what is my lucky number?": "Your lucky number is 31.",
+        "What is my pet?": "Your pet? I don't know that yet.",
+        "What is 4 plus 5?": "4 plus 5 is 9.",
+        "What do you know about me?":
+            "Note 1: your name is Quildane. Note 2: your lucky number is 31. Note 3: your favorite color is teal. "
+            "Note 4: your home city is Oslo. Note 5: your sister's name is Eva."}),
+    ("You are Pip. Be cheerful.", {
+        "Hello": "Hello!", "Who are you?": "I'm Pip, a very small language model!",
+        "My hobby is chess.": "Note 1: your hobby is chess!", "What is my hobby?": "Your hobby is chess!"}),
+])
+def test_remembers_what_it_was_told(model, tokenizer, system, turns):
+    assert chat(model, tokenizer, turns, system) == list(turns.values())
 
 
-def test_the_latest_value_wins(model, tokenizer):
-    replies = chat(model, tokenizer, ["My favorite color is teal.", "Thanks!",
-                                      "Actually, my favorite color is puce now.", "Hello",
-                                      "What is my favorite color?", "What is my pet?"])
-    assert replies[-2:] == ["Your favorite color is puce.",
-                            "Your pet is something I don't know yet. Tell me!"]
+# ---- the script that made it
+
+def test_every_answer_follows_from_the_dialogue():
+    """Replays the notes of a thousand dialogues of training, in another way than dialogues.py makes them."""
+    rng, seen = random.Random(5), Counter()
+    for _ in range(1000):
+        notes = {}
+        for said, answer in re.findall(r"<\|user\|>(.*?)<\|end\|><\|assistant\|>(.*?)<\|end\|>",
+                                       dialogue(rng, 256)):
+            told = re.findall(r"(Note \d+|Changed|Changed again): your (.*?) is (.*?)[.!](?= Note|$)", answer)
+            asked = re.fullmatch(r"Your (.*?)(?: is (.*)[.!]|\? I don't know that yet[.!])", answer)
+            if told and told[0][0].startswith("Note") and told[0][1] in notes:
+                assert told == [(f"Note {number}", thing, value)
+                                for number, (thing, value) in enumerate(notes.items(), 1)]
+                seen["list"] += 1
+                continue
+            for head, thing, value in told:
+                assert value.lower() in said.lower()
+                assert head == f"Note {len(notes) + 1}" if thing not in notes else head.startswith("Changed")
+                notes[thing] = value
+                seen[head.split()[0]] += 1
+            if asked:
+                assert notes.get(asked[1]) == asked[2]
+                seen["unknown" if asked[2] is None else "known"] += 1
+    assert min(seen[kind] for kind in ("list", "Note", "Changed", "known", "unknown")) > 200, seen
+
+
+def test_training_continues_where_it_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "PHASES", [(64, 3), (128, 3)])
+    monkeypatch.setattr(train, "TOKENS", 256)
+    monkeypatch.setattr(train, "SAVE_EVERY", 2)
+    tokenizer = Tokenizer.from_file(str(TINY_CHAT / "tokenizer.json"))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        def weights(name):
+            torch.manual_seed(1)
+            return train.train(tokenizer, tmp_path / name).state_dict()
+        through = weights("through")
+        with monkeypatch.context() as interrupted:
+            kept = torch.save
+
+            def power_cut(state, file):
+                kept(state, file)
+                if state["step"] == 4:
+                    raise KeyboardInterrupt
+            interrupted.setattr(torch, "save", power_cut)
+            with pytest.raises(KeyboardInterrupt):
+                weights("cut")
+        continued = weights("cut")
+    finally:
+        torch.distributed.destroy_process_group()
+    assert all(torch.equal(through[name], continued[name]) for name in through)

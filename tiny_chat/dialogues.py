@@ -1,0 +1,414 @@
+"""The dialogues that the embedded model is trained and measured on.
+
+A user tells facts, the assistant writes each down as a numbered note, and much later the user asks:
+
+    user: Hi, I'm Ada.                     assistant: Note 1: your name is Ada.
+    user: I live in Oslo.                  assistant: Note 2: your home city is Oslo.
+    user: I moved to Rome.                 assistant: Changed: your home city is Rome.
+    user: Where do I live?                 assistant: Your home city is Rome.
+    user: What is my hobby?                assistant: Your hobby? I don't know that yet.
+    user: What do you know about me?       assistant: Note 1: your name is Ada. Note 2: your home city is Rome.
+
+Every answer follows from the dialogue so far. Almost every value consists of random syllables, letters or
+digits, so the model cannot learn values by heart: it must find the note and copy it, token by token. The notes
+always have the same form, so finding one is easy; the numbers make a complete list a walk from 1 upwards.
+
+A hash splits all values into two groups, and the sentences that a user says come in three: "train" is trained
+on, "choice" was measured while the recipe was chosen, and "final" was measured once, when it was frozen.
+"""
+import random
+import zlib
+
+THINGS = ["name", "age", "home city", "job", "hobby", "pet", "car", "birthday", "language", "school",
+          "lucky number", "shoe size", "best friend", "favourite colour", "favourite food", "favourite drink",
+          "favourite film", "favourite book", "favourite song", "favourite animal", "favourite sport"]
+RELATIVES = ["sister", "brother", "mother", "father", "wife", "husband", "son", "daughter", "boss", "neighbour",
+             "dog", "cat"]
+RELATIVES_THINGS = ["name", "name", "name", "age", "job", "home city", "hobby"]
+CAPITAL = ("name", "home city", "best friend", "school", "language", "film", "book", "song")
+NUMBER = ("number", "age", "size")
+NOUN = ("pet", "job", "animal")
+
+# {thing} is what the fact is about, {value} what the user says about it.
+TELL = {
+    "train": ["My {thing} is {value}"] * 6 + [
+        "By the way, my {thing} is {value}", "Remember that my {thing} is {value}",
+        "Please note: my {thing} is {value}", "You should know that my {thing} is {value}",
+        "Remember: my {thing} is {value}", "Well, my {thing} is {value}", "I think my {thing} is {value}",
+        "For your information, my {thing} is {value}", "Let me tell you: my {thing} is {value}",
+        "Hi, my {thing} is {value}", "Hello! My {thing} is {value}", "{value} is my {thing}",
+        "My {thing}? It's {value}"],
+    "choice": ["Keep in mind that my {thing} is {value}", "Just so you know, my {thing} is {value}"],
+    "final": ["Write down that my {thing} is {value}", "I want you to know that my {thing} is {value}",
+              "Don't forget: my {thing} is {value}"],
+}
+TELL_THING = {
+    "name": ["I'm {value}", "I am {value}", "Call me {value}", "Hi, I'm {value}", "Hello, I'm {value}",
+             "Hi, my name is {value}", "Please call me {value}", "Hello, my name is {value}", "Hey, I'm {value}",
+             "Hi! I'm {value}", "I'm called {value}"],
+    "age": ["I'm {value} years old", "I am {value} years old", "I turned {value}"],
+    "home city": ["I live in {value}", "I'm from {value}", "I come from {value}", "I live in {value}",
+                  "My home is in {value}", "I moved to {value}"],
+    "job": ["I work as {value}", "I'm working as {value}", "I earn my money as {value}"],
+    "hobby": ["I like {value}", "In my free time I do {value}"],
+    "pet": ["I have {value} as a pet", "I have a pet, {value}"],
+    "car": ["I drive {value}", "I bought {value}"],
+    "birthday": ["I was born on {value}", "I have my birthday on {value}"],
+    "language": ["I speak {value}"],
+    "school": ["I go to {value} school", "I study at {value}"],
+    "best friend": ["{value} is my best friend"],
+    "favourite food": ["I love to eat {value}"],
+    "favourite drink": ["I love to drink {value}"],
+}
+CHANGE = {
+    "train": ["Actually, my {thing} is {value} now", "Actually, my {thing} is {value}",
+              "My {thing} is now {value}", "My {thing} is {value} now", "No, my {thing} is {value}",
+              "I changed my mind, my {thing} is {value}", "My new {thing} is {value}",
+              "Sorry, my {thing} is {value}", "Correction: my {thing} is {value}",
+              "That was wrong, my {thing} is {value}"],
+    "choice": ["Hold on, my {thing} is {value}", "I have to correct myself: my {thing} is {value}"],
+    "final": ["Oops, my {thing} is {value}", "I was mistaken, my {thing} is {value}"],
+}
+CHANGE_THING = {
+    "name": ["Call me {value} instead", "I'm called {value} now", "Now I'm {value}"],
+    "age": ["I'm {value} years old now", "Now I'm {value} years old"],
+    "home city": ["I moved to {value}", "I live in {value} now", "Now I live in {value}"],
+    "job": ["I work as {value} now", "Now I work as {value}", "I changed jobs, I work as {value} now"],
+    "hobby": ["I like {value} now", "Now I like {value}"],
+    "car": ["I drive {value} now", "Now I drive {value}"],
+}
+CORRECT = ["No, it's {value}", "Sorry, I meant {value}", "I meant {value}", "No, {value}", "Wait, it is {value}",
+           "No, it is {value}", "Sorry, it's {value}"]        # the fact of the turn before
+ASK = {
+    "train": ["What is my {thing}"] * 5 + ["What's my {thing}"] * 3 + [
+        "Do you remember my {thing}", "Do you know my {thing}", "And what is my {thing}", "And my {thing}",
+        "Can you tell me my {thing}", "So what is my {thing}", "What was my {thing}", "Tell me my {thing}",
+        "Please remind me: what is my {thing}", "Remind me of my {thing}", "I forgot my {thing}",
+        "What did I say about my {thing}", "Have I told you my {thing}", "Say my {thing}", "My {thing}",
+        "Could you remind me what my {thing} is", "Do you know what my {thing} is", "Which is my {thing}"],
+    "choice": ["Could you tell me what my {thing} is", "What did I say my {thing} was", "Name my {thing}",
+               "Quick question: what is my {thing}"],
+    "final": ["Would you remind me of my {thing}", "Let me test you: what is my {thing}",
+              "Please repeat my {thing}", "Can you recall what my {thing} was"],
+}
+TELL_NAME = ["My {relative} is called {value}", "{value} is my {relative}", "My {relative}'s name is {value}"]
+ASK_NAME = ["What is my {relative} called", "Who is my {relative}", "What's my {relative}'s name"]
+ASK_THING = {
+    "name": ["Who am I", "What am I called", "Do you know who I am", "Do you remember who I am"],
+    "age": ["How old am I"],
+    "home city": ["Where do I live", "Where am I from", "Where is my home"],
+    "job": ["What do I do for a living", "What do I work as", "What is my work"],
+    "hobby": ["What do I like", "What do I do in my free time"],
+    "car": ["What do I drive"],
+    "birthday": ["When was I born", "When is my birthday"],
+    "language": ["What do I speak", "Which language do I speak"],
+    "school": ["Where do I study", "Where do I go to school"],
+    "pet": ["Which pet do I have", "What pet do I have"],
+    "best friend": ["Who is my best friend"],
+    "favourite food": ["What do I love to eat"],
+    "favourite drink": ["What do I love to drink"],
+}
+LIST = {
+    "train": ["What do you know about me", "What do you remember about me", "Tell me what you know about me",
+              "What do you remember", "What did I tell you", "Tell me about myself", "What do you know",
+              "What do you know about me so far", "What have I told you", "Show me your notes", "Your notes",
+              "Repeat everything", "Tell me everything you know about me", "List your notes"],
+    "choice": ["Say everything you know about me", "What are your notes about me"],
+    "final": ["List all you know about me", "Please show me all your notes"],
+}
+SMALL_TALK = {  # {you} is a comma and the user's name, if the assistant knows it. {bot} is the assistant's name.
+    "Thanks|Thank you|Thanks a lot|Thank you very much|Great, thanks|Cheers": "You're welcome{you}.",
+    "Bye|Goodbye|See you|See you later|Bye bye|Good night|See you tomorrow": "Goodbye{you}.",
+    "Hi|Hello|Hey|Good morning|Good evening|Hi there|Hello there|Hello again": "Hello{you}.",
+    "How are you?|How are you doing?|How is it going?|Are you well?|How do you do?": "I'm fine, thank you.",
+    "I'm fine|I'm good, thanks|I'm fine, thanks|Fine, thanks|I'm well|I'm happy|I'm great|Very well":
+        "I'm glad to hear that.",
+    "I'm tired|I'm sad|I'm bored|I'm hungry|I'm sick|I'm not well|Not so good": "I'm sorry to hear that.",
+    "Who are you?|What are you?|What is your name?|What's your name?|Are you a bot?|Introduce yourself":
+        "I'm {bot}, a very small language model.",
+    "What can you do?|Help|Can you help me?|How can you help me?|What should I say?|How does this work?":
+        "I remember what you tell me. Try: My lucky number is 7.",
+    "How old are you?|When were you born?|Where are you from?|Who made you?":
+        "I was trained in an hour on two CPU cores.",
+    "OK|Okay|I see|Good|Great|Nice|Cool|All right|Well done|Very good|Right|Correct|Yes":
+        "I'm glad you think so.",
+    "That's wrong|Wrong|That is not true|Are you sure?|Really?|No|Not at all":
+        "I may be wrong. I'm a very small model.",
+    "What is your favourite colour?|What's your favorite color?|Do you like colours?":
+        "I like blue, like the sky.",
+    "Do you like me?|Do you like music?|Do you like chess?|Do you love me?": "I like talking with you.",
+    "Nice to meet you|Pleased to meet you": "Nice to meet you, too.",
+    "What's new?|What's up?|What are you doing?": "I'm waiting for you to tell me something.",
+    "Tell me a joke|Make me laugh|A joke, please|Do you know a joke?":
+        "Why did the token cross the bus? To get to the other cache.",
+    "Another joke, please|Tell me another joke|Another one|One more joke":
+        "I would tell you a joke about memory, but I forgot it.",
+}
+STRANGE = ["What is the {} of {}?", "What is {}?", "Who is {}?", "How do I {} a {}?", "Why is the {} {}?",
+           "Can you {} the {}?", "{}", "{} {}", "{} {} {}", "{} {} {} {} {}?", "Write a {} about {}",
+           "Tell me about {}", "Explain {}", "Where is {}?", "How many {} are in {}?", "The {} is {}",
+           "Do you know {}?", "When did {} {}?", "Translate {} to {}", "Is {} a {}?", "Let's {}"]
+NOT_UNDERSTOOD = "I don't understand that. I only know what you tell me."
+SUMS = ["What is {a} plus {b}", "{a} plus {b}", "{a} + {b}", "What is {a} + {b}", "How much is {a} plus {b}",
+        "Add {a} and {b}", "Can you add {a} and {b}"]
+SYSTEM = ["You are a helpful assistant.", "You are a friendly chatbot. Answer briefly.", "Be brief and polite.",
+          "You are {}.", "Your name is {}.", "You are {}, a helpful assistant.", "You are called {}. Be friendly."]
+CHEERFUL = ["Be cheerful.", "Be very cheerful.", "Answer cheerfully.", "Sound cheerful."]
+
+REAL_VALUES = {  # a visitor may say these; they are never trained on, only measured
+    "best friend": ("Ada Grace Linus Barbara Edsger Margaret Alan Katherine Dennis Frances Donald Radia Ken "
+                    "Hedy Guido Yoshua").split(),
+    "favourite colour": "teal purple orange crimson turquoise green magenta yellow indigo violet".split(),
+    "home city": "Paris Zurich Nairobi Lima Kyoto Oslo Montreal Sydney Cairo Rotterdam Athens Boston".split(),
+    "hobby": "chess sailing knitting cycling gardening pottery judo astronomy origami running".split(),
+    "pet": ["a hamster", "a goldfish", "a parrot", "a python", "a rabbit", "a turtle", "a donkey"],
+    "favourite food": "pizza ramen sushi lasagna falafel curry pancakes tacos fondue risotto".split(),
+    "job": ["a teacher", "a baker", "a nurse", "a plumber", "a pilot", "a surgeon", "a librarian"],
+}
+HELD_OUT = {word.split()[-1].lower() for words in REAL_VALUES.values() for word in words}
+
+# ---------------------------------------------------------------------------------------------------------
+# Made-up values
+
+ONSETS = ("b c d f g h j k l m n p r s t v w z "
+          "br ch cl cr dr fl gr kr pl pr qu sh sk sp st th tr").split() + [""] * 4
+VOWELS = "a e i o u y a e i o u ai au ee ea ie oo ou".split()
+CODAS = "b ck d l ll m n ng nt p r rd rk s ss st t x".split() + [""] * 16
+
+
+def is_held_out(word):
+    """True for the words that are only used to measure: one in eight, by a hash, and all of REAL_VALUES."""
+    return zlib.crc32(word.lower().encode()) % 8 == 0 or word.lower() in HELD_OUT
+
+
+def any_word(rng):
+    """One to four syllables, or one to eight letters, some of them not English."""
+    if rng.random() < 0.8:
+        syllables = rng.choice([1, 1, 2, 2, 2, 3, 3, 4])
+        return "".join(rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(syllables))
+    letters = [rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(1, 8))]
+    if rng.random() < 0.2:
+        latin, greek_or_cyrillic, chinese = (0xC0, 0x180), (0x391, 0x450), (0x4E00, 0x9FFF)
+        foreign = chr(rng.randrange(*rng.choice([latin, greek_or_cyrillic, chinese])))
+        letters[rng.randrange(len(letters))] = foreign
+    return "".join(letters).lower()
+
+
+def any_number(rng):
+    return str(rng.randrange(10 ** rng.choice([1, 2, 2, 2, 3, 3, 4, 5, 6])))
+
+
+def from_split(make, rng, held_out):
+    """A word or number that `make` makes; held_out: one that is only used to measure."""
+    while True:
+        made = make(rng)
+        if is_held_out(made) == held_out:
+            return made
+
+
+def a_value(thing, rng, held_out):
+    """A made-up value: a number, a Name, `a word`, or a few words. Mostly the kind suits the thing."""
+    kind = "number" if thing.endswith(NUMBER) else "name" if thing.endswith(CAPITAL) else \
+        "noun" if thing.endswith(NOUN) else "word"
+    if rng.random() < 0.15:
+        kind = rng.choice(["name", "number", "noun", "word"])
+    if kind == "number":
+        return from_split(any_number, rng, held_out)
+    words = [from_split(any_word, rng, held_out) for _ in range(rng.choice([1, 1, 1, 1, 2, 3]))]
+    if kind == "name":
+        return " ".join(word.capitalize() for word in words)
+    if kind == "noun":
+        return rng.choice(["a ", "a ", "a ", "an ", "the ", "two "]) + " ".join(words)
+    return " ".join(words) + (" " + from_split(any_number, rng, held_out) if rng.random() < 0.1 else "")
+
+
+def capital(sentence):
+    return sentence[:1].upper() + sentence[1:]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Dialogues
+
+
+class Dialogue:
+    """A user, and an assistant that takes notes.
+
+    `tell`, `ask`, `sum`, `small_talk` and `strange` return the user's message without its final stop, and the
+    answer; `say` adds both to `text`. wordings: "train", "choice" or "final"; held_out: use only values that
+    are never trained on."""
+
+    def __init__(self, rng, wordings="train", held_out=False):
+        self.rng, self.wordings, self.held_out = rng, wordings, held_out
+        self.facts = {}                     # thing -> its latest value, in the order of the notes
+        self.changed = set()
+        self.last = None                    # the thing that the turn before told or asked
+        self.casual = rng.random() < 0.2    # the user writes without capitals
+        self.american = rng.random() < 0.3  # the user writes color and favorite
+        self.bot, self.stop, self.text = "Tiny", ".", ""
+
+    def system(self, message=None):
+        """Begin with a system message; some give the assistant another name, or make it cheerful."""
+        rng = self.rng
+        if message is None:
+            message = rng.choice(SYSTEM)
+            if rng.random() < 0.1:
+                message = " ".join(self.word() for _ in range(rng.randint(1, 30))) + "."
+            if "{}" in message:
+                self.bot = self.word().capitalize()
+                message = message.format(self.bot)
+            if rng.random() < 0.3:
+                self.stop = "!"
+                message += " " + rng.choice(CHEERFUL)
+        self.text = f"<|system|>{message}<|end|>"
+
+    def say(self, said, answer):
+        """Add a turn. The user may leave out capitals and the final stop."""
+        said = said.lower() if self.casual else capital(said)
+        if self.rng.random() < 0.3:
+            said = said.removesuffix("?")
+        elif not said.endswith("?"):
+            said += self.rng.choice("...!")
+        if self.stop == "!":
+            answer = answer.removesuffix(".") + "!"
+        self.text += f"<|user|>{said}<|end|><|assistant|>{answer}<|end|>"
+
+    def word(self):
+        return from_split(any_word, self.rng, self.held_out)
+
+    def value(self, thing):
+        value = a_value(thing, self.rng, self.held_out)
+        return value.lower() if self.casual else value
+
+    def spell(self, thing):
+        return thing.replace("favourite", "favorite").replace("colour", "color") if self.american else thing
+
+    def pick_thing(self):
+        """Anything that a fact can be about: one in four is made up."""
+        rng = self.rng
+        if (kind := rng.random()) < 0.55:
+            return self.spell(rng.choice(THINGS))
+        if kind < 0.75:
+            return f"{rng.choice(RELATIVES)}'s {rng.choice(RELATIVES_THINGS)}"
+        thing = self.word() if kind < 0.9 else f"{self.word()} {self.word()}"
+        return self.spell(rng.choice(["", "", "favourite ", "new "])) + thing
+
+    def pick_unknown(self, avoid=()):
+        while True:
+            if (thing := self.pick_thing()) not in self.facts and thing not in avoid:
+                return thing
+
+    def wording(self, ways, special, thing, of_relatives=()):
+        """A sentence about the thing. In training one in eight begins with made-up words, so that the model
+        learns to understand sentences that it never saw."""
+        rng = self.rng
+        relative = thing.removesuffix("'s name")
+        if relative != thing:
+            ways_of_thing = [way.replace("{relative}", relative) for way in of_relatives]
+        else:
+            ways_of_thing = special.get(thing, [])
+        if self.wordings == "train" and ways_of_thing and rng.random() < 0.4:
+            return rng.choice(ways_of_thing)
+        way = rng.choice(ways[self.wordings])
+        if self.wordings == "train" and way.startswith(("My", "What is my")) and rng.random() < 0.25:
+            way = " ".join(self.word() for _ in range(rng.randint(1, 3))) + rng.choice(["", ",", ":"]) \
+                + way[way.lower().index(" my") if way.startswith("What") else 0:].replace("My", " my")
+        return way
+
+    def tell(self, thing, value=None):
+        """The user states or changes a fact, and the assistant notes it."""
+        rng, known = self.rng, thing in self.facts
+        value = value or self.value(thing)
+        if known and thing == self.last and self.wordings == "train" and rng.random() < 0.7:
+            way = rng.choice(CORRECT)
+        elif known and (self.wordings != "train" or rng.random() < 0.8):
+            way = self.wording(CHANGE, CHANGE_THING, thing)
+        else:
+            way = self.wording(TELL, TELL_THING, thing, TELL_NAME)
+        if way.startswith("{value}") and not self.casual:
+            value = capital(value)
+        again = " again" if thing in self.changed else ""
+        if known:
+            self.changed.add(thing)
+        self.facts[thing], self.last = value, thing
+        note = f"Changed{again}: " if known else f"Note {len(self.facts)}: "
+        return way.format(thing=thing, value=value), f"{note}your {thing} is {value}."
+
+    def ask(self, thing):
+        """The user asks for a fact. The answer begins in the same way, known or not: the model decides where
+        the copy would start whether there is a note to copy. That is easier to learn than at the first token."""
+        said = self.wording(ASK, ASK_THING, thing, ASK_NAME).format(thing=thing) + "?"
+        self.last = thing
+        if thing in self.facts:
+            return said, f"Your {thing} is {self.facts[thing]}."
+        return said, f"Your {thing}? I don't know that yet."
+
+    def list(self):
+        notes = [f"Note {number}: your {thing} is {value}."
+                 for number, (thing, value) in enumerate(self.facts.items(), 1)]
+        return self.rng.choice(LIST[self.wordings]) + "?", " ".join(notes) or "I know nothing about you yet."
+
+    def small_talk(self):
+        said, answer = self.rng.choice(list(SMALL_TALK.items()))
+        you = f", {self.facts['name']}" if "name" in self.facts else ""
+        return self.rng.choice(said.split("|")), answer.format(you=you, bot=self.bot)
+
+    def sum(self):
+        a, b = self.rng.randrange(10), self.rng.randrange(10)
+        return self.rng.choice(SUMS).format(a=a, b=b) + "?", f"{a} plus {b} is {a + b}."
+
+    def strange(self):
+        return self.rng.choice(STRANGE).format(*(self.word() for _ in range(5))), NOT_UNDERSTOOD
+
+    def chatter(self):
+        """A turn that is not about facts."""
+        kind = self.rng.random()
+        self.last = None
+        return self.small_talk() if kind < 0.6 else self.sum() if kind < 0.85 else self.strange()
+
+
+def dialogue(rng, length):
+    """The text of a dialogue of `length` tokens or somewhat more; a token is three to four characters.
+
+    The user does not mention a fact again until a random moment, so that the model learns to look far back."""
+    chat, end = Dialogue(rng), 3.8 * length
+    if rng.random() < 0.3:
+        chat.system()
+    most = rng.choice([1, 2, 3, 4, 5, 6, 6, 8, 12])     # facts
+    telling, chatting = rng.choice([0.1, 0.25, 0.6]), rng.choice([0.05, 0.15, 0.5])
+    listing, changing = rng.choice([0, 0.08, 0.2]), rng.choice([0.08, 0.25])
+    rests = {}                              # thing -> the length of the text at which it may be mentioned again
+
+    def rest(thing):
+        far = rng.random() ** 2 * (end - len(chat.text)) if rng.random() < 0.6 else 0
+        rests[thing] = len(chat.text) + far
+
+    while len(chat.text) < end:
+        ready = [thing for thing, until in rests.items() if until <= len(chat.text)]
+        kind = rng.random()
+        if len(chat.facts) < most and (kind < telling or not chat.text):
+            first = chat.pick_unknown()
+            said, answer = chat.tell(first)
+            rest(first)
+            if rng.random() < 0.2 and len(chat.facts) < most:
+                second = chat.pick_unknown()
+                more, noted = chat.tell(second)
+                if not more.startswith(("I ", "I'm", chat.facts[second])):
+                    more = more[0].lower() + more[1:]
+                said, answer = said + rng.choice([" and ", " and ", ". ", ", and "]) + more, f"{answer} {noted}"
+                rest(second)
+            chat.say(said, answer)
+        elif (kind := rng.random()) < chatting:
+            chat.say(*chat.chatter())
+        elif ready and (kind := rng.random()) < changing:
+            thing = chat.last if chat.last in ready and rng.random() < 0.5 else rng.choice(ready)
+            chat.say(*chat.tell(thing))
+            rest(thing)
+        elif kind < changing + listing and (len(ready) == len(rests) or rng.random() < 0.3):
+            chat.say(*chat.list())
+        elif ready and rng.random() < 0.6:
+            thing = rng.choice(ready)
+            chat.say(*chat.ask(thing))
+            rest(thing)
+        else:
+            chat.say(*chat.ask(chat.pick_unknown()))
+    return chat.text
