@@ -91,14 +91,15 @@ def test_tiktoken_gives_the_same_ids(tokenizer):
 
 @pytest.mark.parametrize("system, turns", [
     ("You are a helpful assistant.", {
-        "Hi, I'm Quildane.": "Note 1: your name is Quildane.",
-        "My lucky number is 5828.": "Note 2: your lucky number is 5828.",
+        "Hi, I'm Quildane.": "Your name becomes note 1: your name is Quildane.",
+        "My lucky number is 5828.": "Your lucky number becomes note 2: your lucky number is 5828.",
         "How are you?": "I'm fine, thank you.",
         "My favorite color is teal and I live in Oslo.":
-            "Note 3: your favorite color is teal. Note 4: your home city is Oslo.",
+            "Your favorite color becomes note 3: your favorite color is teal. "
+            "Your home city becomes note 4: your home city is Oslo.",
         "What is my lucky number?": "Your lucky number is 5828.",
-        "Actually, my lucky number is 31 now.": "Changed: your lucky number is 31.",
-        "My sister is called Eva.": "Note 5: your sister's name is Eva.",
+        "Actually, my lucky number is 31 now.": "Your lucky number has changed: your lucky number is 31.",
+        "My sister is called Eva.": "Your sister's name becomes note 5: your sister's name is Eva.",
         "What's my name?": "Your name is Quildane.",
         "Who is my sister?": "Your sister's name is Eva.",
         "And what is my lucky number?": "Your lucky number is 31.",
@@ -109,7 +110,7 @@ def test_tiktoken_gives_the_same_ids(tokenizer):
             "Note 4: your home city is Oslo. Note 5: your sister's name is Eva."}),
     ("You are Pip. Be cheerful.", {
         "Hello": "Hello!", "Who are you?": "I'm Pip, a very small language model!",
-        "My hobby is chess.": "Note 1: your hobby is chess!", "What is my hobby?": "Your hobby is chess!"}),
+        "My hobby is chess.": "Your hobby becomes note 1: your hobby is chess!", "What is my hobby?": "Your hobby is chess!"}),
 ])
 def test_remembers_what_it_was_told(model, tokenizer, system, turns):
     assert chat(model, tokenizer, turns, system) == list(turns.values())
@@ -124,22 +125,23 @@ def test_every_answer_follows_from_the_dialogue():
         notes = {}
         for said, answer in re.findall(r"<\|user\|>(.*?)<\|end\|><\|assistant\|>(.*?)<\|end\|>",
                                        dialogue(rng, 256)):
-            told = re.findall(r"(Note \d+|Changed|Changed again): your (.*?) is (.*?)[.!](?= Note|$)", answer)
+            listed = re.findall(r"Note (\d+): your (.*?) is (.*?)[.!](?= Note|$)", answer)
+            told = re.findall(r"Your (.*?) (?:has (changed)(?: again)?|becomes note (\d+)): your (.*?) is (.*?)[.!]"
+                              r"(?= Your|$)", answer)
             asked = re.fullmatch(r"Your (.*?)(?: is (.*)[.!]|\? I don't know that yet[.!])", answer)
-            if told and told[0][0].startswith("Note") and told[0][1] in notes:
-                assert told == [(f"Note {number}", thing, value)
-                                for number, (thing, value) in enumerate(notes.items(), 1)]
+            if listed:
+                assert listed == [(str(number), thing, value)
+                                  for number, (thing, value) in enumerate(notes.items(), 1)]
                 seen["list"] += 1
-                continue
-            for head, thing, value in told:
-                assert value.lower() in said.lower()
-                assert head == f"Note {len(notes) + 1}" if thing not in notes else head.startswith("Changed")
+            for thing, changed, number, again, value in told:
+                assert thing == again and value.lower() in said.lower()
+                assert changed if thing in notes else int(number) == len(notes) + 1
                 notes[thing] = value
-                seen[head.split()[0]] += 1
-            if asked:
+                seen["changed" if changed else "noted"] += 1
+            if asked and not told:
                 assert notes.get(asked[1]) == asked[2]
                 seen["unknown" if asked[2] is None else "known"] += 1
-    assert min(seen[kind] for kind in ("list", "Note", "Changed", "known", "unknown")) > 200, seen
+    assert min(seen[kind] for kind in ("list", "noted", "changed", "known", "unknown")) > 200, seen
 
 
 def test_training_continues_where_it_stopped(tmp_path, monkeypatch):

@@ -1,17 +1,17 @@
 """The dialogues that the embedded model is trained and measured on.
 
-A user tells facts, the assistant writes each down as a numbered note, and much later the user asks:
+A user tells facts, the assistant notes them, and much later the user asks:
 
-    user: Hi, I'm Ada.                     assistant: Note 1: your name is Ada.
-    user: I live in Oslo.                  assistant: Note 2: your home city is Oslo.
-    user: I moved to Rome.                 assistant: Changed: your home city is Rome.
-    user: Where do I live?                 assistant: Your home city is Rome.
-    user: What is my hobby?                assistant: Your hobby? I don't know that yet.
-    user: What do you know about me?       assistant: Note 1: your name is Ada. Note 2: your home city is Rome.
+    Hi, I'm Ada.                    Your name becomes note 1: your name is Ada.
+    I live in Oslo.                 Your home city becomes note 2: your home city is Oslo.
+    I moved to Rome.                Your home city has changed: your home city is Rome.
+    Where do I live?                Your home city is Rome.
+    What is my hobby?               Your hobby? I don't know that yet.
+    What do you know about me?      Note 1: your name is Ada. Note 2: your home city is Rome.
 
 Every answer follows from the dialogue so far. Almost every value consists of random syllables, letters or
-digits, so the model cannot learn values by heart: it must find the note and copy it, token by token. The notes
-always have the same form, so finding one is easy; the numbers make a complete list a walk from 1 upwards.
+digits, so the model cannot learn values by heart: it must find the note and copy it, token by token. An answer
+begins with the thing, so the model decides next to the thing's name whether there is a note of it.
 
 A hash splits all values into two groups, and the sentences that a user says come in three: "train" is trained
 on, "choice" was measured while the recipe was chosen, and "final" was measured once, when it was frozen.
@@ -269,7 +269,7 @@ class Dialogue:
         elif not said.endswith("?"):
             said += self.rng.choice("...!")
         if self.stop == "!":
-            answer = answer.removesuffix(".") + "!"
+            answer = answer.removesuffix(".").replace(". ", "! ") + "!"
         self.text += f"<|user|>{said}<|end|><|assistant|>{answer}<|end|>"
 
     def word(self):
@@ -330,12 +330,11 @@ class Dialogue:
         if known:
             self.changed.add(thing)
         self.facts[thing], self.last = value, thing
-        note = f"Changed{again}: " if known else f"Note {len(self.facts)}: "
-        return way.format(thing=thing, value=value), f"{note}your {thing} is {value}."
+        note = f"has changed{again}" if known else f"becomes note {len(self.facts)}"
+        return way.format(thing=thing, value=value), f"Your {thing} {note}: your {thing} is {value}."
 
     def ask(self, thing):
-        """The user asks for a fact. The answer begins in the same way, known or not: the model decides where
-        the copy would start whether there is a note to copy. That is easier to learn than at the first token."""
+        """The user asks for a fact."""
         said = self.wording(ASK, ASK_THING, thing, ASK_NAME).format(thing=thing) + "?"
         self.last = thing
         if thing in self.facts:

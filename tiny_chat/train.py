@@ -32,7 +32,7 @@ from dialogues import REAL_VALUES, Dialogue, any_number, dialogue, from_split
 
 HERE = Path(__file__).resolve().parent
 CONTEXT = 4096
-PHASES = [(256, 1800), (1024, 900), (CONTEXT, 500)]    # tokens of a dialogue, steps
+PHASES = [(256, 2300), (1024, 800), (CONTEXT, 450)]
 TOKENS = 4096                                           # of one process in one step
 WARM_UP, COOL_DOWN = 100, 0.4                           # steps; the share of all steps in which the rate falls
 SAVE_EVERY = 200                                        # steps
