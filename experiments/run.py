@@ -236,8 +236,8 @@ def thinking(think: float | str) -> str:
 # KV bytes of the GPU tier per GPU (paper, §6.1), and vLLM's limits of a batch.
 GPU_BYTES = 40e9
 SIMULATED = dict(max_running=256, max_batch_tokens=2048)
-# For the embedded model. The conversations of "many turns" need some 12,000 tokens together.
-MEASURED = dict(gpu_cache_tokens=3072, cpu_cache_tokens=12288)
+# For the embedded model. The conversations of "many turns" need some 48,000 tokens together.
+MEASURED = dict(gpu_cache_tokens=10240, cpu_cache_tokens=40960)
 
 
 def at_scale(options) -> bool:
@@ -256,7 +256,7 @@ def planned(panel: Panel, rate: float | None, options) -> list[PlannedConversati
             return options.conversations
         conversations = options.conversations
     elif panel.dataset == "many turns":
-        return many_turns(800, rate, think, options.seed)
+        return many_turns(3500, rate, think, options.seed)
     else:
         # As many as arrive during the run.
         count = math.ceil(rate * options.seconds / SHAPES[panel.dataset].turns) + 1

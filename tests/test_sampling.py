@@ -355,8 +355,8 @@ def test_a_row_that_is_not_finite_has_no_token_and_its_neighbours_keep_theirs(va
     assert sampled(logits, requests)[0] == [-1, expected[1], -1, -1]
 
 
-def test_a_request_whose_logits_are_not_finite_fails_alone():
-    engine = Engine("tiny_chat", device="cpu", gpu_cache_tokens=256, cpu_cache_tokens=64, cost=COST,
+def test_a_request_whose_logits_are_not_finite_fails_alone(checkpoint):
+    engine = Engine(checkpoint, device="cpu", gpu_cache_tokens=256, cpu_cache_tokens=64, cost=COST,
                     debug=True)
     expected = engine.generate([5, 6, 7], max_tokens=8, ignore_eos=True).token_ids
     engine.worker.model.positions.weight[40] = torch.nan        # where only the longer context comes

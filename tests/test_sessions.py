@@ -228,8 +228,8 @@ def scripted(model, position, tokens):
     model.positions.weight[first_row:first_row + len(tokens)] = 100 * embedding[tokens]
 
 
-def test_a_reply_resent_without_its_thoughts_comes_from_the_cache():
-    with closing(Sessions("tiny_chat", gpu_cache_tokens=512, cpu_cache_tokens=512)) as sessions:
+def test_a_reply_resent_without_its_thoughts_comes_from_the_cache(checkpoint):
+    with closing(Sessions(checkpoint, gpu_cache_tokens=512, cpu_cache_tokens=512)) as sessions:
         question, reply = [user("2 + 2?")], sessions.tokenizer.encode("<think>2 and 2</think> 4")
         prompt = sessions.tokenizer.turn([], question, None)
         scripted(sessions.engine.worker.model, len(prompt) - 1, reply)

@@ -145,7 +145,7 @@ def test_every_answer_follows_from_the_dialogue():
 
 
 def test_training_continues_where_it_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "PHASES", [(64, 3), (128, 3)])
+    monkeypatch.setattr(train, "CYCLES", [[(64, 3)], [(128, 3)]])
     monkeypatch.setattr(train, "TOKENS", 256)
     monkeypatch.setattr(train, "SAVE_EVERY", 2)
     tokenizer = Tokenizer.from_file(str(TINY_CHAT / "tokenizer.json"))

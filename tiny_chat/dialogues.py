@@ -109,12 +109,16 @@ ASK_THING = {
     "favourite drink": ["What do I love to drink"],
 }
 LIST = {
-    "train": ["What do you know about me", "What do you remember about me", "Tell me what you know about me",
-              "What do you remember", "What did I tell you", "Tell me about myself", "What do you know",
-              "What do you know about me so far", "What have I told you", "Show me your notes", "Your notes",
-              "Repeat everything", "Tell me everything you know about me", "List your notes"],
+    "train": ["What do you know", "What do you remember", "What did I tell you", "What have I told you",
+              "What do you know about me so far", "Tell me about myself", "What have you noted"]
+             + [f"{what} about me" for what in ("What do you know", "What do you remember", "What have you noted",
+                                                "What did I tell you", "What have I told you")]
+             + [f"{verb} {notes}" for verb in ("Tell me", "Repeat", "List", "Show me", "Give me", "Read me")
+                for notes in ("your notes", "everything", "what you know", "everything you know",
+                              "what you know about me", "everything you know about me", "all facts about me",
+                              "what I told you", "everything I told you")],
     "choice": ["Say everything you know about me", "What are your notes about me"],
-    "final": ["List all you know about me", "Please show me all your notes"],
+    "final": ["Recite all you remember about me", "Please show all your notes"],
 }
 SMALL_TALK = {  # {you} is a comma and the user's name, if the assistant knows it. {bot} is the assistant's name.
     "Thanks|Thank you|Thanks a lot|Thank you very much|Great, thanks|Cheers": "You're welcome{you}.",
@@ -298,20 +302,22 @@ class Dialogue:
                 return thing
 
     def wording(self, ways, special, thing, of_relatives=()):
-        """A sentence about the thing. In training one in eight begins with made-up words, so that the model
-        learns to understand sentences that it never saw."""
+        """A sentence about the thing. In training a third of the sentences begin with made-up words instead, so
+        that the model learns to understand sentences that it never saw."""
         rng = self.rng
+        if self.wordings != "train":
+            return rng.choice(ways[self.wordings])
         relative = thing.removesuffix("'s name")
+        of_thing = special.get(thing, [])
         if relative != thing:
-            ways_of_thing = [way.replace("{relative}", relative) for way in of_relatives]
-        else:
-            ways_of_thing = special.get(thing, [])
-        if self.wordings == "train" and ways_of_thing and rng.random() < 0.4:
-            return rng.choice(ways_of_thing)
-        way = rng.choice(ways[self.wordings])
-        if self.wordings == "train" and way.startswith(("My", "What is my")) and rng.random() < 0.25:
-            way = " ".join(self.word() for _ in range(rng.randint(1, 3))) + rng.choice(["", ",", ":"]) \
-                + way[way.lower().index(" my") if way.startswith("What") else 0:].replace("My", " my")
+            of_thing = [way.replace("{relative}", relative) for way in of_relatives]
+        if of_thing and rng.random() < 0.4:
+            return rng.choice(of_thing)
+        way = rng.choice(ways["train"])
+        if rng.random() < 0.33:
+            words = " ".join(self.word() for _ in range(rng.randint(1, 4))) + rng.choice(["", "", ",", ":"])
+            way = words + (rng.choice([" my {thing}"] * 3 + [" my {thing} is", " my {thing} was"]) if ways is ASK
+                           else " my {thing} is {value}")
         return way
 
     def tell(self, thing, value=None):
@@ -374,7 +380,7 @@ def dialogue(rng, length):
         chat.system()
     most = rng.choice([1, 2, 3, 4, 5, 6, 6, 8, 12])     # facts
     telling, chatting = rng.choice([0.1, 0.25, 0.6]), rng.choice([0.05, 0.15, 0.5])
-    listing, changing = rng.choice([0, 0.08, 0.2]), rng.choice([0.08, 0.25])
+    listing, changing = rng.choice([0, 0.1, 0.3]), rng.choice([0.1, 0.4])
     rests = {}                              # thing -> the length of the text at which it may be mentioned again
 
     def rest(thing):

@@ -32,7 +32,8 @@ from dialogues import REAL_VALUES, Dialogue, any_number, dialogue, from_split
 
 HERE = Path(__file__).resolve().parent
 CONTEXT = 4096
-PHASES = [(256, 2300), (1024, 800), (CONTEXT, 450)]
+# Two cycles of the learning rate; in each, phases of so many steps with dialogues of so many tokens.
+CYCLES = [[(256, 2300), (1024, 800), (CONTEXT, 450)], [(512, 1200), (CONTEXT, 200)]]
 TOKENS = 4096                                           # of one process in one step
 WARM_UP, COOL_DOWN = 100, 0.4                           # steps; the share of all steps in which the rate falls
 SAVE_EVERY = 200                                        # steps
@@ -128,9 +129,15 @@ class Muon(torch.optim.Optimizer):
                 matrix.add_(update, alpha=-group["lr"] * max(1, matrix.shape[0] / matrix.shape[1]) ** 0.5)
 
 
-def rate(step, steps):
-    """The share of the peak learning rate: it rises for 100 steps, stays, and falls to a fiftieth."""
-    return min((step + 1) / WARM_UP, max(0.02, min(1, (steps - step) / (COOL_DOWN * steps))))
+def schedule(cycles):
+    """For each step the length of its dialogues and the share of the peak learning rate. In a cycle of N steps
+    the rate rises for 100 steps, stays at its peak (half as high in later cycles) and falls towards a fiftieth
+    in the last 0.4 N."""
+    for number, phases in enumerate(cycles):
+        lengths = [length for length, steps in phases for _ in range(steps)]
+        for step, length in enumerate(lengths):
+            falling = max(0.02, min(1, (len(lengths) - step) / (COOL_DOWN * len(lengths))))
+            yield length, min((step + 1) / WARM_UP, falling) / (2 if number else 1)
 
 
 def average_gradients(parameters):
@@ -143,13 +150,13 @@ def average_gradients(parameters):
 
 
 def train(tokenizer, state_file):
-    """Train a model through all PHASES, or continue from `state_file`; returns it."""
+    """Train a model through all CYCLES, or continue from `state_file`; returns it."""
     model = new_model()
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.dim() < 2 or "embed" in name]
     optimizers = {Muon(matrices, lr=0.02): 0.02,
                   torch.optim.AdamW(others, lr=0.003, betas=(0.9, 0.95), weight_decay=0.0): 0.003}
-    lengths = [length for length, steps in PHASES for _ in range(steps)]
+    steps = list(schedule(CYCLES))
     first, user, start = 0, tokenizer.token_to_id("<|user|>"), time.time()
     if state_file.exists():
         state = torch.load(state_file)
@@ -157,8 +164,8 @@ def train(tokenizer, state_file):
         model.load_state_dict(state["model"])
         for optimizer, moments in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(moments)
-    for step in range(first, len(lengths)):
-        length = lengths[step]
+    for step in range(first, len(steps)):
+        length, share = steps[step]
         rng = random.Random(step * dist.get_world_size() + dist.get_rank())
         ids, targets = encode(tokenizer, [dialogue(rng, length) for _ in range(TOKENS // length)], length)
         logits = model(ids, position_ids=positions(rng, ids, user), use_cache=False).logits
@@ -166,7 +173,7 @@ def train(tokenizer, state_file):
         loss.backward()
         average_gradients(matrices + others)
         for optimizer, peak in optimizers.items():
-            optimizer.param_groups[0]["lr"] = peak * rate(step, len(lengths))
+            optimizer.param_groups[0]["lr"] = peak * share
             optimizer.step()
             optimizer.zero_grad()
         if dist.get_rank() == 0 and (step + 1) % 50 == 0:
