@@ -14,7 +14,7 @@ import torch
 from engine import Engine
 from eviction import RecomputeCost
 from serving.history import History, StaleTurn
-from serving.sessions import Busy, Sessions
+from serving.sessions import Answering, Busy, Sessions
 from serving.tokenizer import TextStream, Tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -512,6 +512,81 @@ def test_pruning_ends_while_new_conversations_come(sessions, monkeypatch):
     sessions.generate(ids(9), "c", max_tokens=4, ignore_eos=True)
     sessions.prune(max_age=50, max_bytes=0)
     assert sessions.history.conversations() == ["c" + 10 * "+"]
+
+
+# ---- deletions between two steps of a turn
+
+def coherent(sessions):
+    """The engine holds of each conversation what the history has of it, and no turn is live."""
+    engine, history = sessions.engine, sessions.history
+    engine.call(engine.cache.check_integrity)
+    assert not sessions.turns and not engine.unfinished
+    for name, conversation in engine.cache.conversations.items():
+        head = history.head(name)
+        assert conversation.tokens == (history.tokens(head.id) if head else conversation.tokens[:0]), name
+
+
+def test_a_forgotten_conversation_stays_forgotten(started, monkeypatch):
+    """A turn reads its context while the conversation is being forgotten, and is submitted afterwards. The
+    context is still in the history, since a branch needs it."""
+    sessions, outcome, threads = opened(started, **ROOMY), [], []
+    first = sessions.chat("Hi", "c", max_tokens=4)
+    sessions.generate(ids(3), "branch", base=sessions.history.head("c"), max_tokens=2)
+    forget, tokens = History.forget, History.tokens
+    is_at_it, is_forgotten = threading.Event(), threading.Event()
+
+    def turn():
+        try:
+            outcome.append(sessions.respond([user("And?")], "c", wait=False, max_tokens=4).result())
+        except Answering as error:
+            outcome.append(error)
+        is_at_it.set()
+
+    def read_and_wait(history, turn_id):
+        context = tokens(history, turn_id)
+        is_at_it.set()
+        assert is_forgotten.wait(30)
+        return context
+
+    def forget_meanwhile(history, name):
+        threads.append(in_thread(turn))
+        assert is_at_it.wait(30)
+        return forget(history, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(History, "tokens", read_and_wait)
+        patch.setattr(History, "forget", forget_meanwhile)
+        sessions.forget("c")
+        is_forgotten.set()
+        join(threads)
+    assert outcome and sessions.history.conversations() == ["branch"]
+    coherent(sessions)
+    assert sessions.chat("Hi", "c", max_tokens=4).token_ids == first.token_ids
+    sessions.close()
+
+
+@pytest.mark.parametrize("way", ["forget", "prune"])
+def test_no_turn_begins_while_its_conversation_is_being_forgotten(started, way, monkeypatch):
+    """Such a turn would take over messages that are forgotten, or it would be cancelled without a reason."""
+    sessions, outcome, forget = opened(started, **ROOMY), [], History.forget
+    sessions.history.create("c", {}, [dict(user("a secret"), id="msg_1")])
+
+    def forget_meanwhile(history, name):
+        try:
+            outcome.append(sessions.respond([user("Hi")], "c", wait=False, max_tokens=4))
+            outcome[0].handle.result()              # complete, but not committed yet
+        except Answering as error:
+            outcome.append(error.turn)
+        return forget(history, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(History, "forget", forget_meanwhile)
+        sessions.forget("c") if way == "forget" else sessions.prune(1e9, 0)
+    assert outcome[0].wait(30) and sessions.history.conversations() == []
+    coherent(sessions)
+    sessions.chat("Hi", "c", max_tokens=4)          # it can be used again
+    assert [item["content"] for item in sessions.history.items("c")][:-1] == ["Hi"]
+    sessions.close()
 
 
 @pytest.mark.parametrize("moment", ["before", "committing"])
