@@ -371,7 +371,7 @@ class Handler(BaseHTTPRequestHandler):
         if status in (429, 503):
             self.send_header("Retry-After", "1")
         if status >= 400:
-            self.send_header("Connection", "close")
+            self.close_connection = True
             self.log_message('"%s" %d %s', self.requestline, status, content["error"]["message"])
         self.end_headers()
         self.wfile.write(b"" if self.command == "HEAD" else body)
@@ -390,16 +390,18 @@ class Handler(BaseHTTPRequestHandler):
         if hasattr(self, "headers"):                    # http.server refuses some requests before it has them
             for name, value in self.server.guard.cors(self.headers).items():
                 self.send_header(name, value)
+        if self.close_connection:
+            self.send_header("Connection", "close")
         super().end_headers()
 
     def begin_stream(self):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Cache-Control", "no-cache")
-        if self.request_version == "HTTP/1.1":
+        if self.request_version == "HTTP/1.1":          # an older client sees the end when we close
             self.send_header("Transfer-Encoding", "chunked")
-        else:                                           # an older client sees the end when we close
-            self.send_header("Connection", "close")
+        else:
+            self.close_connection = True
         self.end_headers()
 
     def send_event(self, event: dict | str):

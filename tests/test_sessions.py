@@ -589,6 +589,51 @@ def test_no_turn_begins_while_its_conversation_is_being_forgotten(started, way, 
     sessions.close()
 
 
+@pytest.mark.parametrize("moment", ["read", "before", "between"])
+def test_a_turn_beside_the_deletion_of_the_turn_before_it(started, moment, monkeypatch):
+    """All of the third turn happens before the history deletes the second one, or between that and the
+    deletion from the engine. Or all of the deletion happens after the third turn has read its context."""
+    sessions, outcome = opened(started, **ROOMY), []
+    delete, tokens = History.delete, History.tokens
+    for text in ("one", "two"):
+        sessions.chat(text, "c", max_tokens=4)
+    second = sessions.history.head("c")
+
+    def take_third_turn():
+        outcome.append(sessions.respond([user("three")], "c", max_tokens=4))
+        outcome[0].handle.result()                  # complete, but perhaps not committed yet
+
+    def delete_meanwhile(history, turn_id):
+        if moment == "before":
+            take_third_turn()
+        shorter = delete(history, turn_id)
+        if moment == "between":
+            take_third_turn()
+        return shorter
+
+    def read_then_delete(history, turn_id):
+        context = tokens(history, turn_id)
+        sessions.delete(second)
+        return context
+
+    with monkeypatch.context() as patch:
+        if moment == "read":
+            patch.setattr(History, "tokens", read_then_delete)
+            take_third_turn()
+        else:
+            patch.setattr(History, "delete", delete_meanwhile)
+            sessions.delete(second)
+    third = outcome[0].result()
+    said = [item["content"] for item in sessions.history.items("c") if item["role"] == "user"]
+    # Without a writing thread, a turn that is complete is committed, too: so it comes before the deletion.
+    assert said == (["one"] if third.finish_reason == "cancelled" else ["one", "three"])
+    assert third.finish_reason == "cancelled" or (moment == "before" and not started)
+    coherent(sessions)
+    sessions.chat("four", "c", max_tokens=4)
+    coherent(sessions)
+    sessions.close()
+
+
 @pytest.mark.parametrize("moment", ["before", "committing"])
 def test_close_settles_everything(started, moment, monkeypatch):
     """Turns in the queue, and one that is being committed."""
@@ -805,11 +850,8 @@ def test_everything_at_once(seed, deletes, tmp_path, monkeypatch):
                     wrong.append(repr(error))
 
     join([in_thread(partial(client, 10 * seed + n)) for n in range(6)], seconds=100)
-    assert not wrong and not sessions.turns and not engine.unfinished and not engine.failure
-    engine.call(engine.cache.check_integrity)
-    for name, conversation in engine.cache.conversations.items():
-        head = history.head(name)
-        assert conversation.tokens == (history.tokens(head.id) if head else conversation.tokens[:0]), name
+    assert not wrong and not engine.failure
+    coherent(sessions)
     lone, checked = Engine("tiny_chat", cost=COST), 0
     for turn in random.Random(seed).sample(list(told.values()), len(told)):
         if turn.conversation is None or not history.turn(turn.id):
