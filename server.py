@@ -62,6 +62,9 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY",
                         help="a key that clients must send; of several, each has conversations of its own "
                              "(default: no key is needed)")
+    parser.add_argument("--metrics-key", metavar="KEY",
+                        help="a key that opens /metrics alone, and shows there what all API keys do together "
+                             "(default: of several API keys, each sees only its own counts)")
     parser.add_argument("--allow-origin", action="append", default=[], metavar="ORIGIN",
                         help="a site whose pages may use this server, such as https://chat.example; *: all "
                              "sites (default: only the server's own page)")
@@ -122,7 +125,7 @@ def open_server(flags: argparse.Namespace) -> Server:
     sessions = Sessions(options.pop("model"), history=flags.history, system_prompt=flags.system_prompt,
                         name=flags.name, **options)
     server = Server((flags.host, flags.port), sessions.start(), flags.api_key, flags.max_waiting,
-                    flags.max_connections, flags.allow_origin, flags.history_max_bytes)
+                    flags.max_connections, flags.allow_origin, flags.history_max_bytes, flags.metrics_key)
     max_age = DAY * flags.history_max_age_days
     threading.Thread(target=prune_by_age, args=(sessions, max_age), daemon=True).start()
     return server

@@ -7,7 +7,7 @@ own machine gets requests from strangers. Three headers tell us who asks:
     Host            the name by which the client calls us. A site can let a name of its own point to
                     127.0.0.1 (DNS rebinding). Then Origin names the same site as Host, as it does for our own
                     page; but Host is not a loopback name, so we refuse the request.
-    Authorization   the API key, if the server has any.
+    Authorization   the API key, if the server has any. `--metrics-key` opens /metrics alone.
 
 `--allow-origin https://chat.example` lets in the pages of one more site. It also lets clients call us by the
 name chat.example, since a proxy in front of us passes that name on in Host.
@@ -24,21 +24,30 @@ from urllib.parse import urlsplit
 from config import require
 from serving.operations import APIError
 
+ALL_KEYS = "*"      # stands for the prefix of the client that counts what all keys do
+
 
 class Guard:
     """Reads the headers of a request. May this site ask (check_site)? What may this client see (prefix)?
     May a page of this site read our answer (cors)?"""
 
-    def __init__(self, host: str, api_keys: Sequence[str] = (), origins: Sequence[str] = ()):
+    def __init__(self, host: str, api_keys: Sequence[str] = (), origins: Sequence[str] = (),
+                 metrics_key: str | None = None):
         """host: the address that we listen on. api_keys: if there is none, no key is needed. origins: the
-        sites whose pages may ask and read, besides our own page; "*": all sites. ValueError for a key or an
-        origin that no client could send."""
+        sites whose pages may ask and read, besides our own page; "*": all sites. metrics_key: one more key,
+        which opens /metrics alone. ValueError for a key or an origin that no client could send."""
         for key in api_keys:
             require(re.fullmatch(r"\S+", key), "api_key", "a text without blanks, and not empty", key)
+        if metrics_key is not None:
+            require(re.fullmatch(r"\S+", metrics_key), "metrics_key", "a text without blanks, and not empty",
+                    metrics_key)
+            require(api_keys and metrics_key not in api_keys, "metrics_key",
+                    "a key of its own, beside at least one api_key", metrics_key)
         for origin in origins:
             require(re.fullmatch(r"\*|null|https?://[^\s/]+", origin), "allow_origin",
                     "* or an origin such as https://chat.example:8080", origin)
         self.keys = [(key.encode(), prefix_of(key)) for key in api_keys]
+        self.metrics_keys = self.keys + ([(metrics_key.encode(), ALL_KEYS)] if metrics_key else [])
         self.prefixes = [prefix for _, prefix in self.keys] or [""]
         self.origins = set(origins)
         self.our_names = {urlsplit(origin).hostname for origin in origins}
@@ -60,13 +69,14 @@ class Guard:
         """The origin of the request if --allow-origin names it; "*" if it names all sites; else None."""
         return next((origin for origin in (headers.get("Origin"), "*") if origin in self.origins), None)
 
-    def prefix(self, headers: Headers) -> str:
+    def prefix(self, headers: Headers, path: str) -> str:
         """The prefix of all that this client may see. We compare with every key, in constant time.
 
-        APIError if the client needs a key and sends none of ours."""
+        APIError if the client needs a key for this path and sends none of ours."""
         scheme, _, key = headers.get("Authorization", "").partition(" ")
         key = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
-        prefixes = [prefix for wanted, prefix in self.keys if hmac.compare_digest(key, wanted)]
+        keys = self.metrics_keys if path == "/metrics" else self.keys
+        prefixes = [prefix for wanted, prefix in keys if hmac.compare_digest(key, wanted)]
         if self.keys and not prefixes:
             raise APIError(401, "the API key is missing or wrong: send the header Authorization: Bearer KEY",
                            code="invalid_api_key")

@@ -4,7 +4,7 @@
     answers and seconds      counted here when a turn is done, since the engine keeps no histogram
 
 A server with several API keys counts for each key separately, and shows a key no counts of the engine: they
-would tell how long the others' turns are.
+would tell how long the others' turns are. `--metrics-key` shows the counts of the engine and of all keys.
 
 A number that means the same as one of vLLM's has vLLM's name, so that dashboards made for vLLM work. All
 numbers of the engine have a name of our own as well, `nano_pensieve:...`.

@@ -233,8 +233,8 @@ def as_api_error(error: Exception) -> APIError:
     """The error that the client is told. An error that we did not foresee is our fault: we print it."""
     if isinstance(error, APIError):
         return error
-    if isinstance(error, StaleTurn):                    # somebody has deleted the turn in the meantime
-        return APIError(404, str(error))
+    if isinstance(error, StaleTurn):                    # somebody deleted the turn while we answered
+        return APIError(409, f"{error}: send the request again", code="cancelled")
     if isinstance(error, Busy):
         return APIError(409, str(error), code="conversation_locked")
     if isinstance(error, TooLong):

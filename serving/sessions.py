@@ -517,10 +517,20 @@ class Sessions:
     def forget(self, conversation: str):
         """Cancel the conversation's turn; free both tiers and the history of the conversation."""
         require(isinstance(conversation, str), "conversation", "a string", conversation)
-        if live := self.answering(conversation):
-            live.cancel()
-        self._write(lambda: [self.engine.forget(name)
-                             for name in [conversation, *self.history.forget(conversation)]])
+        while not self._erase(conversation):
+            if live := self.answering(conversation):
+                live.cancel()
+
+    def _erase(self, conversation: str) -> bool:
+        """Free both tiers and the history of an idle conversation. False if it is being answered."""
+        def change():
+            for name in [conversation, *self.history.forget(conversation)]:
+                self.engine.forget(name)
+        try:
+            self._write(partial(self._alone, conversation, change))
+        except Busy:
+            return False
+        return True
 
     def delete(self, turn: Turn):
         """Cancel every turn that goes on from this one; free both tiers and the history of it. If later turns
@@ -543,10 +553,8 @@ class Sessions:
             name = self.history.oldest(before, max_bytes, owner, busy)
             if name is None:
                 return
-            if self.answering(name):
+            if self.answering(name) or not self._erase(name):
                 busy.append(name)
-            else:
-                self.forget(name)
 
     def update(self, conversation: str, metadata: dict | None = None, new: list[dict] = ()) -> bool:
         """Set the metadata, or add messages that the next turn will begin with. False if there is no such
@@ -573,8 +581,9 @@ class Sessions:
         return self._write(partial(self._alone, conversation, change))
 
     def _alone(self, conversation: str, change: Callable):
-        """Make a change while no turn of the conversation can begin. Such a turn would not see the messages
-        that we add, and its commit would clear them."""
+        """Make a change while no turn of the conversation can begin. Such a turn might see only a part of the
+        change, and its commit would undo the change. For example, it would clear the messages that we add, or
+        bring back a conversation that we forget."""
         claim = LiveTurn(new_id(), self.engine, None)             # not a turn: it only holds the claim
         if self._claim_if_free(claim, conversation) is not claim:
             raise Busy("a response is being written in this conversation: change its items when that is done")

@@ -30,7 +30,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from engine import Engine
 from serving import live
-from serving.guard import Guard, page_policy
+from serving.guard import ALL_KEYS, Guard, page_policy
 from serving.history import StaleTurn
 from serving.metrics import Metrics
 from serving.openai_api import API, Writer, as_api_error
@@ -62,19 +62,20 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], sessions: Sessions, api_keys: Sequence[str] = (),
                  max_waiting: int = 256, max_connections: int = 800, allow_origins: Sequence[str] = (),
-                 history_max_bytes: float = float("inf")):
+                 history_max_bytes: float = float("inf"), metrics_key: str | None = None):
         """sessions: started. max_waiting: turns that may wait while max_running others run. api_keys,
-        allow_origins: see Guard. ValueError for a key or an origin that cannot be used, OSError if we cannot
-        listen at the address."""
+        allow_origins, metrics_key: see Guard. ValueError for a key or an origin that cannot be used, OSError
+        if we cannot listen at the address."""
         self.sessions, self.engine = sessions, sessions.engine
         config = sessions.engine.config
-        self.guard = Guard(address[0], api_keys, allow_origins)
+        self.guard = Guard(address[0], api_keys, allow_origins, metrics_key)
         self.model_names = Path(config.model).resolve().name, config.model
         self.api = API(sessions, self.model_names)
         self.private = len(self.guard.keys) > 1             # no key may learn about another's turns
         self.bytes_of_each_key = history_max_bytes / len(self.guard.prefixes)   # in the history
-        self.metrics = {prefix: Metrics(self.engine, self.model_names[0], self.private)
-                        for prefix in self.guard.prefixes}
+        whole = Metrics(self.engine, self.model_names[0])
+        self.metrics = {prefix: Metrics(self.engine, self.model_names[0], private=True) if self.private
+                        else whole for prefix in self.guard.prefixes} | {ALL_KEYS: whole}
         self.broadcast = live.Broadcast(self.engine, self.private)
         self.watchers = threading.BoundedSemaphore(MAX_WATCHERS)
         self.recent_turns = deque(maxlen=TURNS_SHOWN)       # these are done; /cache shows them
@@ -163,7 +164,8 @@ class Server(ThreadingHTTPServer):
         reply = turn.result()
         if reply.finish_reason == "cancelled":
             return reply
-        self.metrics[prefix].count(turn, reply)
+        for metrics in {self.metrics[prefix], self.metrics[ALL_KEYS]}:      # it may be one and the same
+            metrics.count(turn, reply)
         milliseconds = round(1000 * (turn.request.times[0] - turn.submitted))
         self.recent_turns.append(dict(
             conversation=turn.conversation, response=f"resp_{turn.id}", **reply.usage,
@@ -217,7 +219,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.guard.check_site(self.headers)
             if self.command == "OPTIONS" and "Access-Control-Request-Method" in self.headers:
                 return self.send_preflight()
-            prefix = "" if path in ("/", "/health") else self.server.guard.prefix(self.headers)
+            prefix = "" if path in ("/", "/health") else self.server.guard.prefix(self.headers, path)
             operation, names = find_operation("GET" if self.command == "HEAD" else self.command, path)
             if self.command == "POST":
                 given = self.read_json(operation)
@@ -369,7 +371,7 @@ class Handler(BaseHTTPRequestHandler):
         if status in (429, 503):
             self.send_header("Retry-After", "1")
         if status >= 400:
-            self.send_header("Connection", "close")
+            self.close_connection = True
             self.log_message('"%s" %d %s', self.requestline, status, content["error"]["message"])
         self.end_headers()
         self.wfile.write(b"" if self.command == "HEAD" else body)
@@ -388,16 +390,18 @@ class Handler(BaseHTTPRequestHandler):
         if hasattr(self, "headers"):                    # http.server refuses some requests before it has them
             for name, value in self.server.guard.cors(self.headers).items():
                 self.send_header(name, value)
+        if self.close_connection:
+            self.send_header("Connection", "close")
         super().end_headers()
 
     def begin_stream(self):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Cache-Control", "no-cache")
-        if self.request_version == "HTTP/1.1":
+        if self.request_version == "HTTP/1.1":          # an older client sees the end when we close
             self.send_header("Transfer-Encoding", "chunked")
-        else:                                           # an older client sees the end when we close
-            self.send_header("Connection", "close")
+        else:
+            self.close_connection = True
         self.end_headers()
 
     def send_event(self, event: dict | str):

@@ -168,6 +168,38 @@ def test_a_key_learns_nothing_about_the_turns_of_another(checkpoint):
         assert f'vllm:prompt_tokens_total{{model_name="ascii"}} {usage.prompt_tokens}.0' in metrics
 
 
+def test_the_metrics_key_reads_the_counts_of_all_keys_and_nothing_else(checkpoint):
+    def read(key, path="/metrics"):
+        return fetch(server, "GET", path, headers={"Authorization": f"Bearer {key}"})
+
+    def count(key, name):
+        pattern = f'^{name}{{model_name="ascii"}} (.*)$'
+        return float(re.search(pattern, read(key)[1], re.MULTILINE)[1])
+
+    sessions = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0)
+    with (serving(sessions, api_keys=["ada", "bob"], metrics_key="prometheus") as server,
+          connect(server.url, "ada") as ada, connect(server.url, "bob") as bob):
+        ask(ada, [user("a text of some length")], max_tokens=3)
+        ask(bob, [user("Hi")], max_tokens=4)
+        for name in ("vllm:prompt_tokens_total", "vllm:generation_tokens_total",
+                     "vllm:e2e_request_latency_seconds_count"):
+            assert count("prometheus", name) == count("ada", name) + count("bob", name) > 0
+        assert count("prometheus", "nano_pensieve:slots") == CONTEXT
+        assert read("ada")[0] == 200 and "nano_pensieve:slots" not in read("ada")[1]
+        statuses = [read("prometheus", path)[0] for path in ("/cache", "/cache/events", "/v1/models", "/")]
+        assert statuses == [401, 401, 401, 200]
+        with pytest.raises(openai.AuthenticationError), connect(server.url, "prometheus") as client:
+            ask(client, [user("Hi")])
+
+
+@pytest.mark.parametrize("keys, metrics_key, message", [
+    (["ada"], "", "metrics_key must be a text"), (["ada"], "ada", "metrics_key must be a key of its own"),
+    ([], "prometheus", "metrics_key must be .* beside at least one api_key")])
+def test_a_metrics_key_that_would_open_more_or_nothing(keys, metrics_key, message):
+    with pytest.raises(ValueError, match=message):
+        Guard("127.0.0.1", keys, metrics_key=metrics_key)
+
+
 def test_a_key_that_stores_too_much_loses_its_own_conversations(checkpoint):
     """At its next write, not a minute later; the other key loses nothing."""
     sessions = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=CONTEXT)

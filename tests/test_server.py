@@ -311,6 +311,25 @@ def test_the_clients_own_exceptions(client):
         ask(client, [user("Hi")], stream=True, max_tokens=CONTEXT)
 
 
+def test_a_chat_whose_conversation_is_deleted_at_that_moment(server, client, monkeypatch):
+    """We recognise the history that it resends, and then it is gone. A second try needs nothing of it."""
+    said, *_ = ask(client, [user("Hello")])
+    messages = [user("Hello"), dict(role="assistant", content=said), user("And?")]
+    match, found = History.match, []
+
+    def match_then_forget(history, *arguments):
+        found.append(match(history, *arguments))
+        if found[-1]:
+            server.sessions.forget(found[-1][0].conversation)
+        return found[-1]
+
+    monkeypatch.setattr(History, "match", match_then_forget)
+    with pytest.raises(openai.ConflictError, match="is gone.* again"):
+        ask(client, messages)
+    _, _, usage, _ = ask(client, messages)
+    assert usage.prompt_tokens_details.cached_tokens == 0 and len(found) == 2
+
+
 @pytest.mark.parametrize("body", [
     b"", b"{", b"[1]", b"\"text\"", b"null", b"\xff\xfe", b"[" * 100_000, b"9" * 10_000])
 def test_a_body_that_is_no_json_object(server, body):
@@ -411,6 +430,14 @@ def test_connections_are_kept(server):
     head = b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body)
     answer = raw(server, head + body)
     assert answer.partition(b"\r\n\r\n")[2].startswith(b"data: {") and answer.endswith(b"data: [DONE]\n\n")
+
+
+def test_we_say_that_we_close_a_connection(server):
+    """Otherwise a client takes it for its next request. Some clients send a length with a GET or DELETE."""
+    answer = raw(server, b"GET /health HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}")
+    assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"Connection: close\r\n") == 1
+    assert raw(server, b"GET /nothing HTTP/1.1\r\n\r\n").count(b"Connection: close\r\n") == 1
+    assert raw(server, b"GET /health HTTP/1.0\r\n\r\n").count(b"Connection: close\r\n") == 1
 
 
 def test_early_bytes_of_the_next_request(server):

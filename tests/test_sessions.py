@@ -14,7 +14,7 @@ import torch
 from engine import Engine
 from eviction import RecomputeCost
 from serving.history import History, StaleTurn
-from serving.sessions import Busy, Sessions
+from serving.sessions import Answering, Busy, Sessions
 from serving.tokenizer import TextStream, Tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -514,6 +514,126 @@ def test_pruning_ends_while_new_conversations_come(sessions, monkeypatch):
     assert sessions.history.conversations() == ["c" + 10 * "+"]
 
 
+# ---- deletions between two steps of a turn
+
+def coherent(sessions):
+    """The engine holds of each conversation what the history has of it, and no turn is live."""
+    engine, history = sessions.engine, sessions.history
+    engine.call(engine.cache.check_integrity)
+    assert not sessions.turns and not engine.unfinished
+    for name, conversation in engine.cache.conversations.items():
+        head = history.head(name)
+        assert conversation.tokens == (history.tokens(head.id) if head else conversation.tokens[:0]), name
+
+
+def test_a_forgotten_conversation_stays_forgotten(started, monkeypatch):
+    """A turn reads its context while the conversation is being forgotten, and is submitted afterwards. The
+    context is still in the history, since a branch needs it."""
+    sessions, outcome, threads = opened(started, **ROOMY), [], []
+    first = sessions.chat("Hi", "c", max_tokens=4)
+    sessions.generate(ids(3), "branch", base=sessions.history.head("c"), max_tokens=2)
+    forget, tokens = History.forget, History.tokens
+    is_at_it, is_forgotten = threading.Event(), threading.Event()
+
+    def turn():
+        try:
+            outcome.append(sessions.respond([user("And?")], "c", wait=False, max_tokens=4).result())
+        except Answering as error:
+            outcome.append(error)
+        is_at_it.set()
+
+    def read_and_wait(history, turn_id):
+        context = tokens(history, turn_id)
+        is_at_it.set()
+        assert is_forgotten.wait(30)
+        return context
+
+    def forget_meanwhile(history, name):
+        threads.append(in_thread(turn))
+        assert is_at_it.wait(30)
+        return forget(history, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(History, "tokens", read_and_wait)
+        patch.setattr(History, "forget", forget_meanwhile)
+        sessions.forget("c")
+        is_forgotten.set()
+        join(threads)
+    assert outcome and sessions.history.conversations() == ["branch"]
+    coherent(sessions)
+    assert sessions.chat("Hi", "c", max_tokens=4).token_ids == first.token_ids
+    sessions.close()
+
+
+@pytest.mark.parametrize("way", ["forget", "prune"])
+def test_no_turn_begins_while_its_conversation_is_being_forgotten(started, way, monkeypatch):
+    """Such a turn would take over messages that are forgotten, or it would be cancelled without a reason."""
+    sessions, outcome, forget = opened(started, **ROOMY), [], History.forget
+    sessions.history.create("c", {}, [dict(user("a secret"), id="msg_1")])
+
+    def forget_meanwhile(history, name):
+        try:
+            outcome.append(sessions.respond([user("Hi")], "c", wait=False, max_tokens=4))
+            outcome[0].handle.result()              # complete, but not committed yet
+        except Answering as error:
+            outcome.append(error.turn)
+        return forget(history, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(History, "forget", forget_meanwhile)
+        sessions.forget("c") if way == "forget" else sessions.prune(1e9, 0)
+    assert outcome[0].wait(30) and sessions.history.conversations() == []
+    coherent(sessions)
+    sessions.chat("Hi", "c", max_tokens=4)          # it can be used again
+    assert [item["content"] for item in sessions.history.items("c")][:-1] == ["Hi"]
+    sessions.close()
+
+
+@pytest.mark.parametrize("moment", ["read", "before", "between"])
+def test_a_turn_beside_the_deletion_of_the_turn_before_it(started, moment, monkeypatch):
+    """All of the third turn happens before the history deletes the second one, or between that and the
+    deletion from the engine. Or all of the deletion happens after the third turn has read its context."""
+    sessions, outcome = opened(started, **ROOMY), []
+    delete, tokens = History.delete, History.tokens
+    for text in ("one", "two"):
+        sessions.chat(text, "c", max_tokens=4)
+    second = sessions.history.head("c")
+
+    def take_third_turn():
+        outcome.append(sessions.respond([user("three")], "c", max_tokens=4))
+        outcome[0].handle.result()                  # complete, but perhaps not committed yet
+
+    def delete_meanwhile(history, turn_id):
+        if moment == "before":
+            take_third_turn()
+        shorter = delete(history, turn_id)
+        if moment == "between":
+            take_third_turn()
+        return shorter
+
+    def read_then_delete(history, turn_id):
+        context = tokens(history, turn_id)
+        sessions.delete(second)
+        return context
+
+    with monkeypatch.context() as patch:
+        if moment == "read":
+            patch.setattr(History, "tokens", read_then_delete)
+            take_third_turn()
+        else:
+            patch.setattr(History, "delete", delete_meanwhile)
+            sessions.delete(second)
+    third = outcome[0].result()
+    said = [item["content"] for item in sessions.history.items("c") if item["role"] == "user"]
+    # Without a writing thread, a turn that is complete is committed, too: so it comes before the deletion.
+    assert said == (["one"] if third.finish_reason == "cancelled" else ["one", "three"])
+    assert third.finish_reason == "cancelled" or (moment == "before" and not started)
+    coherent(sessions)
+    sessions.chat("four", "c", max_tokens=4)
+    coherent(sessions)
+    sessions.close()
+
+
 @pytest.mark.parametrize("moment", ["before", "committing"])
 def test_close_settles_everything(started, moment, monkeypatch):
     """Turns in the queue, and one that is being committed."""
@@ -730,11 +850,8 @@ def test_everything_at_once(seed, deletes, tmp_path, monkeypatch):
                     wrong.append(repr(error))
 
     join([in_thread(partial(client, 10 * seed + n)) for n in range(6)], seconds=100)
-    assert not wrong and not sessions.turns and not engine.unfinished and not engine.failure
-    engine.call(engine.cache.check_integrity)
-    for name, conversation in engine.cache.conversations.items():
-        head = history.head(name)
-        assert conversation.tokens == (history.tokens(head.id) if head else conversation.tokens[:0]), name
+    assert not wrong and not engine.failure
+    coherent(sessions)
     lone, checked = Engine("tiny_chat", cost=COST), 0
     for turn in random.Random(seed).sample(list(told.values()), len(told)):
         if turn.conversation is None or not history.turn(turn.id):
