@@ -1,4 +1,4 @@
-"""From an engine.Config to a worker: the model, the sizes of its tiers, and what makes it fast.
+"""From a config.Config to a worker: the model, the sizes of its tiers, and what makes it fast.
 
     Config -> load_worker:   checkpoint, or random weights -> Model
                              tier_sizes                    -> how many slots and places
@@ -30,7 +30,7 @@ SMALL_MODEL = 10_000_000    # parameters; below, threads on a CPU wait for one a
 
 
 def load_worker(config, directory: Path | None, ranks: Alone = ALONE, kind: Callable = Worker) -> Worker:
-    """The worker that an engine.Config asks for, with the checkpoint in `directory`; None: with
+    """The worker that a config.Config asks for, with the checkpoint in `directory`; None: with
     random weights. ranks, kind: see parallel.py. ValueError, with the remedy, where the machine cannot
     do it."""
     device, dtype = config.device, config.dtype
