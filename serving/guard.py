@@ -40,7 +40,7 @@ class Guard:
                     "* or an origin such as https://chat.example:8080", origin)
         self.keys = [(key.encode(), prefix_of(key)) for key in api_keys]
         self.prefixes = [prefix for _, prefix in self.keys] or [""]
-        self.origins = set(origins)
+        self.origins = {origin.lower() for origin in origins}       # as browsers send them
         self.our_names = {urlsplit(origin).hostname for origin in origins}
         self.is_local = is_loopback(host)
 
