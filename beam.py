@@ -9,8 +9,8 @@ that are one token longer the `width` best go on. With width 2 and summed log pr
     b -0.9   -->   b a -1.2   -->   b a c -1.9
                    b c -2.4         b a a -2.0
 
-Each beam is a conversation, and each longer beam is a fork of one: it shares the full chunks, as in
-PagedAttention (see sharing.py).
+Each beam is a conversation, and each longer beam is a fork of one: they share the full chunks, as
+in PagedAttention (see sharing.py).
 """
 from typing import NamedTuple
 from uuid import uuid4
@@ -29,10 +29,10 @@ def beam_search(engine: Engine, prompt: list[int], width: int, max_tokens: int, 
                 ) -> list[tuple[list[int], float]]:
     """Returns `width` replies, each as its token ids and their summed log probability, the best first.
 
-    A reply is finished when it has a stop token, which belongs to it, or max_tokens tokens; and it must be
-    among the `width` best of its step. A longer beam is never more likely. So the search ends when `width`
-    replies are finished and the best beam is not better than the worst of them. (There are fewer replies
-    only if fewer exist.) ignore_eos: a stop token is like any other token. ValueError for what cannot be
+    A beam is a finished reply when it has max_tokens tokens or ends with a stop token, if it is among the
+    `width` best of its step. A longer beam is never more likely. So the search ends when `width` replies are
+    finished and no beam is better than the worst of them. (There are fewer replies only if fewer exist.)
+    ignore_eos: a stop token is like any other token. ValueError for what cannot be
     served."""
     check(engine, prompt, width, max_tokens)
     stop_ids = frozenset() if ignore_eos else engine.worker.stop_ids
@@ -41,7 +41,7 @@ def beam_search(engine: Engine, prompt: list[int], width: int, max_tokens: int, 
         while beams:
             parents, children = held, [f"beam {uuid4()}" for _ in beams]
             held = parents + children
-            # The `width` best continuations may all be of one beam, behind those that end with a stop token.
+            # All `width` beams that go on may come from one beam, and every stop token may be likelier there.
             longer = advance(engine, prompt, beams, children, top=width + len(stop_ids))
             forget(engine, parents)
             held = children
@@ -64,7 +64,6 @@ def check(engine: Engine, prompt: list[int], width: int, max_tokens: int):
     """ValueError for what the engine would not notice, or only late."""
     for name, value in dict(width=width, max_tokens=max_tokens).items():
         require(type(value) is int and value >= 1, name, "an int of at least 1", value)
-    require(len(prompt) > 0, "prompt", "a list of at least one token id", prompt)
     length, limit = len(prompt) + max_tokens, engine.scheduler.limit
     require(length <= limit, "prompt and max_tokens together", f"at most {limit} tokens", length)
 

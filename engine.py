@@ -95,11 +95,11 @@ class Engine:
         # Of these, the ones whose request has ended. We tell their readers only after account(), because
         # on_end may call the scheduler and the cache again.
         self.ended: deque[Handle] = deque()
-        # Batches that were launched and not settled, each with the function that waits for its result. (The
-        # flights of kv_pool.py are copies.) While a device computes a batch, we schedule the next one: after
-        # a step up to `depth` batches are not settled. A worker whose `depth` is 0 computes on the host: when
-        # launch returns, its work is done.
-        self.flights: deque[tuple[Batch, Callable[[], Result]]] = deque()
+        # Batches that were launched and not settled, each with the function that waits for its result. While
+        # a device computes a batch, we schedule the next one: after a step up to `depth` batches are
+        # unsettled. A worker whose `depth` is 0 computes on the host, and needs no `launch`: when `execute`
+        # returns, its work is done.
+        self.unsettled: deque[tuple[Batch, Callable[[], Result]]] = deque()
         self.depth: int = getattr(worker, "depth", 0)
         self.worker_failures = 0            # in a row
         self.failure: Exception | None = None       # why the engine has stopped
@@ -118,10 +118,10 @@ class Engine:
             batch = self.scheduler.schedule(self.clock())
             for watcher in self.watchers:
                 watcher(batch)
-            if batch or self.cache.in_flight and not self.flights:
+            if batch or self.cache.in_flight and not self.unsettled:
                 self._launch(batch)
-            while len(self.flights) > self._ahead(batch):
-                self._settle(*self.flights.popleft())
+            while len(self.unsettled) > self._ahead(batch):
+                self._settle(*self.unsettled.popleft())
             self._tell_ended()
             if self.forgets_cold:
                 for conversation in self.cache.cold_conversations():
@@ -133,30 +133,27 @@ class Engine:
     def _launch(self, batch: Batch):
         """Hand the batch to the worker, and book what it will have done."""
         try:
-            wait = self._start(batch)
+            if self.depth:
+                wait = self.worker.launch(batch)
+            else:
+                result = self.worker.execute(batch)
+                wait = lambda: result
         except Exception as error:
             self._recover(batch, error)
             return
-        self.flights.append((batch, wait))
+        self.unsettled.append((batch, wait))
         self.scheduler.launched(batch)
 
-    def _start(self, batch: Batch) -> Callable[[], Result]:
-        """Returns a function that waits for the result. Workers whose depth is 0 need no `launch`."""
-        if self.depth:
-            return self.worker.launch(batch)
-        result = self.worker.execute(batch)
-        return lambda: result
-
     def _ahead(self, batch: Batch) -> int:
-        """How many flights may stay unsettled after this step. With depth 1 that is the flight of this batch.
-        0 if the batch computes nothing, or if the host needs to know its tokens (see Sampling.looks_back)
-        before it can launch the next one."""
+        """How many batches may stay unsettled after this step. With depth 1 that is this batch. 0 if it
+        computes nothing, or if the host needs to know its tokens (see Sampling.looks_back) before it can
+        launch the next one."""
         if self.depth and batch.spans and not any(span.request.sampling.looks_back for span in batch.spans):
             return self.depth
         return 0
 
     def _settle(self, batch: Batch, wait: Callable[[], Result]):
-        """Wait for the result of the oldest flight, and book it."""
+        """Wait for the result of the oldest unsettled batch, and book it."""
         try:
             result = wait()
         except Exception as error:
@@ -169,8 +166,8 @@ class Engine:
     def _recover(self, batch: Batch, error: Exception):
         """Go on after the worker has failed with a batch.
 
-        We trust nothing in the tiers any more, so all KV goes. The requests of this batch and of all flights
-        fail. All other requests are recomputed, since we still have their tokens.
+        We trust nothing in the tiers any more, so all KV goes. The requests of this batch and of all
+        unsettled ones fail. All other requests are recomputed, since we still have their tokens.
 
         If the device is lost for good, this call fails too, and the engine stops at once. MAX_FAILURES stops
         an engine whose device recovers but whose batches keep failing."""
@@ -179,8 +176,8 @@ class Engine:
             raise error
         traceback.print_exception(error)
         self._drain_copies(batch.step)
-        lost = [batch, *(batch for batch, _ in self.flights)]
-        self.flights.clear()
+        lost = [batch, *(batch for batch, _ in self.unsettled)]
+        self.unsettled.clear()
         for request in {span.request for batch in lost for span in batch.spans}:
             self.scheduler.cancel(request, self.clock(), RuntimeError(f"the worker has failed: {error!r}"))
         for request in list(self.scheduler.running):

@@ -1,4 +1,4 @@
-"""From an engine.Config to a worker: the model, the sizes of its tiers, and what makes it fast.
+"""From a config.Config to a worker: the model, the sizes of its tiers, and what makes it fast.
 
     Config -> load_worker:   checkpoint, or random weights -> Model
                              tier_sizes                    -> how many slots and places
@@ -30,7 +30,7 @@ SMALL_MODEL = 10_000_000    # parameters; below, threads on a CPU wait for one a
 
 
 def load_worker(config, directory: Path | None, ranks: Alone = ALONE, kind: Callable = Worker) -> Worker:
-    """The worker that an engine.Config asks for, with the checkpoint in `directory`; None: with
+    """The worker that a config.Config asks for, with the checkpoint in `directory`; None: with
     random weights. ranks, kind: see parallel.py. ValueError, with the remedy, where the machine cannot
     do it."""
     device, dtype = config.device, config.dtype
@@ -70,8 +70,8 @@ def tier_sizes(config, model: Model) -> tuple[int, int]:
 
     On CUDA the GPU tier takes nine tenths of the free memory of the GPU, but room for at most a
     thousand whole contexts. The CPU tier is four times as large as the GPU tier, given or not, but
-    takes at most a quarter of the host's memory. On a CPU both tiers lie in the host's memory;
-    there the first has room for at most sixteen contexts."""
+    takes at most a quarter of the host's memory. On a CPU both tiers lie in the host's memory and
+    share this quarter; there the GPU tier has room for at most sixteen contexts."""
     parameter, shape = next(model.parameters()), model.config
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * parameter.element_size()
     host = host_memory() // 4 // token_bytes
@@ -132,8 +132,8 @@ def host_memory() -> int:
 
 # ---- faster: the worker stays plain, and this is applied from outside
 
-# Without its patterns. One of them takes the sum with the residual out of the norm's kernel, into the
-# matrix product before it. There CUDA first copies the residual, which is a launch more.
+# We switch off inductor's pattern matcher. One of its patterns takes the sum with the residual out of the
+# norm's kernel, into the matrix product before it. There CUDA first copies the residual: one more launch.
 INDUCTOR = partial(torch.compile, options={"pattern_matcher": False})
 
 
@@ -181,10 +181,10 @@ def pack_weights(model: Model):
 
 
 def fuse(model: Model, compiler: Callable = INDUCTOR):
-    """Compile all that lies between the attentions of two neighbouring layers as one function. Its
-    layers are arguments, so that torch compiles it for all of them at once: at the first call, for
-    any other number of tokens, and for a single one. If compiling fails, torch logs why and the
-    model runs as it was.
+    """Compile all that lies between the attentions of two neighbouring layers as one function. The two
+    layers are its arguments, so that one compiled function serves all layers. Torch compiles it up to
+    three times: for the number of tokens of the first call, for any number, and for a single token.
+    If compiling fails, torch logs why and the model runs as it was.
 
     A Llama layer then launches ten kernels: four matrix products; two sums with norms and the
     activation of the MLP between them; rotate_and_store, attention and its merge."""

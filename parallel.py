@@ -46,15 +46,15 @@ from model import Alone
 from scheduler import Batch, Result
 from worker import Inputs, Packed, Worker
 
-COUNT = 17                          # arrays of numbers that describe a step, see to_numbers
-FIRST = 1024                        # numbers in the first broadcast of a step; most steps need no second
+STEP_ARRAYS = 17                    # describe a step, see to_numbers
+FIRST_SIZE = 1024                   # numbers in the first broadcast of a step; most steps need no second one
 FOREVER = timedelta(days=3650)      # an idle server sends nothing; a death is noticed at once (Ranks.watch)
 
 
 # ---- the processes that torchrun has started
 
 class Ranks(Alone):
-    """All of them, as one of them sees them."""
+    """The processes that share a model, as one of them sees them."""
 
     def __init__(self):
         backend = "gloo"
@@ -63,13 +63,14 @@ class Ranks(Alone):
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=FOREVER)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        # Nobody sends in this group while an engine is open, so a receiver waits for the other's end.
+        # Nobody sends in this group while an engine is open. So whoever receives in it meanwhile learns when
+        # the other process ends.
         self.silence = dist.new_group(backend="gloo", timeout=FOREVER)
         self.others = range(1, self.size) if self.rank == 0 else [0]    # whose end must end us
         self.watchers: list[threading.Thread] = []      # while an engine is open, one for each of them
 
     def watch(self):
-        """From now on the end of another process ends this one, until both say goodbye."""
+        """From now on the end of one of the others ends this process, until both say goodbye."""
         self.watchers = [threading.Thread(target=self._wait_for_end, args=(other,), daemon=True)
                          for other in self.others]
         for watcher in self.watchers:
@@ -83,7 +84,7 @@ class Ranks(Alone):
             os._exit(1)
 
     def say_goodbye(self):
-        """Wait until the others say it, too."""
+        """An engine is closed. Wait until the others say goodbye, too."""
         for other in self.others:
             dist.send(torch.zeros(1), dst=other, group=self.silence)
         for watcher in self.watchers:
@@ -100,32 +101,33 @@ class Ranks(Alone):
         return tuple(reduced.tolist())
 
     def agree(self, thing=None):
-        """What rank 0 has given to this function."""
+        """Rank 0 calls this with a thing, and all ranks get it."""
         dist.broadcast_object_list(box := [thing], src=0, device=torch.device("cpu"))
         return box[0]
 
     def tell(self, arrays: list[np.ndarray]):
-        """Rank 0 sends COUNT arrays of integers, or none. They are one message: the size of each, and
-        their numbers. The first broadcast has room for most messages; a second one takes the rest."""
-        sizes = [array.size for array in arrays] or [-1] * COUNT
+        """Rank 0 sends STEP_ARRAYS arrays of integers, or none. They are one message: all sizes, then all
+        numbers. The first broadcast has room for most messages; a second one takes the rest."""
+        sizes = [len(numbers) for numbers in arrays] or [-1] * STEP_ARRAYS
         message = join([np.array(sizes), *arrays])
-        first = np.zeros(FIRST, np.int32)
-        first[:len(message)] = message[:FIRST]
+        first = np.zeros(FIRST_SIZE, np.int32)
+        first[:len(message)] = message[:FIRST_SIZE]
         dist.broadcast(torch.from_numpy(first), src=0)
-        if len(message) > FIRST:
-            dist.broadcast(torch.from_numpy(message[FIRST:]), src=0)
+        if len(message) > FIRST_SIZE:
+            dist.broadcast(torch.from_numpy(message[FIRST_SIZE:]), src=0)
 
     def hear(self) -> list[np.ndarray]:
         """The arrays that rank 0 tells."""
-        dist.broadcast(message := torch.zeros(FIRST, dtype=torch.int32), src=0)
-        sizes = message[:COUNT].tolist()
+        dist.broadcast(message := torch.zeros(FIRST_SIZE, dtype=torch.int32), src=0)
+        sizes = message[:STEP_ARRAYS].tolist()
         if sizes[0] < 0:
             return []
-        missing = COUNT + sum(sizes) - FIRST
+        end = STEP_ARRAYS + sum(sizes)
+        missing = end - FIRST_SIZE
         if missing > 0:
             dist.broadcast(rest := torch.zeros(missing, dtype=torch.int32), src=0)
             message = torch.cat([message, rest])
-        return np.split(message[COUNT:COUNT + sum(sizes)].numpy(), np.cumsum(sizes)[:-1])
+        return np.split(message[STEP_ARRAYS:end].numpy(), np.cumsum(sizes)[:-1])
 
 
 @cache
@@ -137,7 +139,7 @@ def join_ranks() -> Ranks | None:
 
 @contextmanager
 def or_end_process():
-    """End this process if the block fails: the other ranks are in the middle of it and cannot go on."""
+    """End this process if the block fails: the other ranks are in the middle of it and wait for us."""
     try:
         yield
     except BaseException:
@@ -150,29 +152,34 @@ def or_end_process():
 
 def to_numbers(packed: Packed, changes: list[np.ndarray], slot_copies: dict[int, int], swap_in: list[Ticket],
                swap_out: list[Ticket], landed: list[int]) -> list[np.ndarray]:
-    """The arguments of Worker._start, without what only rank 0 needs, and the flights that have landed."""
+    """The arguments of Worker._start, without the requests that sample: only rank 0 needs these. landed: the
+    flights that have landed since the last step, by their numbers in Leader.told."""
     columns = [*packed[:5], *changes, list(slot_copies), list(slot_copies.values()), *columns_of(swap_in),
                *columns_of(swap_out), landed]
     return [np.asarray(column, dtype=np.int32) for column in columns]
 
 
 def columns_of(tickets: list[Ticket]) -> list[list[int]]:
-    """What a pool must know of them: places, numbers of tokens, and the slots of all tokens."""
+    """What a pool must know of tickets: places, numbers of tokens, and the slots of all these tokens. For two
+    tickets, place 5 with slots 9 and 2, and place 0 with slot 7: [5, 0], [2, 1], [9, 2, 7]"""
     return [[ticket.place for ticket in tickets], [ticket.filled for ticket in tickets],
             [slot for ticket in tickets for slot in ticket.slots]]
 
 
 def from_numbers(arrays: list[np.ndarray]) -> tuple:
-    """The arguments of to_numbers. The tickets are of no conversation, and no request samples."""
-    table_row, start, end, tokens, sample_at, *others = arrays
+    """The arguments of to_numbers. The tickets have no conversation, and the packed spans no requests: a
+    follower needs neither."""
+    (table_row, start, end, tokens, sample_at, rows, positions, slots, targets, sources,
+     *copies, landed) = arrays
     packed = Packed(table_row.tolist(), start.tolist(), end.tolist(), array("i", tokens.tolist()),
-                    sample_at.tolist(), sampling=[])
-    slot_copies = dict(zip(others[3].tolist(), others[4].tolist()))
-    arriving, leaving = tickets_of("in", *others[5:8]), tickets_of("out", *others[8:11])
-    return packed, others[:3], slot_copies, arriving, leaving, others[11]
+                    sample_at.tolist(), sampling_requests=[])
+    slot_copies = dict(zip(targets.tolist(), sources.tolist()))
+    swap_in, swap_out = tickets_of("in", *copies[:3]), tickets_of("out", *copies[3:])
+    return packed, [rows, positions, slots], slot_copies, swap_in, swap_out, landed
 
 
 def tickets_of(direction: str, places: np.ndarray, filled: np.ndarray, slots: np.ndarray) -> list[Ticket]:
+    """The tickets again, of which columns_of has told."""
     each = np.split(slots, np.cumsum(filled)[:-1])
     return [Ticket(None, None, direction, 0, int(count), some.tolist(), int(place))
             for place, count, some in zip(places, filled, each)]
@@ -180,8 +187,8 @@ def tickets_of(direction: str, places: np.ndarray, filled: np.ndarray, slots: np
 
 # ---- workers that share a model
 
-class SharingWorker(Worker):
-    """A worker with a part of the model. Its pool has the K and V of its own heads."""
+class RankWorker(Worker):
+    """The worker of one rank, with its part of the model. Its pool has the K and V of its own heads."""
 
     def __init__(self, ranks: Ranks, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -192,13 +199,14 @@ class SharingWorker(Worker):
             super().capture(make_graph)
 
     def _remember(self, inputs: Inputs, tokens: Tensor):
+        """Rank 0 has sampled the tokens. The others hand in as many zeros, and get the tokens."""
         if len(tokens):
             dist.broadcast(tokens, src=0)
         super()._remember(inputs, tokens)
 
 
-class Leader(SharingWorker):
-    """Rank 0's."""
+class Leader(RankWorker):
+    """Rank 0's worker. It tells the others of each step, then it takes part in the step itself."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -208,10 +216,10 @@ class Leader(SharingWorker):
         with or_end_process():
             return super().launch(batch)
 
-    def _start(self, packed: Packed, *known) -> tuple[Inputs, Tensor | None]:
+    def _start(self, *step) -> tuple[Inputs, Tensor | None]:
         landed = [n for n, flight in enumerate(self.told) if flight not in self.pool.flights]
-        self.ranks.tell(to_numbers(packed, *known, landed))
-        started = super()._start(packed, *known)
+        self.ranks.tell(to_numbers(*step, landed))
+        started = super()._start(*step)
         self.told = list(self.pool.flights)
         return started
 
@@ -222,8 +230,8 @@ class Leader(SharingWorker):
             self.ranks.say_goodbye()
 
 
-class Follower(SharingWorker):
-    """Any other rank's. It has no engine."""
+class Follower(RankWorker):
+    """The worker of any other rank. No engine calls it: it does what rank 0 tells."""
 
     @torch.inference_mode()
     def follow(self):
@@ -241,16 +249,16 @@ class Follower(SharingWorker):
         self._remember(inputs, torch.zeros_like(inputs.sample_at))
 
     def _forget_flights(self, landed: np.ndarray):
-        """These have landed on rank 0, so what follows uses their slots and places again. Ours may be in
-        the air still: the current stream waits for them. The host does not."""
+        """These flights have landed on rank 0, so later steps use their slots and places again. Here some of
+        them may be in the air still: then the current stream waits for them, and the host does not."""
         for flight in [self.pool.flights[n] for n in landed]:
             self.pool.stream().wait_event(flight.end)
             self.pool.flights.remove(flight)
 
 
 def open_worker(config, directory: Path | None, profiles: bool) -> Worker:
-    """For an engine with this engine.Config: its worker. Under torchrun this returns on rank 0 only.
-    profiles: the engine will call profile() at once."""
+    """The worker of an engine with this config.Config. Under torchrun this returns on rank 0 only.
+    profiles: will the engine call profile() at once? The others must take part."""
     ranks = join_ranks()
     if not ranks:
         return load_worker(config, directory)

@@ -2,12 +2,12 @@
 
 Rotary embedding treats dimensions i and i + D/2 of a head as a point in a plane, and turns it by
 the token's i-th angle, which is the token's position times a frequency. So q . k depends on the
-distance between two tokens and not on where they stand. Keys are cached rotated.
+distance between two tokens and not on where they stand. The cache holds rotated keys.
 
     D 4, a token whose angles are 90 and 0 degrees:     [1, 2, 3, 4] -> [-3, 2, 1, 4]
 
-A model with learned positions rotates nothing; its K and V are stored all the same. On a GPU one
-kernel does all of this. Torch would launch four: on one token each of them takes longer to launch
+A model with learned positions rotates nothing; we store its K and V all the same. On a GPU one
+kernel does all of this. Torch would launch four: for one token each of them takes longer to launch
 than to run.
 """
 from __future__ import annotations      # where triton is absent, `tl.constexpr` is, too
@@ -74,8 +74,10 @@ def rotate_and_store_kernel(q, k, v, rotated, k_cache, v_cache, slots, cos, sin,
                             HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KV_TILES: tl.constexpr,
                             D: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
                             ROTATE: tl.constexpr):
-    """TILE_H heads of one token: of k and v for the first KV_TILES programs of the token, and of q
-    for the others. Grid (T, tiles). Offsets of tokens and slots are int64."""
+    """A program moves TILE_H heads of one token. The first KV_TILES programs of a token move k and v,
+    the others q. Grid (T, tiles). Offsets of tokens and slots are int64.
+
+        32 heads, 8 KV heads, D 128: TILE_H 8, so program 0 moves k and v, programs 1 to 4 move q"""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     if ROTATE:

@@ -125,7 +125,7 @@ class Batch:
         self.step = step
         self.budget = budget                       # tokens that still fit
         self.spans: list[Span] = []
-        self.sampling: list[Span] = []             # since its launch: those behind which a token is sampled
+        self.sampling_spans: list[Span] = []       # since its launch: those behind which a token is sampled
         self.swap_in: list[Ticket] = []
         self.swap_out: list[Ticket] = []
         self.table_updates: list[tuple] = []       # (row, start, slots): what changed in the slot table
@@ -168,7 +168,7 @@ def _runs(tickets: list[Ticket]) -> str:
 
 class Result(NamedTuple):
     """What the worker made of a batch."""
-    tokens: list[int]                              # one for each span of batch.sampling; -1: no finite logits
+    tokens: list[int]                              # one for each of sampling_spans; -1: no finite logits
     landed: list[Ticket]                           # copies that have ended, of this step or an earlier one
     logprobs: list | None = None                   # one for each token; None where nobody asked for it
 
@@ -286,7 +286,7 @@ class Scheduler:
             if end == len(tokens):
                 tokens.append(PLACEHOLDER)
                 request.prefilling = False
-                batch.sampling.append(span)
+                batch.sampling_spans.append(span)
 
     def account(self, batch: Batch, result: Result, now: float):
         """Book the result of a batch; batches are accounted for in the order of their launch. Each sampled
@@ -294,10 +294,10 @@ class Scheduler:
         launch, we ignore its token."""
         for ticket in result.landed:
             self.cache.complete(ticket)
-        for (request, *_), logprob in zip(batch.sampling, result.logprobs or ()):
+        for (request, *_), logprob in zip(batch.sampling_spans, result.logprobs or ()):
             request.logprobs.append(logprob)
         told = 0
-        for (request, _, position), token in zip(batch.sampling, result.tokens, strict=True):
+        for (request, _, position), token in zip(batch.sampling_spans, result.tokens, strict=True):
             if request.finish_reason:
                 continue
             if token < 0:

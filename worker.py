@@ -51,7 +51,7 @@ class Packed(NamedTuple):
     end: list[int]              # [S]
     tokens: array               # [T]
     sample_at: list[int]        # [N] the last token of each span that ends its request's context
-    sampling: list[Request]     # [N] the requests of these spans
+    sampling_requests: list[Request]    # [N] those of these spans
 
     def padded(self, size: int, table_row: int) -> "Packed":
         """With spans of one token, at position 0 of `table_row`, until there are `size` spans."""
@@ -63,7 +63,7 @@ class Packed(NamedTuple):
 
 def pack(spans: list[Span]) -> Packed:
     """The one loop over the spans of a step. Everything after it works on arrays."""
-    table_rows, starts, ends, tokens, sample_at, sampling = [], [], [], array("i"), [], []
+    table_rows, starts, ends, tokens, sample_at, sampling_requests = [], [], [], array("i"), [], []
     for request, start, end in spans:
         conversation = request.conversation
         table_rows.append(conversation.row)
@@ -72,8 +72,8 @@ def pack(spans: list[Span]) -> Packed:
         tokens.extend(conversation.tokens[start:end])
         if end == len(conversation.tokens):             # the same as Span.samples, at half the cost
             sample_at.append(len(tokens) - 1)
-            sampling.append(request)
-    return Packed(table_rows, starts, ends, tokens, sample_at, sampling)
+            sampling_requests.append(request)
+    return Packed(table_rows, starts, ends, tokens, sample_at, sampling_requests)
 
 
 def table_changes(updates: list[tuple[int, int, np.ndarray]]) -> list[np.ndarray]:
@@ -143,14 +143,14 @@ class Worker:
         inputs, logits = self._start(packed, changes, batch.slot_copies, batch.swap_in, batch.swap_out)
         if not batch.spans:
             return lambda: Result([], self.pool.landed(wait=True))
-        sampled = sample(logits, packed.sampling)
+        sampled = sample(logits, packed.sampling_requests)
         self._remember(inputs, sampled[0].clamp(min=0).int())
         on_host = [part.to("cpu", non_blocking=True) for part in sampled]       # into pinned memory
         done = self.pool.now()
 
         def wait() -> Result:
             done.synchronize()
-            tokens, logprobs = read(packed.sampling, *on_host)
+            tokens, logprobs = read(packed.sampling_requests, *on_host)
             return Result(tokens, self.pool.landed(wait=False), logprobs)
         return wait
 
@@ -252,7 +252,7 @@ class Worker:
         for rows in held[:-1]:
             q_len = min(rows // self.group + 1, self.max_context)
             span = [self.padding_row], [self.max_context - q_len], [self.max_context]
-            packed = Packed(*span, array("i", [0]) * q_len, sample_at=[q_len - 1], sampling=[])
+            packed = Packed(*span, array("i", [0]) * q_len, sample_at=[q_len - 1], sampling_requests=[])
             self._logits(self._inputs(packed, table_changes([]), size=0), size=0)
 
     @torch.inference_mode()

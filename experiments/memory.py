@@ -1,15 +1,17 @@
 """How much of a KV cache holds KV, and how much of it sharing saves (the PagedAttention paper, SOSP '23).
 
 A slot without KV could hold a token of one more request, and a larger batch has more throughput. `waste`
-serves the same queue, which is never empty, under several rules that give slots to requests:
+serves the same queue, which is never empty, under several rules that give slots to requests. A request with a
+prompt of 100 tokens and a reply of 30 gets
 
-    whole context    Orca (Max)        2,048 slots for any request
-    power of two     Orca (Pow2)       its prompt, and the next power of two above the length of its reply
-    true length      Orca (Oracle)     prompt and reply, as if we knew the length before
-    chunks of 16     PagedAttention    a chunk whenever the last one is full
+    whole context    Orca (Max)        2,048 slots, as any request does
+    power of two     Orca (Pow2)       132: the length of its reply is rounded up to a power of two
+    true length      Orca (Oracle)     130, as if we knew the length before
+    chunks of 16     PagedAttention    7 chunks at first, and one more whenever the last one is full
 
-In the first three a request gets neighbouring slots from a buddy allocator, as the paper assumes. `ours` is
-the real engine on a simulated worker. `sharing` counts slots of requests with several replies to a prompt.
+In the first three a buddy allocator gives neighbouring slots, as the paper assumes: 256 for 132 or 130.
+`ours` is the real engine on a simulated worker. `sharing` counts slots of requests with several replies to a
+prompt.
 
 The paper gives the mean lengths of prompts and replies. The spread is our choice, the same as in
 workload.py. No number here was fitted to the published results.
@@ -29,7 +31,7 @@ LIMIT = 2048                    # tokens of a context of OPT
 SLOTS = 15_700                  # of OPT-13B on one A100 with 40 GB (the paper's Table 1)
 MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}    # tokens of prompt and reply (Figure 11)
 SIGMAS = 1.2, 0.8               # of the logarithms of these lengths
-MAX_RUNNING = 256               # requests, as in our other simulations
+MAX_RUNNING = 256               # requests at a time, as in our other simulations
 WASTE_TOKENS, SHARING_REQUESTS = 400_000, 300           # how much of each dataset is played
 
 # What the paper reports, in percent: Figure 2, and Figure 15 by (system, replies).
@@ -38,10 +40,10 @@ PUBLISHED_SAVING = {("parallel sampling", 2): 6.1, ("parallel sampling", 6): 9.8
                     ("beam search", 2): 37.6, ("beam search", 6): 55.2}
 
 
-def lengths_of(dataset: str, count: int, seed: int) -> list[tuple[int, int]]:
-    """(prompt tokens, reply tokens) of about `count` requests: lognormal, without those above LIMIT."""
+def lengths_of(dataset: str, requests: int, seed: int) -> list[tuple[int, int]]:
+    """(prompt tokens, reply tokens) of so many requests: lognormal. Those above LIMIT are left out."""
     means, sigmas = np.array(MEANS[dataset]), np.array(SIGMAS)
-    drawn = np.random.default_rng(seed).lognormal(np.log(means) - sigmas**2 / 2, sigmas, (count, 2))
+    drawn = np.random.default_rng(seed).lognormal(np.log(means) - sigmas**2 / 2, sigmas, (requests, 2))
     lengths = np.maximum(np.rint(drawn), 1).astype(int)
     return list(map(tuple, lengths[lengths.sum(axis=1) <= LIMIT].tolist()))
 
@@ -50,7 +52,7 @@ def lengths_of(dataset: str, count: int, seed: int) -> list[tuple[int, int]]:
 
 class Buddies:
     """Contiguous slots for whole requests. A piece of 2^n slots is half of one of 2^(n+1), and is joined
-    with the other half when both are free."""
+    with the other half when both are free. 100 slots are pieces of 64, 32 and 4 at first."""
 
     def __init__(self, slots: int, reserved: Callable[[int, int], int]):
         """reserved: (prompt, reply) -> the slots that a request gets, at once and for good."""
@@ -77,11 +79,11 @@ class Buddies:
         return first, size
 
     def grow(self, piece: tuple[int, int], length: int) -> tuple[int, int]:
-        return piece
+        return piece                                        # it has room for the whole request
 
     def give_back(self, piece: tuple[int, int]):
         first, size = piece
-        while first ^ size in self.free.get(size, ()):
+        while first ^ size in self.free.get(size, ()):      # its other half begins there
             self.free[size].remove(first ^ size)
             first, size = min(first, first ^ size), 2 * size
         self.free.setdefault(size, set()).add(first)
@@ -109,7 +111,7 @@ class Chunks:
 
 
 def power_of_two(number: int) -> int:
-    """The next one: 64 for 33 to 64."""
+    """The smallest that is not below the number: 64 for 33 to 64."""
     return 1 << (number - 1).bit_length()
 
 
@@ -144,7 +146,7 @@ def play(lengths: list[tuple[int, int]], memory: Buddies | Chunks, worker: Simul
             prompt, reply = queue.popleft()
             prompts.append(prompt)
             running.append(Running(prompt, prompt + reply - 1, held))
-        # The attention of decodes takes time in proportion to their contexts: as long as one of all of them.
+        # Decodes with contexts of 100 and 300 tokens take as long as one with 400.
         seconds = worker.linear_seconds(decodes + sum(prompts), len(running))
         seconds += worker.attention_seconds(min(decodes, 1), context)
         seconds += sum(worker.attention_seconds(prompt, prompt) for prompt in prompts)
@@ -155,8 +157,8 @@ def play(lengths: list[tuple[int, int]], memory: Buddies | Chunks, worker: Simul
 
 
 def grow_all(running: list[Running], memory: Buddies | Chunks, queue: deque):
-    """A slot for one more token of each running request, the oldest first. When none is left, the latest
-    one gives way: it goes back to the queue, with all tokens so far as its prompt."""
+    """Give each running request a slot for one more token, the oldest first. When none is left, the latest
+    request gives way: it goes back to the queue, with all its tokens so far as its prompt."""
     number = 0
     while number < len(running):
         request = running[number]
@@ -172,7 +174,7 @@ def grow_all(running: list[Running], memory: Buddies | Chunks, queue: deque):
 
 def play_ours(lengths: list[tuple[int, int]], worker: SimulatedWorker, **flags
               ) -> Iterator[tuple[int, int, float]]:
-    """The same of our engine. If it is stateful, slots of requests that have ended hold KV, too."""
+    """`play` with our engine. If it is stateful, slots of requests that have ended hold KV, too."""
     engine = Engine("opt-13b", worker=worker, clock=worker.clock, max_batch_tokens=LIMIT,
                     max_running=MAX_RUNNING, **flags)
     for number, (prompt, reply) in enumerate(lengths):
@@ -245,15 +247,18 @@ def sharing(seed: int) -> tuple[list[dict], list[dict]]:
 
 def parallel_sampling(prompt: int, reply: int, replies: int, chunk: int, rng) -> tuple[int, int]:
     """Slots that are saved, and slots without sharing, both summed over the steps of a request. All replies
-    share the full chunks of the prompt."""
+    share the full chunks of the prompt.
+
+    Two replies of 2 tokens to a prompt of 4, chunks of 2: in both steps each reply holds 3 chunks, and 2 of
+    them are shared. So 8 of 24 slots are saved."""
     shared = prompt // chunk
     held = sum(-(-length // chunk) for length in range(prompt + 1, prompt + reply + 1))
     return (replies - 1) * shared * reply * chunk, replies * held * chunk
 
 
 def beams(prompt: int, reply: int, width: int, chunk: int, rng) -> tuple[int, int]:
-    """The same for beam search. Which beams go on depends on the model. We let chance decide: each beam of a
-    step continues one of the `width` beams before it, all with the same probability.
+    """`parallel_sampling` for beam search. The model would decide which beams go on. We let chance decide:
+    each beam of a step continues one of the `width` beams before it, all with the same probability.
 
     A beam here is the list of its chunks' numbers. If several beams continue one whose last chunk is not
     full, all but the first get a copy of that chunk."""

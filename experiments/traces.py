@@ -10,11 +10,12 @@
     ShareGPT, UltraChat, LMSYS-Chat-1M: texts without times
 
 In a trace with sessions `input_length` counts the new tokens of a turn. In the other traces it counts the
-whole context, and conversations must be found first. A request *continues* another one if it begins with
-that one's whole prefix (the ids of its full pieces), and is longer than that request with its reply.
+whole context, and we must find the conversations first. A request *continues* an earlier one if it begins
+with the whole prefix of the earlier one (the ids of its full pieces), and is longer than the earlier one with
+its reply.
 
-Traces do not tell when a reply ended (only a `delay` counts from there). So a think time is the whole gap
-between two requests, and a replay falls behind by the time that the answers take.
+Traces do not tell when a reply ended (only a `delay` counts from there). So we take the whole gap between two
+requests for a think time, and a replay falls behind by the time that the answers take.
 """
 import json
 from contextlib import contextmanager
@@ -76,7 +77,7 @@ class TraceRequest(NamedTuple):
     arrival: float                  # seconds
     input_tokens: int               # the whole context
     output_tokens: int
-    prefix: list[int]               # an id for each full piece of input; equal ids: equal input up to here
+    prefix: list[int]               # an id for each full piece of input. Equal ids: all is equal up to there
 
     @property
     def context(self) -> int:
@@ -109,7 +110,7 @@ def replay(chain: list[TraceRequest]) -> list[PlannedTurn]:
 
 
 def check_unit(path: str, arrivals: list[float], unit: str):
-    """ValueError: the times seem to be of another unit than `unit`, which this kind of trace has.
+    """ValueError: the times seem to have another unit than `unit`, which this kind of trace has.
 
     arrivals: in seconds. An hour in ms, read as seconds, makes 42 days; the other way round it makes 3.6 s,
     with thousands of requests in each."""
@@ -129,7 +130,7 @@ def mooncake(path: str) -> list[PlannedConversation]:
     def parse(record):
         return trace_request(record["timestamp"] / 1000, record["input_length"], record["output_length"],
                              record["hash_ids"], piece=512)
-    requests = sorted(json_lines(path, parse), key=lambda request: request.arrival)
+    requests = list(json_lines(path, parse))
     check_unit(path, [request.arrival for request in requests], "ms")
     return planned(rebuild(requests))
 
@@ -137,23 +138,28 @@ def mooncake(path: str) -> list[PlannedConversation]:
 def sessions(path: str) -> list[PlannedConversation]:
     """A trace with sessions, as AIPerf and Dynamo write them: the turns of a `session_id`, in order.
 
-    A turn comes `delay` ms after the previous reply or, if it has none, as long after the previous turn as
-    the timestamps tell. A session whose first turn has no timestamp begins at 0."""
+    A turn comes `delay` ms after the previous reply. A turn without a delay comes as long after the previous
+    turn as their timestamps tell. A session whose first turn has no timestamp begins at 0."""
     turns: dict[object, list[PlannedTurn]] = {}         # session_id -> its turns so far
-    times: dict[object, list[float]] = {}               # session_id -> the timestamps so far, in seconds
+    arrivals: dict[object, float] = {}                  # session_id -> when it begins
+    latest: dict[object, float] = {}                    # session_id -> its latest timestamp, in seconds
+    timestamps: list[float] = []                        # of all sessions
 
     def parse(record):
         session = record["session_id"]
+        previous = latest.get(session, 0.0)
         if record.get("context_mode", "deltas_without_responses") != "deltas_without_responses":
             raise ValueError(f"context_mode {record['context_mode']!r}: input_length must count new tokens")
+        if "timestamp" in record:
+            latest[session] = record["timestamp"] / 1000
+            timestamps.append(latest[session])
         if session not in turns:
-            turns[session], times[session] = [], [record.get("timestamp", 0) / 1000]
+            turns[session], arrivals[session] = [], latest.get(session, 0.0)
             think = 0.0
         elif "delay" in record:
             think = record["delay"] / 1000
         else:
-            times[session].append(record["timestamp"] / 1000)
-            think = times[session][-1] - times[session][-2]
+            think = record["timestamp"] / 1000 - previous
         turn = PlannedTurn(int(record["input_length"]), int(record["output_length"]), think)
         if min(turn) < 0 or min(turn[:2]) < 1:
             raise ValueError(f"lengths must be at least 1 and waits at least 0, got {tuple(turn)}")
@@ -161,8 +167,8 @@ def sessions(path: str) -> list[PlannedConversation]:
 
     for _ in json_lines(path, parse):
         pass
-    check_unit(path, [time for of_session in times.values() for time in of_session], "ms")
-    return [PlannedConversation(str(session), of_session, times[session][0])
+    check_unit(path, timestamps, "ms")
+    return [PlannedConversation(str(session), of_session, arrivals[session])
             for session, of_session in turns.items()]
 
 
@@ -187,8 +193,10 @@ def bailian(path: str) -> list[PlannedConversation]:
 
     chains, ends = [], {}                               # ends: chat_id -> the conversation that ends there
     for chat, request in sorted(requests.items(), key=lambda item: item[1].arrival):
-        chain = ends.pop(parents[chat], None)
-        if chain is None or not request.continues(chain[-1]):
+        chain = ends.get(parents[chat])
+        if chain and request.continues(chain[-1]):
+            del ends[parents[chat]]
+        else:
             chain = []
             chains.append(chain)
         chain.append(request)
@@ -218,7 +226,7 @@ def check_parents(path: str, parents: dict[int, int]):
 def weka(path: str) -> list[PlannedConversation]:
     """Weka's and AgentX's coding sessions: one session per line, and we find its conversations.
 
-    All sessions begin at 0. Ids are those of their own session. What a subagent asks is left out."""
+    All sessions begin at 0. Equal ids of two sessions mean nothing. We leave out what a subagent asks."""
     def parse(record):
         asked = [entry for entry in record["requests"] if entry["type"] != "subagent"]
         return [trace_request(entry["t"], entry["in"], entry["out"], entry["hash_ids"],
@@ -230,12 +238,11 @@ def weka(path: str) -> list[PlannedConversation]:
 
 
 def rebuild(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
-    """Find out which request continues which. requests: in order of arrival. Returns conversations.
+    """Find out which request continues which. Returns conversations, in the order of their arrival.
 
-    A request continues a conversation if it begins with the whole prefix of that conversation's latest
-    request, and is longer than that request with its reply. (A request that is not longer repeats or
-    edits the question; it does not answer the reply.) Of several such conversations we take the one
-    with the longest prefix.
+    A request continues a conversation if it continues the latest request there. (A request that is not longer
+    than that one with its reply repeats or edits the question; it does not answer the reply.) Of several such
+    conversations we take the one with the longest prefix.
 
         request   input   output   prefix
         1           600       50   [7]
@@ -243,13 +250,13 @@ def rebuild(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
         3         1,200       20   [7 9]      new: the conversation of 1 has moved on to [7 8]
 
     Many conversations share some prefixes: a system prompt, or a document that many people ask about. If
-    an earlier conversation has shown a request's whole prefix, that prefix does not tell which request
-    continues this one. Then we let no request continue it.
+    another conversation has had the whole prefix of a request before, then we cannot tell which of the two
+    a later request continues, and let none continue the newer one.
     """
     ends: dict[int, list[TraceRequest]] = {}    # last id of a conversation's latest prefix -> its requests
     seen: set[int] = set()
     conversations = []
-    for request in requests:
+    for request in sorted(requests, key=lambda request: request.arrival):
         end = continued_end(request, ends)
         if end is None:
             conversation = []
@@ -318,12 +325,13 @@ def first_record(path: str) -> dict:
     """The first line as JSON. A file that begins with "[" is ShareGPT's; we do not parse it here."""
     with open(path, "rb") as file:
         start = file.read(1 << 20).lstrip()
-    if start.startswith(b"["):
-        return {"conversations": []}
-    return json.loads(start.partition(b"\n")[0])
+        if start.startswith(b"["):
+            return {"conversations": []}
+        return json.loads((start + file.readline()).partition(b"\n")[0])
 
 
 def token_counter(model: str) -> Callable[[str], int]:
+    """Counts with the tokenizer of a checkpoint."""
     # Imported here, because these import torch; a trace of lengths needs neither.
     from checkpoint import find_checkpoint
     from serving.tokenizer import load_tokenizer

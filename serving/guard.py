@@ -49,7 +49,7 @@ class Guard:
         self.keys = [(key.encode(), prefix_of(key)) for key in api_keys]
         self.metrics_keys = self.keys + ([(metrics_key.encode(), ALL_KEYS)] if metrics_key else [])
         self.prefixes = [prefix for _, prefix in self.keys] or [""]
-        self.origins = set(origins)
+        self.origins = {origin.lower() for origin in origins}       # as browsers send them
         self.our_names = {urlsplit(origin).hostname for origin in origins}
         self.is_local = is_loopback(host)
 

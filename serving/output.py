@@ -13,8 +13,8 @@ import time
 from contextlib import suppress
 from typing import TextIO
 
-MOST_PIECES = 10_000        # that wait to be written; more are lost
-PARTING_SECONDS = 1         # for what still waits when the process ends
+MOST_PIECES = 10_000        # may wait to be written; more are lost
+LAST_SECONDS = 1            # for the pieces that still wait when the process ends
 
 
 class PatientStream(io.TextIOBase):
@@ -26,7 +26,7 @@ class PatientStream(io.TextIOBase):
         self._stream.flush()
         self._waiting = queue.Queue(MOST_PIECES)
         threading.Thread(target=self._write_all, daemon=True).start()
-        atexit.register(self._part)
+        atexit.register(self._wait_for_the_last)
 
     def write(self, text: str) -> int:
         with suppress(queue.Full):
@@ -41,7 +41,7 @@ class PatientStream(io.TextIOBase):
                     data = data[os.write(self._stream.fileno(), data):]
             self._waiting.task_done()
 
-    def _part(self):
-        deadline = time.monotonic() + PARTING_SECONDS
+    def _wait_for_the_last(self):
+        deadline = time.monotonic() + LAST_SECONDS
         while self._waiting.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.01)

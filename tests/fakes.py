@@ -109,7 +109,7 @@ class World:
                  seed=0, prefix=(), depth=0, stop_ids=(), **switches):
         """prefix: tokens that are designated. depth: how many batches the scheduler is ahead of what it
         is told. stop_ids: of every request."""
-        self.depth, self.flights, self.stop_ids = depth, deque(), frozenset(stop_ids)
+        self.depth, self.unsettled, self.stop_ids = depth, deque(), frozenset(stop_ids)
         self.cache = SharingCache(slots, places, chunk, rows, limit or slots, POLICIES[policy](COST, chunk))
         self.prefix = list(prefix)
         self.cache.designate(prefix)
@@ -140,18 +140,18 @@ class World:
     def step(self, dt=1.0):
         self.now += dt
         batch = self.scheduler.schedule(self.now)
-        if batch or self.cache.in_flight and not self.flights:
-            self.flights.append((batch, self.worker.execute(batch)))
+        if batch or self.cache.in_flight and not self.unsettled:
+            self.unsettled.append((batch, self.worker.execute(batch)))
             self.scheduler.launched(batch)
-        while len(self.flights) > (self.depth if batch.spans else 0):
-            self.scheduler.account(*self.flights.popleft(), self.now)
+        while len(self.unsettled) > (self.depth if batch.spans else 0):
+            self.scheduler.account(*self.unsettled.popleft(), self.now)
         self.cache.check_integrity()
         return batch
 
     def run(self, steps=1000):
         """Until nothing is left to do; returns the traces of these steps."""
         begin = len(self.worker.traces)
-        while self.scheduler.busy or self.flights:
+        while self.scheduler.busy or self.unsettled:
             self.step()
             steps -= 1
             assert steps, "no end in sight: " + "\n".join(self.worker.traces[-20:])

@@ -73,8 +73,9 @@ def every_architecture(directory):
         turns, *sampled = replies(Engine(str(model), **SMALL), depth=number % 2)
         for context, reply in turns:
             assert_exact(theirs, context, reply)
-        assert (turns, *sampled) == replies(alone(model, **SMALL)), kind
         print(kind, flush=True)
+    # Rank 0 alone samples, whatever the architecture: so one of them is enough.
+    assert (turns, *sampled) == replies(alone(model, **SMALL)), kind
 
 
 def random_weights():

@@ -130,6 +130,12 @@ def test_origins_that_no_browser_sends(origin):
         Guard("127.0.0.1", (), [origin])
 
 
+def test_browsers_send_the_name_of_a_site_in_small_letters():
+    guard, headers = Guard("127.0.0.1", (), ["https://Chat.Example"]), Message()
+    headers["Origin"] = "https://chat.example"
+    assert guard.allowed_origin(headers) == "https://chat.example"
+
+
 def test_a_key_is_needed(checkpoint):
     with serving(Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0),
                  api_keys=["señor"]) as server:

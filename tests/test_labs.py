@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def apply(wrong, directory):
     (directory / file).write_text(with_function((ROOT / file).read_text(), name, written))
 
 
-# ---- processes that need not import torch first: 24 of them would take a minute
+# ---- processes that need not import torch first: 36 of them would take two minutes
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["hypothesis", "numpy", "pytest", "torch"])
@@ -59,28 +60,39 @@ FORKS.set_forkserver_preload(["hypothesis", "numpy", "pytest", "torch"])
 def run_in_fork(arguments, code, timeout=None, **environment):
     """lab.run_python, for pytest."""
     output = Path(environment["LAB_RESULTS"] + ".output")
-    process = FORKS.Process(target=run_pytest, args=(arguments[2:], code, environment, output))
+    fork(arguments, ROOT / "labs" / "tests", [ROOT / "tests", code], environment, output, timeout)
+    return SimpleNamespace(stdout=output.read_text())
+
+
+def fork(arguments, directory, paths, environment, output, timeout=None):
+    """`python arguments` in that directory, with those paths to import from. Returns the exit status."""
+    process = FORKS.Process(target=be_python, args=(arguments, directory, paths, environment, output))
     process.start()
     process.join(timeout)
     if process.is_alive():
         process.kill()
-        raise subprocess.TimeoutExpired("pytest", timeout)
-    return SimpleNamespace(stdout=output.read_text())
+        raise subprocess.TimeoutExpired("python", timeout)
+    return process.exitcode
 
 
-def run_pytest(arguments, code, environment, output):
-    """In the new process: forget this project's modules, since those of `code` are tested."""
+def be_python(arguments, directory, paths, environment, output):
+    """In the new process: forget this project's modules, since those in `paths` are tested."""
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None)).startswith(str(ROOT)):
             del sys.modules[name]
-    os.chdir(ROOT / "labs" / "tests")
+    os.chdir(directory)
     os.environ.update(environment, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     others = [path for path in sys.path if not path.startswith(str(ROOT))]
-    sys.path[:] = [str(ROOT / "tests"), str(code), *others]
+    sys.path[:] = [*map(str, paths), *others]
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.exit(pytest.main(arguments))
+    match arguments:
+        case ["-m", "pytest", *rest]:
+            sys.exit(pytest.main(rest))
+        case [file, *rest]:
+            sys.argv = [file, *rest]
+            runpy.run_path(file, run_name="__main__")
 
 
 # ---- starters
@@ -153,13 +165,10 @@ def commands():
 
 
 @pytest.mark.parametrize("command", list(commands()))
-def test_every_command_of_a_handout_runs(command, monkeypatch):
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")   # they take a second
+def test_every_command_of_a_handout_runs(command, tmp_path):
     *settings, rest = re.split(r" ?(?=python )", command, maxsplit=1)
-    environment = {**os.environ, **dict(setting.split("=") for setting in settings if setting)}
-    done = subprocess.run([sys.executable, *rest.split()[1:]], cwd=ROOT, env=environment,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    environment, output = dict(setting.split("=") for setting in settings if setting), tmp_path / "output"
+    assert fork(rest.split()[1:], ROOT, [ROOT], environment, output) == 0, output.read_text()
 
 
 # ---- grading
@@ -173,9 +182,16 @@ def starters(tmp_path_factory):
     return {number: base / f"lab{number}" for number in lab.LABS}
 
 
+def test_check_is_a_command(starters):
+    """As a student runs it."""
+    done = run("labs/lab.py", "check", "4", "--json", "results.json", cwd=starters[4])
+    assert done.returncode == 1 and "  0 of 100 points" in done.stdout, done.stdout + done.stderr
+    assert json.loads((starters[4] / "results.json").read_text())["score"] == 0
+
+
 @every_lab
-def test_points(number, starters, tmp_path):
-    """Of the starter as a student runs it, of the solved code, and of each wrong solution."""
+def test_points(number, starters, tmp_path, capsys):
+    """Of the starter, of the solved code, and of each wrong solution."""
     starter = starters[number]
     graded_by = load(starter)           # it knows the expected results, and need not compute them again
     graded_by.run_python = run_in_fork
@@ -194,11 +210,11 @@ def test_points(number, starters, tmp_path):
         return graded_by.grade(number, directory, 0, "-x")      # one failure is enough
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        check = "labs/lab.py", "check", str(number), "--json", "results.json"
-        of_starter = pool.submit(run, *check, cwd=starter)
+        of_starter = pool.submit(graded_by.check, number, starter, 0, tmp_path / "results.json")
         of_solved = pool.submit(graded_by.grade, number, solved("solved"))
         of_wrong = list(pool.map(grade, wrong))
-    check_starter(number, of_starter.result(), json.loads((starter / "results.json").read_text()))
+    assert of_starter.result() == 1 and "  0 of 100 points" in capsys.readouterr().out
+    check_starter(number, json.loads((tmp_path / "results.json").read_text()))
     right = of_solved.result()
     assert right.score() == (100, 100), graded_by.report(number, right)
     assert len(wrong) == 3
@@ -207,13 +223,12 @@ def test_points(number, starters, tmp_path):
         assert graded.score()[0] < 100, f"{path.stem} gets all points"
 
 
-def check_starter(number, done, results):
+def check_starter(number, results):
     """It has no points, and the only reason is that lab's own NotImplementedError. The handout says how many
     tests fail, and what to run."""
     handout = (ROOT / "labs" / f"{lab.LABS[number].name}.md").read_text()
     assert f"all {len(results['tests'])} tests fail" in handout
     assert f"python labs/lab.py check {number}\n" in handout
-    assert done.returncode == 1 and "  0 of 100 points" in done.stdout, done.stdout + done.stderr
     assert results["score"] == 0 and sum(test["max_score"] for test in results["tests"]) == 100
     for test in results["tests"]:
         assert re.search(rf"NotImplementedError.*lab {number}: ", test["output"]), test

@@ -163,7 +163,7 @@ def test_conversations_in_small_tiers_never_race(depth):
     """Scheduler, cache, worker, model: whoever frees a slot or a place has heard that its copy has ended.
     With depth 1 each step is launched before the host has heard of the one before it, and some of these are
     of requests that are cancelled meanwhile."""
-    chance, flights = random.Random(depth), deque()
+    chance, unsettled = random.Random(depth), deque()
     worker = make_worker()
     policy = POLICIES["retention"](RecomputeCost({CHUNK: 1.0, CONTEXT: 5.0}, rest=1.0), CHUNK)
     cache = KVCache(40, 8, CHUNK, ROWS, 40, policy)             # of the worker's 128 slots
@@ -182,11 +182,11 @@ def test_conversations_in_small_tiers_never_race(depth):
             if scheduler.running and chance.random() < 0.1:
                 scheduler.cancel(chance.choice(scheduler.running), now)
             batch = scheduler.schedule(now)
-            if batch or cache.in_flight and not flights:
-                flights.append((batch, worker.launch(batch)))
+            if batch or cache.in_flight and not unsettled:
+                unsettled.append((batch, worker.launch(batch)))
                 scheduler.launched(batch)
-            while len(flights) > (depth if batch.spans else 0):
-                launched, wait = flights.popleft()
+            while len(unsettled) > (depth if batch.spans else 0):
+                launched, wait = unsettled.popleft()
                 scheduler.account(launched, wait(), now)
     assert cache.stats["chunks_swapped_in"] and cache.stats["chunks_swapped_out"]
     assert recorder.races() == []

@@ -840,7 +840,7 @@ def test_everything_at_once(seed, deletes, tmp_path, monkeypatch):
     def client(seed):
         chance = random.Random(seed)
         expected = ["limit", "needs new messages", "cosmic", "disk full"]
-        for _ in range(60):
+        for _ in range(35):
             try:
                 act(chance)
             except (StaleTurn, Busy):

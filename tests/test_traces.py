@@ -183,20 +183,44 @@ def test_bailian_has_seconds_and_links(tmp_path):
         planned("2", (60, 5), arrival=80.0), planned("3", (70, 5), arrival=90.0)]
 
 
+def test_an_edited_history_does_not_end_the_conversation_that_it_begins_with(tmp_path):
+    path = write(tmp_path / "b.jsonl", chat(7, -1, 1.0, 40, 10, 1, 2, 3),
+                 chat(8, 7, 20.0, 70, 5, 99, 98, 97, 96, 95), chat(9, 7, 31.0, 70, 5, 1, 2, 4, 5, 6))
+    assert bailian(path) == [planned("0", (40, 10), (20, 5, 30.0), arrival=1.0),
+                             planned("1", (70, 5), arrival=20.0)]
+
+
+def in_session(session, prompt, reply, **fields):
+    return dict(session_id=session, input_length=prompt, output_length=reply, **fields)
+
+
 def test_sessions_have_new_tokens_and_delays(tmp_path):
-    def asked(session, prompt, reply, **fields):
-        return dict(session_id=session, input_length=prompt, output_length=reply, **fields)
-    path = write(tmp_path / "s.jsonl", asked("a", 300, 40, timestamp=2000, hash_ids=[1]),
-                 asked("b", 50, 5), asked("a", 150, 20, delay=3000), asked("b", 60, 5, timestamp=4000),
-                 asked("b", 70, 5, timestamp=5500))
+    path = write(tmp_path / "s.jsonl", in_session("a", 300, 40, timestamp=2000, hash_ids=[1]),
+                 in_session("b", 50, 5), in_session("a", 150, 20, delay=3000),
+                 in_session("b", 60, 5, timestamp=4000), in_session("b", 70, 5, timestamp=5500))
     assert load(path, "none") == sessions(path) == [
         planned("a", (300, 40), (150, 20, 3.0), arrival=2.0),
         planned("b", (50, 5), (60, 5, 4.0), (70, 5, 1.5))]
 
 
+def asked(seconds, prompt, reply, *hash_ids):
+    return {"t": seconds, "type": "n", "in": prompt, "out": reply, "hash_ids": list(hash_ids)}
+
+
+def test_a_timestamp_counts_from_the_previous_turn_even_if_that_one_had_a_delay(tmp_path):
+    path = write(tmp_path / "s.jsonl", in_session("a", 300, 40, timestamp=2000),
+                 in_session("a", 150, 20, timestamp=6000, delay=3000), in_session("a", 50, 5, timestamp=8000))
+    assert sessions(path) == [planned("a", (300, 40), (150, 20, 3.0), (50, 5, 2.0), arrival=2.0)]
+
+
+def test_sessions_without_any_timestamp(tmp_path):
+    """All of them begin at 0; that says nothing about the unit of their times."""
+    turns = [in_session(name, 9, 1) for name in range(200)] + [in_session(0, 9, 1, delay=1000)]
+    first, *others = sessions(write(tmp_path / "s.jsonl", *turns))
+    assert first == planned("0", (9, 1), (9, 1, 1.0)) and len(others) == 199
+
+
 def test_weka_finds_the_conversations_of_a_session(tmp_path):
-    def asked(seconds, prompt, reply, *hash_ids):
-        return {"t": seconds, "type": "n", "in": prompt, "out": reply, "hash_ids": list(hash_ids)}
     subagent = dict(t=3.0, type="subagent", requests=[asked(0.5, 64, 1, 70)])
     path = write(tmp_path / "w.jsonl",
                  dict(id="one", block_size=64, requests=[
@@ -206,6 +230,19 @@ def test_weka_finds_the_conversations_of_a_session(tmp_path):
     assert load(path, "none") == weka(path) == [
         planned("0", (130, 10), (60, 5, 4.5)), planned("1", (64, 5), arrival=5.0),
         planned("2", (640, 1), arrival=1.0)]
+
+
+def test_requests_of_a_session_need_not_be_in_order(tmp_path):
+    late, early = asked(4.5, 200, 5, 1, 2, 3), asked(0.5, 130, 10, 1, 2)
+    path = write(tmp_path / "w.jsonl", dict(id="one", requests=[late, early]))
+    assert weka(path) == [planned("0", (130, 10), (60, 5, 4.0), arrival=0.5)]
+
+
+def test_a_first_record_may_be_long(tmp_path):
+    """A session of one day can have more than a megabyte."""
+    long = asked(0.0, 64 * 200_000, 10, *range(200_000))
+    path = write(tmp_path / "w.jsonl", dict(id="one", requests=[long]), dict(id="two", requests=[long]))
+    assert path.stat().st_size > 2 * 2**20 and len(load(path, "none")) == 2
 
 
 HOUR = range(0, 3_600_001, 30_000)       # ms
