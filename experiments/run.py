@@ -13,7 +13,7 @@ normalized latency, the seconds per token of the reply:
 
     due at 10 s, first token at 12 s, 100th and last token at 22 s:   ttft 2 s, normalized latency 0.12 s
 
-`options`, here and in figures.py, are the parsed flags of bench.py, which explains them.
+`options`, here and in all figures, are the parsed flags of bench.py, which explains them.
 
 Invariant: the same seed gives the same simulation, to the last digit.
 """
@@ -247,6 +247,7 @@ GPU_BYTES = 40e9
 SIMULATED = dict(max_running=256, max_batch_tokens=2048)
 # For the embedded model. The conversations of "many turns" need some 12,000 tokens together.
 MEASURED = dict(gpu_cache_tokens=3072, cpu_cache_tokens=12288)
+HERE = [Panel("tiny_chat", "many turns", (20.0, 40.0, 60.0, 80.0), think=0.1)]
 
 
 def at_scale(options) -> bool:
