@@ -86,8 +86,8 @@ class Users:
         self.rng = np.random.default_rng([seed, 2])     # the load's random numbers come from other streams
         self.due = [(conversation.arrival, number, 0) for number, conversation in enumerate(conversations)]
         heapq.heapify(self.due)                         # turns that nobody has submitted yet
-        self.serving: dict[object, tuple] = {}        # handle -> the turn that the engine serves now
-        self.ended: list = []                           # of these, the handles whose reply is complete
+        self.serving: dict[object, tuple] = {}          # handle -> the turn that the engine serves now
+        self.ended: list = []                           # of these handles the ones whose reply is complete
 
     def submit_due(self, now: float):
         while self.due and self.due[0][0] <= now:
@@ -102,7 +102,7 @@ class Users:
             self.serving[handle] = turn
 
     def read_replies(self, now: float) -> Iterator[tuple[str, float, object]]:
-        """Yield (conversation, due time, handle) of each reply that is complete. From now on its user thinks
+        """Yield (conversation, due time, handle) of each reply that is complete. Its user begins to think
         about the next turn."""
         while self.ended:
             handle = self.ended.pop(0)
