@@ -18,7 +18,8 @@ from experiments.workload import PlannedConversation, PlannedTurn
 # On the paper's machines, simulated. The rates are wide enough that every system crosses at_ms.
 ONE_GPU = [
     Panel("opt-13b", "sharegpt", (2.0, 3.0, 3.5, 4.0, 4.5, 5.0), at_ms=120, paper=1.36, paper_fused=1.14),
-    Panel("llama2-13b-gqa", "sharegpt", (3.0, 6.0, 8.0, 9.0, 10.0, 12.0, 14.0, 16.0, 18.0, 20.0, 22.0),
+    Panel("llama2-13b-gqa", "sharegpt",
+          (3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 12.0, 14.0, 16.0, 18.0, 20.0, 22.0),
           at_ms=180, paper=1.70, paper_fused=1.58),
     Panel("opt-13b", "ultrachat", (2.0, 3.0, 3.5, 4.0, 4.5), at_ms=120, paper=1.17,
           paper_fused=1.14),
