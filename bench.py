@@ -7,8 +7,10 @@
 
 This file has the flags and the output. The rest of an experiment lies in experiments/:
 
-    figures.py    which systems run under which loads, and how they are compared
-    run.py        one run: the experiment loop, from planned conversations to one row of figures
+    figures.py         the paper's figures: which systems run under which loads
+    more_figures.py    the other figures
+    curves.py          how two systems are compared
+    run.py             one run: the experiment loop, from planned conversations to one row of figures
 
 Compare measured columns of one run only, because machines are noisy. Simulations repeat to the last digit.
 """
@@ -26,13 +28,16 @@ from pathlib import Path
 import torch
 
 from config import Config
-from experiments.figures import FIGURES, Figure, Found, over_seeds
+from experiments.curves import Figure, Found, over_seeds
+from experiments.figures import PAPER
+from experiments.more_figures import MORE
 from experiments.run import thinking
 from experiments.simulator import HARDWARE
 from experiments.traces import KINDS, load
 from experiments.workload import SHAPES
 from parallel import follow_every_engine
 
+FIGURES = {**PAPER, **MORE}
 
 # ---- flags
 
@@ -65,7 +70,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         epilog=list_of_figures(), formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("figure", nargs="?", default="default", choices=FIGURES, metavar="FIGURE",
-        help="one of the figures below; without it, the first of them")
+        help="one of the figures below (default: default)")
     add("--simulate", action="store_true", help="use a cost model of the paper's machines, not this machine")
     add("--json", metavar="FILE", help="also write the figure to FILE")
     add("--plot", metavar="FILE", help="also draw the figure as a PNG")

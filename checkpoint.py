@@ -14,7 +14,7 @@ import json
 import re
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -400,13 +400,16 @@ PRESETS = {
 }
 
 
-def random_model(preset: str, device, dtype: torch.dtype, seed: int = 0, ranks: Alone = ALONE) -> Model:
+def random_model(preset: str, device, dtype: torch.dtype, max_context: int | None = None, seed: int = 0,
+                 ranks: Alone = ALONE) -> Model:
     """The Model of that PRESET with weights drawn from N(0, 0.02), the same for the same seed and
-    device; of several ranks, the part of this one. ValueError if there is no such preset."""
+    device; of several ranks, the part of this one. max_context: None for the preset's. ValueError if
+    there is no such preset."""
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
-    model = empty_model(PRESETS[preset], device, dtype, ranks)
-    whole = empty_model(PRESETS[preset], "meta", dtype)
+    shape = replace(PRESETS[preset], max_context=max_context or PRESETS[preset].max_context)
+    model = empty_model(shape, device, dtype, ranks)
+    whole = empty_model(shape, "meta", dtype)
     generator = torch.Generator(device).manual_seed(seed)
     for (name, parameter), unshared in zip(model.named_parameters(), whole.parameters()):
         drawn = torch.empty_like(unshared, device=device).normal_(std=0.02, generator=generator)

@@ -29,6 +29,8 @@ class Config:
                       "with --random-weights one of the built-in presets, such as opt-13b")
     random_weights: bool = flag(False, "fill the model with random weights instead of loading them; "
                                 "for measurements")
+    max_context: int = flag(None, "longest context of random weights, in tokens (default: the preset's); a "
+                            "checkpoint's own is fixed")
     device: str = flag("auto", "where the model and the GPU tier live; auto: CUDA if there is a GPU",
                        ("auto", "cpu", "cuda"))
     dtype: str = flag("auto", "number format of weights and cache; auto: bfloat16 on CUDA, float32 on a CPU",
@@ -73,7 +75,10 @@ class Config:
         return {name: getattr(arguments, name) for name in cls.names()}
 
     def __post_init__(self):
-        least = dict(gpu_cache_tokens=1, cpu_cache_tokens=0, chunk_size=1, max_batch_tokens=1, max_running=1)
+        require(self.max_context is None or self.random_weights, "max_context",
+                "given with random_weights only: a checkpoint's longest context is its own", self.max_context)
+        least = dict(max_context=1, gpu_cache_tokens=1, cpu_cache_tokens=0, chunk_size=1, max_batch_tokens=1,
+                     max_running=1)
         for name, smallest in least.items():
             value = getattr(self, name)
             ok = value is None or type(value) is int and smallest <= value < 2**31

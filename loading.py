@@ -43,7 +43,7 @@ def load_worker(config, directory: Path | None, ranks: Alone = ALONE, kind: Call
     dtype = getattr(torch, dtype)
     try:
         model = (load_model(directory, device, dtype, ranks) if directory else
-                 random_model(config.model, device, dtype, ranks=ranks))
+                 random_model(config.model, device, dtype, config.max_context, ranks=ranks))
     except (MemoryError, RuntimeError) as error:
         raise ValueError(f"the weights do not fit into memory, choose a smaller model: {error}") from error
     if device == "cpu" and is_small(model):

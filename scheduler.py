@@ -115,7 +115,7 @@ class Span(NamedTuple):
     def samples(self) -> bool:
         """Is its last position the last of the context? Then the next token is sampled there. Ask before the
         launch: it adds a placeholder to the context."""
-        return self.end == self.request.total
+        return self.end == len(self.request.conversation.tokens)
 
 
 class Batch:

@@ -1,50 +1,25 @@
-"""The figures: which systems run under which loads, and how they are compared (paper §6).
+"""The paper's figures: which systems run under which loads (paper §6).
 
-    FIGURES     at the end of this file: every figure by its name
-    sweep       most figures: each system in each panel, at rising request rates
+    sweep       in curves.py: each system in each panel, at rising request rates
 
-A panel is one diagram of a figure: a model, a dataset and request rates. A system's rows in a panel are
-its curve, latency over throughput. A ratio compares two curves, beside the ratio that the paper reports:
-
-    latency       stateless        pensieve
-                      |                |
-    at_ms ............|................|....        the ratio is that of the throughputs at at_ms:
-                     /                /
-            ________/________________/              pensieve / stateless = 2.7 / 2.1 = 1.29
-                   2.1              2.7 turns/s
-
-Every figure is a function of the parsed flags of bench.py (`options`). It returns rows, one for each
-run, and ratios. With --simulate the sizes are the paper's; without it they are small, for the embedded
-model.
+With --simulate the sizes are the paper's. Without it they are small, for the embedded model. `PAPER`, at the
+end of this file, names all figures but Figure 12: the attention kernel is only measured (more_figures.py).
 """
-import argparse
-import json
-import sys
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import chain, pairwise, product
-from multiprocessing import get_context
-from pathlib import Path
-from statistics import mean, stdev
-from tempfile import TemporaryDirectory
-from typing import Callable, NamedTuple
-
-import torch
-from tqdm import tqdm
+from itertools import chain
+from typing import Callable
 
 from eviction import POLICIES, RecomputeCost
-from experiments import memory, microbench
-from experiments.fleet import ROUTERS, play_fleet
+from experiments.curves import Figure, Found, adapted, ratio, sweep
 from experiments.policies import EXPERIMENTS
-from experiments.remote import RemoteEngine
-from experiments.run import (STATELESS, Panel, System, at_scale, build, drive, longest_context, planned, play,
-                             summary, window)
-from experiments.workload import PlannedConversation, PlannedTurn, cut_to_context
+from experiments.run import HERE, STATELESS, Panel, System, at_scale, build, drive, longest_context
+from experiments.workload import PlannedConversation, PlannedTurn
 
 # On the paper's machines, simulated. The rates are wide enough that every system crosses at_ms.
 ONE_GPU = [
     Panel("opt-13b", "sharegpt", (2.0, 3.0, 3.5, 4.0, 4.5, 5.0), at_ms=120, paper=1.36, paper_fused=1.14),
-    Panel("llama2-13b-gqa", "sharegpt", (3.0, 6.0, 8.0, 9.0, 10.0, 12.0, 14.0, 16.0, 18.0, 20.0, 22.0),
+    Panel("llama2-13b-gqa", "sharegpt",
+          (3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 12.0, 14.0, 16.0, 18.0, 20.0, 22.0),
           at_ms=180, paper=1.70, paper_fused=1.58),
     Panel("opt-13b", "ultrachat", (2.0, 3.0, 3.5, 4.0, 4.5), at_ms=120, paper=1.17,
           paper_fused=1.14),
@@ -64,143 +39,9 @@ DRAFT = [
     for dataset in ("sharegpt-draft", "lmsys-draft") for model in ("gpt3-6.7b", "gpt3-13b")
 ]
 BASELINES = "vllm then", "stateless", "stateless, fused", "gpu cache"
-# On this machine, with the embedded model.
-HERE = [Panel("tiny_chat", "many turns", (20.0, 40.0, 60.0, 80.0), think=0.1)]
 
 
-class Found(NamedTuple):
-    """What a figure returns."""
-    rows: list[dict]
-    ratios: list[dict]
-
-
-def ratio(name: str, ours: float, options, paper: float | None = None) -> dict:
-    return dict(name=name, paper=paper, ours=ours, how="simulated" if options.simulate else "measured")
-
-
-# ---- curves: most figures
-
-def sweep(systems: tuple[str, ...], simulated: list[Panel], measured: list[Panel], options) -> Found:
-    """Run every system in every panel. Ratios compare the last system with each of the others.
-
-    simulated, measured: the panels at the paper's scale, and those of this machine.
-    ValueError: the figure has no panels at the scale that the flags ask for."""
-    panels = simulated if at_scale(options) else measured
-    if not panels:
-        raise ValueError("this figure is of one machine: leave --simulate out, add --hardware with its "
-                         "profile, or name one of the paper's figures, such as fig10")
-    panels = adapted(panels, options)
-    curves = play_curves(systems, panels, options)
-    *others, last = systems
-    ratios = []
-    for panel in panels:
-        for other in others:
-            paper = {"vllm then": panel.paper, "stateless, fused": panel.paper_fused}.get(other)
-            ratios.append(compared(panel, curves[panel, other], curves[panel, last], paper, options))
-    return Found(list(chain(*curves.values())), ratios)
-
-
-def adapted(panels: list[Panel], options) -> list[Panel]:
-    """The panels as the flags change them: --model, --dataset, --rates, --think, --at-ms, --gpus,
-    --hardware, --cpu-gb.
-
-    A --trace replaces all panels by one, for a long-context model on H100 GPUs."""
-    if options.trace:
-        has_times = any(conversation.arrival or conversation.thinks for conversation in options.conversations)
-        rates, think = ((None,), "own") if has_times else (panels[0].rates, panels[0].think)
-        gpus = 4 if at_scale(options) else 1
-        panels = [Panel("llama2-13b-gqa", Path(options.trace).stem, rates, gpus=gpus, hardware="h100",
-                        think=think)]
-    changes = {}
-    for field in Panel._fields:
-        value = getattr(options, field, None)
-        if value is not None:
-            changes[field] = value
-    if changes:
-        # No longer the paper's panels.
-        panels = [panel._replace(paper=None, paper_fused=None, **changes) for panel in panels]
-    return list(dict.fromkeys(panels))          # --model and --dataset together make several panels one
-
-
-def play_curves(systems: tuple[str, ...], panels: list[Panel], options) -> dict[tuple, list[dict]]:
-    """(panel, system) -> its curve."""
-    tasks = [(panel, system, options) for panel in panels for system in systems]
-    curves = mapped(play_curve, tasks, options)
-    return {(panel, system): curve for (panel, system, _), curve in zip(tasks, curves)}
-
-
-def mapped(function: Callable, tasks: list, options) -> list:
-    """function(task) for each task. Simulations run on all cores at once, measured runs one by one."""
-    progress = partial(tqdm, total=len(tasks), unit="run", leave=False, disable=None)
-    jobs = min(options.jobs, len(tasks)) if options.simulate else 1
-    if jobs == 1:
-        return list(progress(map(function, tasks)))
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        return list(progress(pool.map(function, tasks)))
-
-
-def play_curve(task: tuple[Panel, str, argparse.Namespace]) -> list[dict]:
-    """The rows of one system in one panel at rising rates, until its latency is above twice at_ms."""
-    panel, system, options = task
-    rows = []
-    for rate in panel.rates:
-        row = play(system, panel, rate, options)
-        rows.append(row)
-        if panel.at_ms and row[panel.latency] > 2 * panel.at_ms:
-            break
-    return rows
-
-
-def compared(panel: Panel, other: list[dict], last: list[dict], paper: float | None, options) -> dict:
-    """The ratio of two curves: of their throughputs at the panel's at_ms.
-
-    If the panel has no at_ms, we compare the latencies at the highest rate."""
-    systems = f"{last[0]['system']} / {other[0]['system']}"
-    if panel.at_ms is None:
-        ours = last[-1][panel.latency] / other[-1][panel.latency]
-        return ratio(f"{panel}: latency at the highest rate, {systems}", ours, options)
-
-    percentile = "p90 " if panel.latency.startswith("p90") else ""
-    name = f"{panel}: throughput at {percentile}{panel.at_ms:g} ms per token, {systems}"
-    curves = [[(row["throughput"], row[panel.latency]) for row in rows] for rows in (last, other)]
-    if last[-1][panel.latency] <= panel.at_ms:
-        name += ", at least"                            # at a higher rate it might have served more
-    if max(other[0][panel.latency], last[0][panel.latency]) > panel.at_ms:
-        name += ", extrapolated: try lower rates"
-    ours, theirs = (throughput_at(curve, panel.at_ms) for curve in curves)
-    return ratio(name, ours / theirs, options, paper)
-
-
-def throughput_at(curve: list[tuple[float, float]], at_ms: float) -> float:
-    """Turns per second at which a curve of (turns per second, latency) first crosses a latency.
-
-    Between two rates the curve is a straight line: 2.0 turns/s at 30 ms and 2.5 turns/s at 130 ms give
-    2.25 at 80 ms. If the lowest rate is already too slow, the line begins at 0 turns/s and 0 ms. If no
-    rate is too slow, the result is the throughput at the highest rate."""
-    throughput, latency = curve[0]
-    if latency > at_ms:
-        return throughput * at_ms / latency
-    for (below, low), (above, high) in pairwise(curve):
-        if high > at_ms:
-            return below + (at_ms - low) / (high - low) * (above - below)
-    return curve[-1][0]
-
-
-def everyday(options) -> Found:
-    """Stateful against stateless on this machine, under a load that the stateless system cannot carry."""
-    if options.rates and len(options.rates) > 1:
-        raise ValueError(f"this figure compares systems under one load: give --rates one number instead of "
-                         f"{len(options.rates)}, or name another figure, such as fig10")
-    systems = "stateless", "gpu cache", "pensieve"
-    rows, _ = sweep(systems, [], [HERE[0]._replace(rates=(60.0,))], options)
-    stateless, pensieve = rows[0], rows[-1]
-    gain = pensieve["throughput"] / stateless["throughput"]
-    ratios = [ratio("throughput, pensieve / stateless", gain, options)]
-    # The last ratio is the gain that we could expect if every computed token cost the same.
-    for name in ("mean_normalized_latency_ms", "mean_ttft_ms", "computed_tokens"):
-        ratios.append(ratio(f"{name}, stateless / pensieve", stateless[name] / pensieve[name], options))
-    return Found(rows, ratios)
-
+# ---- policies
 
 CPU_GB = 110.0, 165.0, 220.0        # the paper does not say how much of the machine's 220 GB the tier has
 
@@ -236,22 +77,6 @@ def policy_ratios(by_policy: dict[str, dict], options) -> list[dict]:
         ratios.append(ratio(f"{load}: share of the gap from lru to oracle that {policy} closes", closed,
                             options))
     return ratios
-
-
-def fleet(options) -> Found:
-    """Servers behind a router, each under the same load. Ratios compare the routers with one server."""
-    if not at_scale(options):
-        raise ValueError("a fleet is simulated, not measured: add --simulate, and no profile of this machine")
-    panel, = adapted([Panel("opt-13b", "sharegpt", (2.0,))], options)
-    alone = play_fleet((panel, 1, "consistent hashing", options))
-    tasks = [(panel, servers, router, options) for servers in (4, 16, 64) for router in ROUTERS]
-    rows = [alone | dict(system="one server"), *mapped(play_fleet, tasks, options)]
-    ratios = []
-    for row in rows[1:]:
-        slower = row["normalized_latency_ms"] / alone["normalized_latency_ms"]
-        name = f"{row['servers']} servers, {row['system']}: normalized latency / one server"
-        ratios.append(ratio(name, slower, options))
-    return Found(rows, ratios)
 
 
 # ---- single costs
@@ -304,123 +129,7 @@ def costs(cost: RecomputeCost, panel: Panel, options) -> Found:
     return Found(rows, [ratio(name, cost.seconds[-1] / cost.rest, options)])
 
 
-def of_memory(count: Callable, options) -> Found:
-    """A figure of memory.py: it counts slots, and needs neither a device nor a model."""
-    return Found(*count(options.seed))
-
-
-# ---- measured only
-
-def only_measured(options):
-    if options.simulate:
-        raise ValueError(f"{options.figure} is measured, not simulated: leave --simulate out")
-
-
-def on_device(measure: Callable, options) -> Found:
-    """A figure of microbench, on --device, or on CUDA if there is one."""
-    only_measured(options)
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Found(*measure(device, options.seed))
-
-
-def profile(options) -> Found:
-    """The cost of recomputing a chunk (for --profile) and the rates of this machine (for --hardware)."""
-    only_measured(options)
-    panel = adapted(HERE, options)[0]
-    engine = build(System(), panel, [], options)
-    cost = engine.worker.profile()
-    rows, ratios = costs(cost, panel, options)
-    for part in microbench.machine(engine, cost, options.seed):
-        rows += [dict(system=type(part).__name__, name=name, value=value)
-                 for name, value in part._asdict().items()]
-    engine.close()
-    return Found(rows, ratios)
-
-
-CHECKED = "throughput", "mean_ttft_ms", "normalized_latency_ms"
-
-
-def check(options) -> Found:
-    """The simulator's error: the same loads and systems, measured on this machine and simulated for it.
-
-    The machine's rates come first, from `profile`. A point's error is |simulated - measured| / measured."""
-    panel = adapted(HERE, options)[0]
-    rates = profile(options).rows
-    rows, errors = [], {name: [] for name in CHECKED}
-    with TemporaryDirectory() as directory:
-        machine = Path(directory) / "machine.json"
-        machine.write_text(json.dumps(dict(rows=rates)))
-        simulation = argparse.Namespace(**vars(options) | dict(simulate=True, hardware=str(machine)))
-        for rate, system in product(panel.rates, ("stateless", "gpu cache", "pensieve")):
-            measured = play(system, panel, rate, options)
-            simulated = play(system, panel._replace(hardware=str(machine)), rate, simulation)
-            rows += [measured | dict(how="measured"), simulated | dict(how="simulated")]
-            for name in CHECKED:
-                errors[name].append(abs(simulated[name] / measured[name] - 1))
-    return Found(rows, [ratio(f"{name}: mean absolute error of {len(rows) // 2} points, %", 100 * mean(each),
-                              options) for name, each in errors.items()])
-
-
-def serve(options) -> Found:
-    """A running server, under clients that resend their history, and under stateful ones if it can."""
-    panel = adapted(HERE, options)[0]
-    rows = [drive_server("resend", panel, options)]
-    try:
-        rows.append(drive_server("stateful", panel, options))
-    except ValueError as error:
-        print(f"no stateful clients: {error}", file=sys.stderr)
-        return Found(rows, [])
-    resend, stateful = rows
-    ratios = [ratio(f"{name}, resend / stateful", resend[name] / stateful[name], options)
-              for name in ("mean_ttft_ms", "mean_e2el_ms")]
-    return Found(rows, ratios)
-
-
-def drive_server(system: str, panel: Panel, options) -> dict:
-    """The row of one kind of clients, under the names that `vllm bench serve` uses."""
-    rate = panel.rates[0]
-    engine = RemoteEngine(options.url, options.server_key, options.model, stateful=system == "stateful")
-    limit = engine.limit // 2               # the server's chat template adds tokens of its own
-    users = list(cut_to_context(planned(panel, rate, options), limit))
-    if not users:
-        raise ValueError(f"no conversation of {panel.dataset} fits half of {engine.limit} tokens")
-    begin, until = window(panel, rate, options)
-    row = summary(drive(engine, users, options.seed, until=until), begin)
-    row = {name.replace("p50", "median"): value for name, value in row.items()}
-    return dict(system=system, model=engine.model, dataset=panel.dataset, request_rate=rate,
-                request_throughput=row["throughput"], **row)
-
-
-# ---- all figures by name
-
-def over_seeds(run: Callable, seeds: int, options) -> Found:
-    """The figure for `seeds` loads. A row tells its seed; a ratio is the mean, with the standard deviation
-    as its spread."""
-    each = []
-    for seed in range(options.seed, options.seed + seeds):
-        each.append(run(argparse.Namespace(**vars(options) | dict(seed=seed))))
-    if seeds == 1:
-        return each[0]
-    rows = [row | dict(seed=options.seed + n) for n, found in enumerate(each) for row in found.rows]
-    ratios = []
-    for same in zip(*(found.ratios for found in each), strict=True):
-        values = [one["ours"] for one in same]
-        name = max((one["name"] for one in same), key=len)          # with all doubts: "at least"
-        ratios.append(same[0] | dict(name=name, ours=mean(values), spread=stdev(values)))
-    return Found(rows, ratios)
-
-
-class Figure(NamedTuple):
-    run: Callable[[argparse.Namespace], Found]
-    about: str                      # a line for --help
-    x: str                          # of its plot: a field of its rows
-    y: str
-    columns: tuple = ()             # of its table: fields of its rows; none: a line for each field
-    bars: tuple = ()                # fields to draw as bars, a bar for each row, instead of y over x
-    seeds: int = 1                  # loads of other seeds over which it is repeated, to know the spread
-
+# ---- all of them, by name
 
 def latency_figure(run: Callable, about: str, x: str = "throughput", y: str = "normalized_latency_ms"
                    ) -> Figure:
@@ -430,20 +139,8 @@ def latency_figure(run: Callable, about: str, x: str = "throughput", y: str = "n
         "cpu_hit_rate", "hits_of_attainable", "turnovers"))
 
 
-def microbenchmark(measure: Callable, about: str, *more: str) -> Figure:
-    columns = "system", "model", "dataset", "context", "seconds"
-    return Figure(partial(on_device, measure), about, "context", "seconds", columns + more)
-
-
-# share: the time that the device's own rates would allow, divided by the time taken
-RATES = "share", "gbytes_per_second", "tflops"
-
 # Times are of two cores, without a GPU. A simulation takes less time with --rates, --seconds or --model.
-FIGURES = {
-    "default": Figure(
-        everyday, "three systems on the embedded model, measured here (1 minute)",
-        "request_rate", "normalized_latency_ms",
-        bars=("mean_ttft_ms", "normalized_latency_ms", "throughput", "computed_tokens")),
+PAPER = {
     "fig3": Figure(
         fig3, "seconds to prefill a history, and to generate the reply (10 s, simulated too)",
         "history", "seconds", ("system", "history", "seconds")),
@@ -456,8 +153,6 @@ FIGURES = {
     "fig11": latency_figure(
         partial(sweep, BASELINES + ("pensieve",), FOUR_GPUS, HERE),
         "latency over throughput of larger models, four GPUs (3 minutes; simulated: hours)"),
-    "fig12": microbenchmark(
-        microbench.kernel, "attention over scattered slots, as kernel, which is the same (15 s)", *RATES),
     "fig13": latency_figure(
         partial(sweep, ("separate phases", "pensieve"), [LLAMA], HERE),
         "prefill and decode in one batch or in batches of their own (2 minutes; simulated: 10)"),
@@ -469,35 +164,7 @@ FIGURES = {
                 [LLAMA._replace(think=think) for think in (60.0, 120.0, 300.0, 600.0)],
                 [HERE[0]._replace(think=think) for think in (0.1, 0.4, 1.6)]),
         "stateless and Pensieve, by the users' think time (6 minutes; simulated: 40)"),
-    "fleet": Figure(
-        fleet, "1, 4, 16 and 64 servers behind three kinds of routers (simulated only: half an hour)",
-        "servers", "normalized_latency_ms",
-        ("system", "servers", "hit_rate", "busiest_server", "throughput", "normalized_latency_ms",
-         "p99_ttft_ms", "mean_ttft_ms")),
     "draft": latency_figure(
         partial(sweep, ("vllm then", "stateless", "pensieve", "draft"), DRAFT, HERE),
         "the system of the paper's draft, on its datasets (3 minutes; simulated: hours)"),
-    "waste": Figure(
-        partial(of_memory, memory.waste), "how many slots of a cache hold KV, by who gives them (1 minute)",
-        "running", "tokens_per_second", ("system", "dataset", "kv_share", "running", "tokens_per_second")),
-    "sharing": Figure(
-        partial(of_memory, memory.sharing), "slots that several replies to a prompt save together (20 s)",
-        "replies", "saved", ("system", "dataset", "chunk", "replies", "saved")),
-    "serve": Figure(
-        serve, "a running server (--url), for clients that resend their history or need not (1 minute)",
-        "request_rate", "mean_ttft_ms"),
-    "profile": Figure(
-        profile, "the rates of this machine, to be saved for --hardware and --profile (10 s)",
-        "context", "seconds", ("system", "context", "seconds", "name", "value")),
-    "check": Figure(
-        check, "the simulator's error on this machine: twelve points, measured and simulated (5 minutes)",
-        "request_rate", "normalized_latency_ms", ("system", "how", "request_rate", *CHECKED)),
-    "kernel": microbenchmark(
-        microbench.kernel, "attention over scattered slots, against other ways to compute it (15 s)", *RATES),
-    "swap": microbenchmark(
-        microbench.swap, "copies between the tiers, alone and behind a step (1 minute)", *RATES),
-    "step": microbenchmark(
-        microbench.step, "decodes and prompts through the engine, and in transformers (40 s)", *RATES),
-    "scheduling": microbenchmark(
-        microbench.scheduling, "the host's work for a step, beside 100,000 idle conversations (2 minutes)"),
 }

@@ -315,7 +315,7 @@ def swap(device: str, seed: int) -> Found:
         model, chunks, batch, context, prompt = "opt-125m", 16, 4, 128, 32
     history = CHUNK * chunks
     num_slots = batch * context + 2 * history + prompt
-    decoder = random_model(model, device, bench.dtype, seed)
+    decoder = random_model(model, device, bench.dtype, seed=seed)
     worker = Worker(decoder, num_slots, 2 * chunks, CHUNK, batch + 1, history + prompt)
     speed_up(worker)
     slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(seed)).tolist()

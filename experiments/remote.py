@@ -17,6 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from types import SimpleNamespace
 
 from scheduler import SOURCES
@@ -31,8 +32,7 @@ class RemoteTurn:
 
     def __init__(self):
         self.request = self
-        self.generated: list[float] = []            # the time at which each piece of text came
-        self.finish_reason: str | None = None       # set last: from now on nothing changes
+        self.times: list[float] = []                # when each piece of text came
         self.text = ""
         self.token_ids = ()                         # only its length is known
         self.usage: dict = {}
@@ -41,7 +41,7 @@ class RemoteTurn:
     def grow(self, piece: str | None, now: float):
         if piece:
             self.text += piece
-            self.generated.append(now)
+            self.times.append(now)
 
     def result(self) -> "RemoteTurn":
         """ValueError: the server refused the turn, or did not answer as it should."""
@@ -77,9 +77,10 @@ class RemoteEngine:
         count = max(1, round(len(prompt) / self.tokens_per_word))
         return dict(role="user", content=" ".join(WORDS[number] for number in prompt[:count]))
 
-    def submit(self, prompt: list[int], conversation: str, max_tokens: int, ignore_eos: bool) -> RemoteTurn:
+    def submit(self, prompt: list[int], conversation: str, max_tokens: int, ignore_eos: bool,
+               on_end: Callable[[RemoteTurn], None]) -> RemoteTurn:
         turn, extra = RemoteTurn(), dict(ignore_eos=ignore_eos)
-        arguments = turn, self.message(prompt), conversation, extra, max_tokens
+        arguments = turn, self.message(prompt), conversation, extra, max_tokens, on_end
         threading.Thread(target=self.run, args=arguments, daemon=True).start()
         return turn
 
@@ -89,18 +90,17 @@ class RemoteEngine:
 
     # ---- one turn, in its thread
 
-    def run(self, turn, message, conversation, extra, max_tokens):
+    def run(self, turn, message, conversation, extra, max_tokens, on_end):
         post = self.respond if self.stateful else self.resend
         try:
             post(turn, message, conversation, extra, max_tokens)
-            turn.generated = turn.generated or [self.clock()]       # a reply without text
+            turn.times = turn.times or [self.clock()]               # a reply without text
             turn.token_ids = range(turn.usage["completion_tokens"])
         except Exception as error:
             if not isinstance(error, ValueError):
                 error = ValueError(f"{self.url} did not answer as it should: {error!r}")
             turn.error = error
-            turn.generated = [self.clock()]
-        turn.finish_reason = "length"
+        on_end(turn)
 
     def resend(self, turn, message, conversation, extra, max_tokens):
         """A turn through chat completions."""

@@ -13,7 +13,7 @@ normalized latency, the seconds per token of the reply:
 
     due at 10 s, first token at 12 s, 100th and last token at 22 s:   ttft 2 s, normalized latency 0.12 s
 
-`options`, here and in figures.py, are the parsed flags of bench.py, which explains them.
+`options`, here and in all figures, are the parsed flags of bench.py, which explains them.
 
 Invariant: the same seed gives the same simulation, to the last digit.
 """
@@ -21,11 +21,10 @@ import heapq
 import json
 import math
 import time
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing import parent_process
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import Callable, Iterator, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -54,15 +53,6 @@ class Served(NamedTuple):
     recomputed_seconds: float = 0.0     # what the batches needed for its recomputed tokens, see Recomputation
 
 
-@dataclass
-class Active:
-    """A turn that the engine serves now."""
-    due: float
-    conversation: int                   # its number
-    index: int                          # of the turn in the conversation
-    first_token: float | None = None
-
-
 class Recomputation:
     """The seconds that each turn's recomputed tokens cost: the sum that the retention value minimises."""
 
@@ -73,14 +63,54 @@ class Recomputation:
         self.seconds: dict[str, float] = {}                     # conversation -> of its present turn
 
     def count(self, batch):
-        """Positions before those that are new to the conversation have been computed before."""
+        """Positions before those that are new to the conversation have been computed before. A decode has
+        a new position only."""
         for request, start, end in batch.spans:
+            if not request.prefilling:
+                continue
             usage = request.usage
             seen = usage["gpu"] + usage["cpu"] + usage["recomputed"]
             if start < seen:
                 begin, done = np.interp([start, min(end, seen)], self.ends, self.until)
                 name = request.conversation.name
-                self.seconds[name] = self.seconds.get(name, 0.0) + done - begin
+                self.seconds[name] = self.seconds.get(name, 0.0) + float(done - begin)
+
+
+class Users:
+    """They submit turns to an engine, and think about the replies. A turn is (due time, number of its
+    conversation, its index in it)."""
+
+    def __init__(self, engine, conversations: list[PlannedConversation], seed: int,
+                 foresee: Callable | None):
+        self.engine, self.conversations, self.foresee = engine, conversations, foresee
+        self.rng = np.random.default_rng([seed, 2])     # the load's random numbers come from other streams
+        self.due = [(conversation.arrival, number, 0) for number, conversation in enumerate(conversations)]
+        heapq.heapify(self.due)                         # turns that nobody has submitted yet
+        self.serving: dict[object, tuple] = {}          # handle -> the turn that the engine serves now
+        self.ended: list = []                           # of these handles the ones whose reply is complete
+
+    def submit_due(self, now: float):
+        while self.due and self.due[0][0] <= now:
+            _, number, index = turn = heapq.heappop(self.due)
+            name, turns, _ = self.conversations[number]
+            if self.foresee:
+                is_last = index + 1 == len(turns)
+                self.foresee(name, math.inf if is_last else turns[index + 1].think_seconds)
+            prompt = self.rng.integers(self.engine.worker.vocab_size, size=turns[index].input_tokens).tolist()
+            handle = self.engine.submit(prompt, name, max_tokens=turns[index].output_tokens, ignore_eos=True,
+                                        on_end=self.ended.append)
+            self.serving[handle] = turn
+
+    def read_replies(self, now: float) -> Iterator[tuple[str, float, object]]:
+        """Yield (conversation, due time, handle) of each reply that is complete. Its user begins to think
+        about the next turn."""
+        while self.ended:
+            handle = self.ended.pop(0)
+            due, number, index = self.serving.pop(handle)
+            name, turns, _ = self.conversations[number]
+            if index + 1 < len(turns):
+                heapq.heappush(self.due, (now + turns[index + 1].think_seconds, number, index + 1))
+            yield name, due, handle
 
 
 def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Callable = time.sleep,
@@ -91,58 +121,37 @@ def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Ca
     engine: an Engine or a RemoteEngine. sleep(seconds): how to wait for the next turn.
     foresee(name, seconds): is told, with every turn, how long its user will think about the reply.
     """
-    rng = np.random.default_rng([seed, 2])          # the load's random numbers come from other streams
+    users, served = Users(engine, conversations, seed, foresee), []
+    recomputed = watch_recomputation(engine) if isinstance(engine, Engine) else {}
     begin, now = engine.clock(), 0.0
-    due = [(conversation.arrival, number, 0) for number, conversation in enumerate(conversations)]
-    heapq.heapify(due)                              # of (time, conversation, turn)
-    active: dict[object, Active] = {}               # by handle
-    served = []
-    recomputation = None
-    if isinstance(engine, Engine):
-        policy = engine.cache.policy
-        recomputation = Recomputation(policy.cost, policy.chunk_size, engine.scheduler.limit)
-    # In a terminal only (None), and not in the processes of parallel simulations.
-    progress = tqdm(total=sum(len(conversation.turns) for conversation in conversations), unit="turn",
-                    leave=False, disable=True if parent_process() else None)
-
-    def submit(when: float, number: int, index: int):
-        name, turns, _ = conversations[number]
-        if foresee:
-            is_last = index + 1 == len(turns)
-            foresee(name, math.inf if is_last else turns[index + 1].think_seconds)
-        prompt = rng.integers(engine.worker.vocab_size, size=turns[index].input_tokens).tolist()
-        handle = engine.submit(prompt, name, max_tokens=turns[index].output_tokens, ignore_eos=True)
-        active[handle] = Active(when, number, index)
-
-    while (due or active) and now < until:
-        while due and due[0][0] <= now:
-            submit(*heapq.heappop(due))
-        if active:
-            batch = engine.step()
-            if recomputation:
-                recomputation.count(batch)
-        else:
-            sleep(due[0][0] - now)
-        now = engine.clock() - begin
-        for handle, turn in list(active.items()):
-            request = handle.request
-            if not request or not request.generated:
-                continue                            # it waits, or its prompt is not computed yet
-            if turn.first_token is None:
-                turn.first_token = now
-            if request.finish_reason:
-                del active[handle]
-                reply = handle.result()
-                name = conversations[turn.conversation].name
-                seconds = recomputation.seconds.pop(name, 0.0) if recomputation else 0.0
-                served.append(Served(turn.due, turn.first_token, now, len(reply.token_ids), reply.usage,
-                                     seconds))
+    with progress_bar(sum(len(conversation.turns) for conversation in conversations)) as progress:
+        while (users.due or users.serving) and now < until:
+            users.submit_due(now)
+            if users.serving:
+                engine.step()
+            else:
+                sleep(users.due[0][0] - now)
+            now = engine.clock() - begin
+            for name, due, handle in users.read_replies(now):
+                reply, first_token = handle.result(), handle.request.times[0] - begin
+                served.append(Served(due, first_token, now, len(reply.token_ids), reply.usage,
+                                     recomputed.pop(name, 0.0)))
                 progress.update()
-                later = conversations[turn.conversation].turns[turn.index + 1:]
-                if later:
-                    heapq.heappush(due, (now + later[0].think_seconds, turn.conversation, turn.index + 1))
-    progress.close()
     return served
+
+
+def watch_recomputation(engine: Engine) -> dict[str, float]:
+    """Conversation -> the seconds that its present turn's recomputed tokens have cost. It grows as the engine
+    steps."""
+    policy = engine.cache.policy
+    recomputation = Recomputation(policy.cost, policy.chunk_size, engine.scheduler.limit)
+    engine.watchers.append(recomputation.count)
+    return recomputation.seconds
+
+
+def progress_bar(turns: int) -> tqdm:
+    """In a terminal only (None), and not in the processes of parallel simulations."""
+    return tqdm(total=turns, unit="turn", leave=False, disable=True if parent_process() else None)
 
 
 def summary(served: list[Served], begin: float = 0.0) -> dict:
@@ -238,6 +247,7 @@ GPU_BYTES = 40e9
 SIMULATED = dict(max_running=256, max_batch_tokens=2048)
 # For the embedded model. The conversations of "many turns" need some 48,000 tokens together.
 MEASURED = dict(gpu_cache_tokens=10240, cpu_cache_tokens=40960)
+HERE = [Panel("tiny_chat", "many turns", (20.0, 40.0, 60.0, 80.0), think=0.1)]
 
 
 def at_scale(options) -> bool:

@@ -103,6 +103,7 @@ class SimulatedWorker:
         self.memory = hardware.memory * operators.memory * gpus
         self.link = hardware.host_link * operators.link * gpus
         self.peer = hardware.peer_link * operators.link
+        self.attention_flop = 4 * shape.num_layers * shape.num_heads * shape.head_dim   # of a query and a key
         self.out_ends = 0.0                 # when the link out of the GPUs is free
         self.flights = []                   # (end, tickets) of the copies under way, the first to end first
 
@@ -112,6 +113,7 @@ class SimulatedWorker:
         Copies out start after this batch's copies in and after all earlier copies out. They may last
         longer than the step; their tickets land in the first step that ends later."""
         begin = self.clock()
+        samples = sum([span.samples for span in batch.spans])
         arriving = self.arriving_seconds(batch.swap_in)
         if batch.swap_in:
             self.flights.append((begin + arriving, batch.swap_in))
@@ -122,14 +124,14 @@ class SimulatedWorker:
 
         end = begin
         if batch.spans:
-            end = begin + self.overlapped(arriving, self.step_seconds(batch.spans))
+            end = begin + self.overlapped(arriving, self.step_seconds(batch.spans, samples))
         elif self.flights:
             end = max(begin, self.flights[0][0])
         self.clock.sleep(end - begin)
 
         landed = [ticket for at, tickets in self.flights if at <= end for ticket in tickets]
         self.flights = [flight for flight in self.flights if flight[0] > end]
-        return Result([0] * sum(span.samples for span in batch.spans), landed)
+        return Result([0] * samples, landed)
 
     def overlapped(self, copy: float, compute: float) -> float:
         """Seconds of a step; copy: of all its copies in; compute: of all its layers.
@@ -143,10 +145,9 @@ class SimulatedWorker:
         layers = self.shape.num_layers
         return max(copy / layers + compute, copy + compute / layers)
 
-    def step_seconds(self, spans: list[Span]) -> float:
-        tokens = sum(span.end - span.start for span in spans)
-        samples = sum(span.samples for span in spans)
-        attention = sum(self.attention_seconds(end - start, end) for _, start, end in spans)
+    def step_seconds(self, spans: list[Span], samples: int) -> float:
+        tokens = sum([end - start for _, start, end in spans])
+        attention = sum([self.attention_seconds(end - start, end) for _, start, end in spans])
         return self.linear_seconds(tokens, samples) + attention + len(spans) * self.operators.per_span
 
     def linear_seconds(self, tokens: int, samples: int) -> float:
@@ -166,9 +167,8 @@ class SimulatedWorker:
         """Seconds of one span's attention in all layers: its products, or reading its KV.
 
         The queries of the span [2, 5) have q_len 3 and kv_len 5; they see 3 + 4 + 5 = 12 positions."""
-        shape = self.shape
         seen = q_len * kv_len - q_len * (q_len - 1) / 2
-        compute = 4 * shape.num_layers * shape.num_heads * shape.head_dim * seen / self.attention_flops
+        compute = self.attention_flop * seen / self.attention_flops
         return max(compute, kv_len * self.token_bytes / self.memory)
 
     def copy_seconds(self, tickets) -> float:

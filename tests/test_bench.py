@@ -8,7 +8,7 @@ import pytest
 import bench
 from engine import Engine
 from eviction import POLICIES, RecomputeCost
-from experiments import fleet, figures, memory as memory_file, run
+from experiments import curves, fleet, memory as memory_file, run
 from experiments.policies import EXPERIMENTS
 from experiments.workload import PlannedConversation, PlannedTurn
 
@@ -143,21 +143,21 @@ def test_the_simulator_is_checked_against_measured_runs(tmp_path, monkeypatch):
 
 def test_throughput_is_read_where_the_curve_crosses():
     curve = [(1.0, 20.0), (2.0, 30.0), (2.5, 130.0)]
-    assert figures.throughput_at(curve, 80.0) == pytest.approx(2.25)
-    assert figures.throughput_at(curve, 500.0) == 2.5
-    assert figures.throughput_at(curve, 10.0) == pytest.approx(0.5)
+    assert curves.throughput_at(curve, 80.0) == pytest.approx(2.25)
+    assert curves.throughput_at(curve, 500.0) == 2.5
+    assert curves.throughput_at(curve, 10.0) == pytest.approx(0.5)
     rows = [dict(throughput=throughput, normalized_latency_ms=latency, system="any")
             for throughput, latency in curve]
     for at_ms, doubt in ((80.0, ""), (500.0, "at least"), (10.0, "extrapolated")):
-        panel = figures.HERE[0]._replace(at_ms=at_ms)
-        name = figures.compared(panel, rows, rows, None, bench.parse_flags([]))["name"]
+        panel = run.HERE[0]._replace(at_ms=at_ms)
+        name = curves.compared(panel, rows, rows, None, bench.parse_flags([]))["name"]
         assert name.endswith("any / any") if not doubt else doubt in name
 
 
 def test_seeds_give_the_spread():
     def run(options):
-        return figures.Found([dict(x=options.seed)], [dict(name="r", paper=None, ours=options.seed, how="")])
-    rows, [ratio] = figures.over_seeds(run, 3, bench.parse_flags(["--seed", "4"]))
+        return curves.Found([dict(x=options.seed)], [dict(name="r", paper=None, ours=options.seed, how="")])
+    rows, [ratio] = curves.over_seeds(run, 3, bench.parse_flags(["--seed", "4"]))
     assert [row["seed"] for row in rows] == [row["x"] for row in rows] == [4, 5, 6]
     assert ratio["ours"] == 5 and ratio["spread"] == 1
 
@@ -168,13 +168,13 @@ def test_a_plot_is_drawn(tmp_path):
             for system in "ab" for x in (1.0, 2.0)]
     bars = [dict(row, request_rate=60.0, mean_ttft_ms=9.5, computed_tokens=126_200) for row in rows[::2]]
     for name, drawn in (("fig10", rows), ("default", bars)):
-        bench.plot(figures.FIGURES[name], drawn, str(tmp_path / name))
+        bench.plot(bench.FIGURES[name], drawn, str(tmp_path / name))
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_figure_can_be_plotted():
     """Its axes and bars have words."""
-    for figure in figures.FIGURES.values():
+    for figure in bench.FIGURES.values():
         assert {*(figure.bars or (figure.x, figure.y))} <= bench.WORDS.keys()
 
 

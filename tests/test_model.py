@@ -443,11 +443,16 @@ def test_random_models_repeat_and_their_seeds_differ(kind, monkeypatch):
     monkeypatch.setitem(PRESETS, "tiny", ModelConfig(
         vocab_size=1000, num_layers=2, num_heads=4, num_kv_heads=2, width=64, ffn_width=128,
         max_context=32, **kind))
-    one, same, other = (random_model("tiny", "cpu", torch.bfloat16, seed) for seed in (3, 3, 4))
+    one, same, other = (random_model("tiny", "cpu", torch.bfloat16, seed=n) for n in (3, 3, 4))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters()))
     assert not torch.equal(one.tokens.weight, other.tokens.weight)
     assert one.tokens.weight.float().std().item() == pytest.approx(0.02, rel=0.02)
     assert run(one, tokens(3))[0].std() > 0.01
+    longer = Engine("tiny", random_weights=True, max_context=70, device="cpu", gpu_cache_tokens=80)
+    assert len(longer.generate([1] * 65, max_tokens=5).token_ids) == 5              # twice the preset's 32
+    with pytest.raises(ValueError, match="70"):
+        longer.generate([1] * 66, max_tokens=5)
+    longer.close()
     with pytest.raises(ValueError, match="gpt5.*opt-13b"):
         random_model("gpt5", "cpu", torch.float32)
 

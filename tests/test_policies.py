@@ -3,7 +3,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from eviction import RecomputeCost
 from experiments.policies import ReturnChance, ReuseByCategory, TailOptimized
@@ -50,6 +50,7 @@ def test_return_chance_weighs_the_retention_value():
     assert policy.value(policy.key(idle(1), 1, 9), 60.0) < policy.value(key, 60.0)
 
 
+@settings(deadline=None)                    # a busy machine takes its time
 @given(st.sampled_from([ReuseByCategory, ReturnChance]), st.integers(1, 8), st.integers(0, 50),
        st.floats(1e-3, 1e5), st.floats(1e-3, 1e5))
 def test_no_value_rises_with_idle_time(kind, turns, index, one, other):
@@ -63,7 +64,7 @@ learnt_once = {kind: learnt(kind(COST, 32)) for kind in (ReuseByCategory, Return
 
 def test_seconds_of_recomputation():
     """Of 70 tokens 64 were seen before; positions 16 to 48 are half of a chunk of 40 ms, half of 60 ms."""
-    request = SimpleNamespace(conversation=SimpleNamespace(name="c"),
+    request = SimpleNamespace(conversation=SimpleNamespace(name="c"), prefilling=True,
                               usage=dict(gpu=0, cpu=32, recomputed=32, new=6))
     counted = Recomputation(COST, 32, 100)
     counted.count(SimpleNamespace(spans=[(request, 16, 48), (request, 64, 70)]))

@@ -25,7 +25,7 @@ def worker(hardware=ROUND, operators=IDEAL, **options):
 
 
 def request(total, samples=True):
-    return SimpleNamespace(total=total if samples else total + 1)
+    return SimpleNamespace(conversation=SimpleNamespace(tokens=[0] * (total if samples else total + 1)))
 
 
 def batch(*spans, swap_in=(), swap_out=()):

@@ -1,0 +1,172 @@
+"""Curves: systems under rising load, and how two of them are compared (paper §6).
+
+    sweep       most figures: each system in each panel, at rising request rates
+
+A panel is one diagram of a figure: a model, a dataset and request rates. A system's rows in a panel are
+its curve, latency over throughput. A ratio compares two curves, beside the ratio that the paper reports:
+
+    latency       stateless        pensieve
+                      |                |
+    at_ms ............|................|....        the ratio is that of the throughputs at at_ms:
+                     /                /
+            ________/________________/              pensieve / stateless = 2.7 / 2.1 = 1.29
+                   2.1              2.7 turns/s
+
+The figures themselves are in figures.py (those of the paper) and more_figures.py (all others). Every figure
+is a function of the parsed flags of bench.py (`options`). It returns rows, one for each run, and ratios.
+"""
+import argparse
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import chain, pairwise
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Callable, NamedTuple
+
+from tqdm import tqdm
+
+from experiments.run import Panel, at_scale, play
+
+
+class Found(NamedTuple):
+    """What a figure returns."""
+    rows: list[dict]
+    ratios: list[dict]
+
+
+def ratio(name: str, ours: float, options, paper: float | None = None) -> dict:
+    return dict(name=name, paper=paper, ours=ours, how="simulated" if options.simulate else "measured")
+
+
+class Figure(NamedTuple):
+    run: Callable[[argparse.Namespace], Found]
+    about: str                      # a line for --help
+    x: str                          # of its plot: a field of its rows
+    y: str
+    columns: tuple = ()             # of its table: fields of its rows; none: a line for each field
+    bars: tuple = ()                # fields to draw as bars, a bar for each row, instead of y over x
+    seeds: int = 1                  # loads of other seeds over which it is repeated, to know the spread
+
+
+def sweep(systems: tuple[str, ...], simulated: list[Panel], measured: list[Panel], options) -> Found:
+    """Run every system in every panel. Ratios compare the last system with each of the others.
+
+    simulated, measured: the panels at the paper's scale, and those of this machine.
+    ValueError: the figure has no panels at the scale that the flags ask for."""
+    panels = simulated if at_scale(options) else measured
+    if not panels:
+        raise ValueError("this figure is of one machine: leave --simulate out, add --hardware with its "
+                         "profile, or name one of the paper's figures, such as fig10")
+    panels = adapted(panels, options)
+    curves = play_curves(systems, panels, options)
+    *others, last = systems
+    ratios = []
+    for panel in panels:
+        for other in others:
+            paper = {"vllm then": panel.paper, "stateless, fused": panel.paper_fused}.get(other)
+            ratios.append(compared(panel, curves[panel, other], curves[panel, last], paper, options))
+    return Found(list(chain(*curves.values())), ratios)
+
+
+def adapted(panels: list[Panel], options) -> list[Panel]:
+    """The panels as the flags change them: --model, --dataset, --rates, --think, --at-ms, --gpus,
+    --hardware, --cpu-gb.
+
+    A --trace replaces all panels by one, for a long-context model on H100 GPUs."""
+    if options.trace:
+        has_times = any(conversation.arrival or conversation.thinks for conversation in options.conversations)
+        rates, think = ((None,), "own") if has_times else (panels[0].rates, panels[0].think)
+        gpus = 4 if at_scale(options) else 1
+        panels = [Panel("llama2-13b-gqa", Path(options.trace).stem, rates, gpus=gpus, hardware="h100",
+                        think=think)]
+    changes = {}
+    for field in Panel._fields:
+        value = getattr(options, field, None)
+        if value is not None:
+            changes[field] = value
+    if changes:
+        # No longer the paper's panels.
+        panels = [panel._replace(paper=None, paper_fused=None, **changes) for panel in panels]
+    return list(dict.fromkeys(panels))          # --model and --dataset together make several panels one
+
+
+def play_curves(systems: tuple[str, ...], panels: list[Panel], options) -> dict[tuple, list[dict]]:
+    """(panel, system) -> its curve."""
+    tasks = [(panel, system, options) for panel in panels for system in systems]
+    curves = mapped(play_curve, tasks, options)
+    return {(panel, system): curve for (panel, system, _), curve in zip(tasks, curves)}
+
+
+def mapped(function: Callable, tasks: list, options) -> list:
+    """function(task) for each task. Simulations run on all cores at once, measured runs one by one."""
+    progress = partial(tqdm, total=len(tasks), unit="run", leave=False, disable=None)
+    jobs = min(options.jobs, len(tasks)) if options.simulate else 1
+    if jobs == 1:
+        return list(progress(map(function, tasks)))
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        return list(progress(pool.map(function, tasks)))
+
+
+def play_curve(task: tuple[Panel, str, argparse.Namespace]) -> list[dict]:
+    """The rows of one system in one panel at rising rates, until its latency is above twice at_ms."""
+    panel, system, options = task
+    rows = []
+    for rate in panel.rates:
+        row = play(system, panel, rate, options)
+        rows.append(row)
+        if panel.at_ms and row[panel.latency] > 2 * panel.at_ms:
+            break
+    return rows
+
+
+def compared(panel: Panel, other: list[dict], last: list[dict], paper: float | None, options) -> dict:
+    """The ratio of two curves: of their throughputs at the panel's at_ms.
+
+    If the panel has no at_ms, we compare the latencies at the highest rate."""
+    systems = f"{last[0]['system']} / {other[0]['system']}"
+    if panel.at_ms is None:
+        ours = last[-1][panel.latency] / other[-1][panel.latency]
+        return ratio(f"{panel}: latency at the highest rate, {systems}", ours, options)
+
+    percentile = "p90 " if panel.latency.startswith("p90") else ""
+    name = f"{panel}: throughput at {percentile}{panel.at_ms:g} ms per token, {systems}"
+    curves = [[(row["throughput"], row[panel.latency]) for row in rows] for rows in (last, other)]
+    if last[-1][panel.latency] <= panel.at_ms:
+        name += ", at least"                            # at a higher rate it might have served more
+    if max(other[0][panel.latency], last[0][panel.latency]) > panel.at_ms:
+        name += ", extrapolated: try lower rates"
+    ours, theirs = (throughput_at(curve, panel.at_ms) for curve in curves)
+    return ratio(name, ours / theirs, options, paper)
+
+
+def throughput_at(curve: list[tuple[float, float]], at_ms: float) -> float:
+    """Turns per second at which a curve of (turns per second, latency) first crosses a latency.
+
+    Between two rates the curve is a straight line: 2.0 turns/s at 30 ms and 2.5 turns/s at 130 ms give
+    2.25 at 80 ms. If the lowest rate is already too slow, the line begins at 0 turns/s and 0 ms. If no
+    rate is too slow, the result is the throughput at the highest rate."""
+    throughput, latency = curve[0]
+    if latency > at_ms:
+        return throughput * at_ms / latency
+    for (below, low), (above, high) in pairwise(curve):
+        if high > at_ms:
+            return below + (at_ms - low) / (high - low) * (above - below)
+    return curve[-1][0]
+
+
+def over_seeds(run: Callable, seeds: int, options) -> Found:
+    """The figure for `seeds` loads. A row tells its seed; a ratio is the mean, with the standard deviation
+    as its spread."""
+    each = []
+    for seed in range(options.seed, options.seed + seeds):
+        each.append(run(argparse.Namespace(**vars(options) | dict(seed=seed))))
+    if seeds == 1:
+        return each[0]
+    rows = [row | dict(seed=options.seed + n) for n, found in enumerate(each) for row in found.rows]
+    ratios = []
+    for same in zip(*(found.ratios for found in each), strict=True):
+        values = [one["ours"] for one in same]
+        name = max((one["name"] for one in same), key=len)          # with all doubts: "at least"
+        ratios.append(same[0] | dict(name=name, ours=mean(values), spread=stdev(values)))
+    return Found(rows, ratios)

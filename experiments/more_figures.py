@@ -1,0 +1,198 @@
+"""The other figures: of this machine and its parts, of a running server, of many servers, of memory.
+
+    default, profile, check                         the embedded model on this machine
+    fig12, kernel, swap, step, scheduling           parts of the engine (microbench.py)
+    serve                                           a server that runs already
+    fleet, waste, sharing                           simulated, or only counted
+
+`MORE`, at the end of this file, names them all. curves.py says what a figure is.
+"""
+import argparse
+import json
+import sys
+from functools import partial
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from tempfile import TemporaryDirectory
+from typing import Callable
+
+import torch
+
+from experiments import memory, microbench
+from experiments.curves import Figure, Found, adapted, mapped, ratio, sweep
+from experiments.figures import costs
+from experiments.fleet import ROUTERS, play_fleet
+from experiments.remote import RemoteEngine
+from experiments.run import HERE, Panel, System, at_scale, build, drive, planned, play, summary, window
+from experiments.workload import cut_to_context
+
+
+def everyday(options) -> Found:
+    """Stateful against stateless on this machine, under a load that the stateless system cannot carry."""
+    if options.rates and len(options.rates) > 1:
+        raise ValueError(f"this figure compares systems under one load: give --rates one number instead of "
+                         f"{len(options.rates)}, or name another figure, such as fig10")
+    systems = "stateless", "gpu cache", "pensieve"
+    rows, _ = sweep(systems, [], [HERE[0]._replace(rates=(60.0,))], options)
+    stateless, pensieve = rows[0], rows[-1]
+    gain = pensieve["throughput"] / stateless["throughput"]
+    ratios = [ratio("throughput, pensieve / stateless", gain, options)]
+    # The last ratio is the gain that we could expect if every computed token cost the same.
+    for name in ("mean_normalized_latency_ms", "mean_ttft_ms", "computed_tokens"):
+        ratios.append(ratio(f"{name}, stateless / pensieve", stateless[name] / pensieve[name], options))
+    return Found(rows, ratios)
+
+
+def fleet(options) -> Found:
+    """Servers behind a router, each under the same load. Ratios compare the routers with one server."""
+    if not at_scale(options):
+        raise ValueError("a fleet is simulated, not measured: add --simulate, and no profile of this machine")
+    panel, = adapted([Panel("opt-13b", "sharegpt", (2.0,))], options)
+    alone = play_fleet((panel, 1, "consistent hashing", options))
+    tasks = [(panel, servers, router, options) for servers in (4, 16, 64) for router in ROUTERS]
+    rows = [alone | dict(system="one server"), *mapped(play_fleet, tasks, options)]
+    ratios = []
+    for row in rows[1:]:
+        slower = row["normalized_latency_ms"] / alone["normalized_latency_ms"]
+        name = f"{row['servers']} servers, {row['system']}: normalized latency / one server"
+        ratios.append(ratio(name, slower, options))
+    return Found(rows, ratios)
+
+
+def of_memory(count: Callable, options) -> Found:
+    """A figure of memory.py: it counts slots, and needs neither a device nor a model."""
+    return Found(*count(options.seed))
+
+
+# ---- measured only
+
+def only_measured(options):
+    if options.simulate:
+        raise ValueError(f"{options.figure} is measured, not simulated: leave --simulate out")
+
+
+def on_device(measure: Callable, options) -> Found:
+    """A figure of microbench, on --device, or on CUDA if there is one."""
+    only_measured(options)
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Found(*measure(device, options.seed))
+
+
+def profile(options) -> Found:
+    """The cost of recomputing a chunk (for --profile) and the rates of this machine (for --hardware)."""
+    only_measured(options)
+    panel = adapted(HERE, options)[0]
+    engine = build(System(), panel, [], options)
+    cost = engine.worker.profile()
+    rows, ratios = costs(cost, panel, options)
+    for part in microbench.machine(engine, cost, options.seed):
+        rows += [dict(system=type(part).__name__, name=name, value=value)
+                 for name, value in part._asdict().items()]
+    engine.close()
+    return Found(rows, ratios)
+
+
+CHECKED = "throughput", "mean_ttft_ms", "normalized_latency_ms"
+
+
+def check(options) -> Found:
+    """The simulator's error: the same loads and systems, measured on this machine and simulated for it.
+
+    The machine's rates come first, from `profile`. A point's error is |simulated - measured| / measured."""
+    panel = adapted(HERE, options)[0]
+    rates = profile(options).rows
+    rows, errors = [], {name: [] for name in CHECKED}
+    with TemporaryDirectory() as directory:
+        machine = Path(directory) / "machine.json"
+        machine.write_text(json.dumps(dict(rows=rates)))
+        simulation = argparse.Namespace(**vars(options) | dict(simulate=True, hardware=str(machine)))
+        for rate, system in product(panel.rates, ("stateless", "gpu cache", "pensieve")):
+            measured = play(system, panel, rate, options)
+            simulated = play(system, panel._replace(hardware=str(machine)), rate, simulation)
+            rows += [measured | dict(how="measured"), simulated | dict(how="simulated")]
+            for name in CHECKED:
+                errors[name].append(abs(simulated[name] / measured[name] - 1))
+    return Found(rows, [ratio(f"{name}: mean absolute error of {len(rows) // 2} points, %", 100 * mean(each),
+                              options) for name, each in errors.items()])
+
+
+def serve(options) -> Found:
+    """A running server, under clients that resend their history, and under stateful ones if it can."""
+    panel = adapted(HERE, options)[0]
+    rows = [drive_server("resend", panel, options)]
+    try:
+        rows.append(drive_server("stateful", panel, options))
+    except ValueError as error:
+        print(f"no stateful clients: {error}", file=sys.stderr)
+        return Found(rows, [])
+    resend, stateful = rows
+    ratios = [ratio(f"{name}, resend / stateful", resend[name] / stateful[name], options)
+              for name in ("mean_ttft_ms", "mean_e2el_ms")]
+    return Found(rows, ratios)
+
+
+def drive_server(system: str, panel: Panel, options) -> dict:
+    """The row of one kind of clients, under the names that `vllm bench serve` uses."""
+    rate = panel.rates[0]
+    engine = RemoteEngine(options.url, options.server_key, options.model, stateful=system == "stateful")
+    limit = engine.limit // 2               # the server's chat template adds tokens of its own
+    users = list(cut_to_context(planned(panel, rate, options), limit))
+    if not users:
+        raise ValueError(f"no conversation of {panel.dataset} fits half of {engine.limit} tokens")
+    begin, until = window(panel, rate, options)
+    row = summary(drive(engine, users, options.seed, until=until), begin)
+    row = {name.replace("p50", "median"): value for name, value in row.items()}
+    return dict(system=system, model=engine.model, dataset=panel.dataset, request_rate=rate,
+                request_throughput=row["throughput"], **row)
+
+
+# ---- all of them, by name
+
+def microbenchmark(measure: Callable, about: str, *more: str) -> Figure:
+    columns = "system", "model", "dataset", "context", "seconds"
+    return Figure(partial(on_device, measure), about, "context", "seconds", columns + more)
+
+
+# share: the time that the device's own rates would allow, divided by the time taken
+RATES = "share", "gbytes_per_second", "tflops"
+
+# Times are of two cores, without a GPU.
+MORE = {
+    "default": Figure(
+        everyday, "three systems on the embedded model, measured here (1 minute)",
+        "request_rate", "normalized_latency_ms",
+        bars=("mean_ttft_ms", "normalized_latency_ms", "throughput", "computed_tokens")),
+    "fleet": Figure(
+        fleet, "1, 4, 16 and 64 servers behind three kinds of routers (simulated only: half an hour)",
+        "servers", "normalized_latency_ms",
+        ("system", "servers", "hit_rate", "busiest_server", "throughput", "normalized_latency_ms",
+         "p99_ttft_ms", "mean_ttft_ms")),
+    "waste": Figure(
+        partial(of_memory, memory.waste), "how many slots of a cache hold KV, by who gives them (1 minute)",
+        "running", "tokens_per_second", ("system", "dataset", "kv_share", "running", "tokens_per_second")),
+    "sharing": Figure(
+        partial(of_memory, memory.sharing), "slots that several replies to a prompt save together (20 s)",
+        "replies", "saved", ("system", "dataset", "chunk", "replies", "saved")),
+    "serve": Figure(
+        serve, "a running server (--url), for clients that resend their history or need not (1 minute)",
+        "request_rate", "mean_ttft_ms"),
+    "profile": Figure(
+        profile, "the rates of this machine, to be saved for --hardware and --profile (10 s)",
+        "context", "seconds", ("system", "context", "seconds", "name", "value")),
+    "check": Figure(
+        check, "the simulator's error on this machine: twelve points, measured and simulated (5 minutes)",
+        "request_rate", "normalized_latency_ms", ("system", "how", "request_rate", *CHECKED)),
+    "fig12": microbenchmark(
+        microbench.kernel, "attention over scattered slots, as kernel, which is the same (15 s)", *RATES),
+    "kernel": microbenchmark(
+        microbench.kernel, "attention over scattered slots, against other ways to compute it (15 s)", *RATES),
+    "swap": microbenchmark(
+        microbench.swap, "copies between the tiers, alone and behind a step (1 minute)", *RATES),
+    "step": microbenchmark(
+        microbench.step, "decodes and prompts through the engine, and in transformers (40 s)", *RATES),
+    "scheduling": microbenchmark(
+        microbench.scheduling, "the host's work for a step, beside 100,000 idle conversations (2 minutes)"),
+}
