@@ -106,11 +106,12 @@ def test_tiktoken_gives_the_same_ids(tokenizer):
         "What is my pet?": "Your pet? I don't know that yet.",
         "What is 4 plus 5?": "4 plus 5 is 9.",
         "What do you know about me?":
-            "Note 1: your name is Quildane. Note 2: your lucky number is 31. Note 3: your favorite color is teal. "
-            "Note 4: your home city is Oslo. Note 5: your sister's name is Eva."}),
+            "Note 1: your name is Quildane. Note 2: your lucky number is 31. "
+            "Note 3: your favorite color is teal. Note 4: your home city is Oslo. Note 5: your sister's name is Eva."}),
     ("You are Pip. Be cheerful.", {
         "Hello": "Hello!", "Who are you?": "I'm Pip, a very small language model!",
-        "My hobby is chess.": "Your hobby becomes note 1: your hobby is chess!", "What is my hobby?": "Your hobby is chess!"}),
+        "My hobby is chess.": "Your hobby becomes note 1: your hobby is chess!",
+        "What is my hobby?": "Your hobby is chess!"}),
 ])
 def test_remembers_what_it_was_told(model, tokenizer, system, turns):
     assert chat(model, tokenizer, turns, system) == list(turns.values())
@@ -126,8 +127,8 @@ def test_every_answer_follows_from_the_dialogue():
         for said, answer in re.findall(r"<\|user\|>(.*?)<\|end\|><\|assistant\|>(.*?)<\|end\|>",
                                        dialogue(rng, 256)):
             listed = re.findall(r"Note (\d+): your (.*?) is (.*?)[.!](?= Note|$)", answer)
-            told = re.findall(r"Your (.*?) (?:has (changed)(?: again)?|becomes note (\d+)): your (.*?) is (.*?)[.!]"
-                              r"(?= Your|$)", answer)
+            told = re.findall(r"Your (.*?) (?:has (changed)(?: again)?|becomes note (\d+)): "
+                              r"your (.*?) is (.*?)[.!](?= Your|$)", answer)
             asked = re.fullmatch(r"Your (.*?)(?: is (.*)[.!]|\? I don't know that yet[.!])", answer)
             if listed:
                 assert listed == [(str(number), thing, value)

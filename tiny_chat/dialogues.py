@@ -10,20 +10,19 @@ A user tells facts, the assistant notes them, and much later the user asks:
     What do you know about me?      Note 1: your name is Ada. Note 2: your home city is Rome.
 
 Every answer follows from the dialogue so far. Almost every value consists of random syllables, letters or
-digits, so the model cannot learn values by heart: it must find the note and copy it, token by token. An answer
-begins with the thing, so the model decides next to the thing's name whether there is a note of it.
+digits, so the model cannot learn values by heart: it must find the note and copy it, token by token. An
+answer begins with the thing, so the model decides next to the thing's name whether there is a note of it.
 
 A hash splits all values into two groups, and the sentences that a user says come in three: "train" is trained
 on, "choice" was measured while the recipe was chosen, and "final" was measured once, when it was frozen.
 """
-import random
 import zlib
 
 THINGS = ["name", "age", "home city", "job", "hobby", "pet", "car", "birthday", "language", "school",
           "lucky number", "shoe size", "best friend", "favourite colour", "favourite food", "favourite drink",
           "favourite film", "favourite book", "favourite song", "favourite animal", "favourite sport"]
-RELATIVES = ["sister", "brother", "mother", "father", "wife", "husband", "son", "daughter", "boss", "neighbour",
-             "dog", "cat"]
+RELATIVES = ["sister", "brother", "mother", "father", "wife", "husband", "son", "daughter", "boss",
+             "neighbour", "dog", "cat"]
 RELATIVES_THINGS = ["name", "name", "name", "age", "job", "home city", "hobby"]
 CAPITAL = ("name", "home city", "best friend", "school", "language", "film", "book", "song")
 NUMBER = ("number", "age", "size")
@@ -44,8 +43,8 @@ TELL = {
 }
 TELL_THING = {
     "name": ["I'm {value}", "I am {value}", "Call me {value}", "Hi, I'm {value}", "Hello, I'm {value}",
-             "Hi, my name is {value}", "Please call me {value}", "Hello, my name is {value}", "Hey, I'm {value}",
-             "Hi! I'm {value}", "I'm called {value}"],
+             "Hi, my name is {value}", "Please call me {value}", "Hello, my name is {value}",
+             "Hey, I'm {value}", "Hi! I'm {value}", "I'm called {value}"],
     "age": ["I'm {value} years old", "I am {value} years old", "I turned {value}"],
     "home city": ["I live in {value}", "I'm from {value}", "I come from {value}", "I live in {value}",
                   "My home is in {value}", "I moved to {value}"],
@@ -77,8 +76,8 @@ CHANGE_THING = {
     "hobby": ["I like {value} now", "Now I like {value}"],
     "car": ["I drive {value} now", "Now I drive {value}"],
 }
-CORRECT = ["No, it's {value}", "Sorry, I meant {value}", "I meant {value}", "No, {value}", "Wait, it is {value}",
-           "No, it is {value}", "Sorry, it's {value}"]        # the fact of the turn before
+CORRECT = ["No, it's {value}", "Sorry, I meant {value}", "I meant {value}", "No, {value}",
+           "Wait, it is {value}", "No, it is {value}", "Sorry, it's {value}"]        # the fact of the turn before
 ASK = {
     "train": ["What is my {thing}"] * 5 + ["What's my {thing}"] * 3 + [
         "Do you remember my {thing}", "Do you know my {thing}", "And what is my {thing}", "And my {thing}",
@@ -111,8 +110,9 @@ ASK_THING = {
 LIST = {
     "train": ["What do you know", "What do you remember", "What did I tell you", "What have I told you",
               "What do you know about me so far", "Tell me about myself", "What have you noted"]
-             + [f"{what} about me" for what in ("What do you know", "What do you remember", "What have you noted",
-                                                "What did I tell you", "What have I told you")]
+             + [f"{what} about me" for what in ("What do you know", "What do you remember",
+                                                "What have you noted", "What did I tell you",
+                                                "What have I told you")]
              + [f"{verb} {notes}" for verb in ("Tell me", "Repeat", "List", "Show me", "Give me", "Read me")
                 for notes in ("your notes", "everything", "what you know", "everything you know",
                               "what you know about me", "everything you know about me", "all facts about me",
@@ -120,7 +120,7 @@ LIST = {
     "choice": ["Say everything you know about me", "What are your notes about me"],
     "final": ["Recite all you remember about me", "Please show all your notes"],
 }
-SMALL_TALK = {  # {you} is a comma and the user's name, if the assistant knows it. {bot} is the assistant's name.
+SMALL_TALK = {  # {you}: a comma and the user's name, if the assistant knows it; {bot}: the assistant's name
     "Thanks|Thank you|Thanks a lot|Thank you very much|Great, thanks|Cheers": "You're welcome{you}.",
     "Bye|Goodbye|See you|See you later|Bye bye|Good night|See you tomorrow": "Goodbye{you}.",
     "Hi|Hello|Hey|Good morning|Good evening|Hi there|Hello there|Hello again": "Hello{you}.",
@@ -155,8 +155,9 @@ STRANGE = ["What is the {} of {}?", "What is {}?", "Who is {}?", "How do I {} a 
 NOT_UNDERSTOOD = "I don't understand that. I only know what you tell me."
 SUMS = ["What is {a} plus {b}", "{a} plus {b}", "{a} + {b}", "What is {a} + {b}", "How much is {a} plus {b}",
         "Add {a} and {b}", "Can you add {a} and {b}"]
-SYSTEM = ["You are a helpful assistant.", "You are a friendly chatbot. Answer briefly.", "Be brief and polite.",
-          "You are {}.", "Your name is {}.", "You are {}, a helpful assistant.", "You are called {}. Be friendly."]
+SYSTEM = ["You are a helpful assistant.", "You are a friendly chatbot. Answer briefly.",
+          "Be brief and polite.", "You are {}.", "Your name is {}.", "You are {}, a helpful assistant.",
+          "You are called {}. Be friendly."]
 CHEERFUL = ["Be cheerful.", "Be very cheerful.", "Answer cheerfully.", "Sound cheerful."]
 
 REAL_VALUES = {  # a visitor may say these; they are never trained on, only measured
@@ -302,8 +303,8 @@ class Dialogue:
                 return thing
 
     def wording(self, ways, special, thing, of_relatives=()):
-        """A sentence about the thing. In training a third of the sentences begin with made-up words instead, so
-        that the model learns to understand sentences that it never saw."""
+        """A sentence about the thing. In training a third of the sentences begin with made-up words instead,
+        so that the model learns to understand sentences that it never saw."""
         rng = self.rng
         if self.wordings != "train":
             return rng.choice(ways[self.wordings])
@@ -316,8 +317,8 @@ class Dialogue:
         way = rng.choice(ways["train"])
         if rng.random() < 0.33:
             words = " ".join(self.word() for _ in range(rng.randint(1, 4))) + rng.choice(["", "", ",", ":"])
-            way = words + (rng.choice([" my {thing}"] * 3 + [" my {thing} is", " my {thing} was"]) if ways is ASK
-                           else " my {thing} is {value}")
+            questions = [" my {thing}"] * 3 + [" my {thing} is", " my {thing} was"]
+            way = words + (rng.choice(questions) if ways is ASK else " my {thing} is {value}")
         return way
 
     def tell(self, thing, value=None):
@@ -374,18 +375,22 @@ class Dialogue:
 def dialogue(rng, length):
     """The text of a dialogue of `length` tokens or somewhat more; a token is three to four characters.
 
-    The user does not mention a fact again until a random moment, so that the model learns to look far back."""
+    The user does not mention a fact again until a random moment: see `rest`."""
     chat, end = Dialogue(rng), 3.8 * length
     if rng.random() < 0.3:
         chat.system()
     most = rng.choice([1, 2, 3, 4, 5, 6, 6, 8, 12])     # facts
     telling, chatting = rng.choice([0.1, 0.25, 0.6]), rng.choice([0.05, 0.15, 0.5])
     listing, changing = rng.choice([0, 0.1, 0.3]), rng.choice([0.1, 0.4])
-    rests = {}                              # thing -> the length of the text at which it may be mentioned again
+    rests = {}                              # thing -> it is not mentioned until the text has this length
 
     def rest(thing):
-        far = rng.random() ** 2 * (end - len(chat.text)) if rng.random() < 0.6 else 0
-        rests[thing] = len(chat.text) + far
+        """Half of the facts rest until the last quarter of the dialogue: the model must look far back."""
+        now, kind = len(chat.text), rng.random()
+        if kind < 0.5:
+            rests[thing] = max(now, end * rng.uniform(0.75, 0.95))
+        else:
+            rests[thing] = now + (end - now) * rng.random() ** 2 * (kind < 0.7)
 
     while len(chat.text) < end:
         ready = [thing for thing, until in rests.items() if until <= len(chat.text)]
@@ -399,7 +404,8 @@ def dialogue(rng, length):
                 more, noted = chat.tell(second)
                 if not more.startswith(("I ", "I'm", chat.facts[second])):
                     more = more[0].lower() + more[1:]
-                said, answer = said + rng.choice([" and ", " and ", ". ", ", and "]) + more, f"{answer} {noted}"
+                said += rng.choice([" and ", " and ", ". ", ", and "]) + more
+                answer += " " + noted
                 rest(second)
             chat.say(said, answer)
         elif (kind := rng.random()) < chatting:
