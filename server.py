@@ -23,6 +23,7 @@ if __name__ == "__main__":
         signal.signal(number, leave)                    # first of all, since the imports below take seconds
 
 import argparse
+import atexit
 import gc
 import re
 import resource
@@ -186,6 +187,7 @@ def settle_in():
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)                        # or Triton takes these objects for leaks, and says so
     sys.stdout, sys.stderr = PatientStream(sys.stdout), PatientStream(sys.stderr)
 
 
