@@ -76,8 +76,9 @@ CHANGE_THING = {
     "hobby": ["I like {value} now", "Now I like {value}"],
     "car": ["I drive {value} now", "Now I drive {value}"],
 }
+# The fact of the turn before.
 CORRECT = ["No, it's {value}", "Sorry, I meant {value}", "I meant {value}", "No, {value}",
-           "Wait, it is {value}", "No, it is {value}", "Sorry, it's {value}"]        # the fact of the turn before
+           "Wait, it is {value}", "No, it is {value}", "Sorry, it's {value}"]
 ASK = {
     "train": ["What is my {thing}"] * 5 + ["What's my {thing}"] * 3 + [
         "Do you remember my {thing}", "Do you know my {thing}", "And what is my {thing}", "And my {thing}",
