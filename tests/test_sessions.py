@@ -701,8 +701,9 @@ def test_commits_do_not_wait_for_readers_nor_for_one_another():
     sessions.close()
 
 
-def test_while_another_process_holds_the_history_all_streams_go_on(tmp_path):
+def test_while_another_process_holds_the_history_all_streams_go_on(tmp_path, monkeypatch):
     """Only the turns that must be committed wait."""
+    monkeypatch.setattr("serving.history.BUSY_SECONDS", 60)
     sessions = Sessions("tiny_chat", history=tmp_path / "history", **ROOMY).start()
     sessions.chat("Hello", "cold", max_tokens=4)
     sessions.engine.forget("cold")
@@ -725,7 +726,7 @@ def test_while_another_process_holds_the_history_all_streams_go_on(tmp_path):
         assert next(back.pieces()) and len(sessions.history.messages(back.plan.after.id)) == 2
         assert sessions.generate(ids(3), **two).finish_reason == "length"       # a one-off ends,
         assert len(sessions.history.conversations()) == 1   # and the history can be read
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 30
         assert not (short.reply or short.error or behind)
         other.execute("COMMIT")
     assert {turn.result().finish_reason for turn in (short, fresh, back)} == {"length"}
