@@ -109,8 +109,8 @@ def test_tiktoken_gives_the_same_ids(tokenizer):
             "Note 1: your name is Quildane. Note 2: your lucky number is 31. "
             "Note 3: your favorite color is teal. Note 4: your home city is Oslo. "
             "Note 5: your sister's name is Eva."}),
-    ("You are Pip. Be cheerful.", {
-        "Hello": "Hello!", "Who are you?": "I'm Pip, a very small language model!",
+    ("Be cheerful.", {
+        "Hello": "Hello!", "Who are you?": "I'm Tiny, a very small language model!",
         "My hobby is chess.": "Your hobby becomes note 1: your hobby is chess!",
         "What is my hobby?": "Your hobby is chess!"}),
 ])

@@ -33,7 +33,9 @@ from dialogues import REAL_VALUES, Dialogue, any_number, dialogue, from_split
 HERE = Path(__file__).resolve().parent
 CONTEXT = 4096
 # Cycles of the learning rate; in each, phases of so many steps with dialogues of so many tokens.
-CYCLES = [[(256, 2300), (1024, 800), (CONTEXT, 450)], [(512, 1200), (CONTEXT, 200)], [(CONTEXT, 430)]]
+CYCLES = [[(256, 2300), (1024, 800), (CONTEXT, 450)], [(512, 1200), (CONTEXT, 200)], [(CONTEXT, 430)],
+          [(CONTEXT, 240)]]
+AVERAGED = 3                                            # cycles whose last models are averaged
 TOKENS = 4096                                           # of one process in one step
 WARM_UP, COOL_DOWN = 100, 0.4                           # steps; the share of a cycle in which the rate falls
 SAVE_EVERY = 200                                        # steps
@@ -150,17 +152,22 @@ def average_gradients(parameters):
 
 
 def train(tokenizer, state_file):
-    """Train a model through all CYCLES, or continue from `state_file`; returns it."""
+    """Train a model through all CYCLES, or continue from `state_file`.
+
+    Returns the average of the models at the ends of the last three cycles, which is better than each of
+    them: the last cycles trade what is near for what is far."""
     model = new_model()
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.dim() < 2 or "embed" in name]
     optimizers = {Muon(matrices, lr=0.02): 0.02,
                   torch.optim.AdamW(others, lr=0.003, betas=(0.9, 0.95), weight_decay=0.0): 0.003}
     steps = list(schedule(CYCLES))
-    first, user, start = 0, tokenizer.token_to_id("<|user|>"), time.time()
+    cycle_ends = {sum(steps for cycle in CYCLES[:number + 1] for _, steps in cycle)
+                  for number in range(len(CYCLES))}
+    first, ends, user, start = 0, [], tokenizer.token_to_id("<|user|>"), time.time()
     if state_file.exists():
         state = torch.load(state_file)
-        first = state["step"]
+        first, ends = state["step"], state["ends"]
         model.load_state_dict(state["model"])
         for optimizer, moments in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(moments)
@@ -180,11 +187,15 @@ def train(tokenizer, state_file):
             right = (logits.argmax(-1) == targets)[targets != -100].float().mean()
             print(f"step {step + 1:5}  {time.time() - start:5.0f} s  length {length:4}  "
                   f"loss {loss.item():.4f}  right {right:.2%}", flush=True)
+        if step + 1 in cycle_ends:
+            ends.append({name: value.clone() for name, value in model.state_dict().items()})
         if dist.get_rank() == 0 and ((step + 1) % SAVE_EVERY == 0 or step + 1 == len(steps)):
-            state = dict(step=step + 1, tokenizer=tokenizer.to_str(), model=model.state_dict(),
+            state = dict(step=step + 1, ends=ends, tokenizer=tokenizer.to_str(), model=model.state_dict(),
                          optimizers=[optimizer.state_dict() for optimizer in optimizers])
             torch.save(state, f"{state_file}.new")
             os.replace(f"{state_file}.new", state_file)
+    model.load_state_dict({name: torch.stack([end[name] for end in ends[-AVERAGED:]]).mean(0)
+                           for name in ends[-1]})
     return model
 
 
