@@ -70,7 +70,7 @@ def pack(spans: list[Span]) -> Packed:
         starts.append(start)
         ends.append(end)
         tokens.extend(conversation.tokens[start:end])
-        if end == len(conversation.tokens):             # the same as Span.samples, at half the cost
+        if end == len(conversation.tokens):             # Span.samples, without a call
             sample_at.append(len(tokens) - 1)
             sampling_requests.append(request)
     return Packed(table_rows, starts, ends, tokens, sample_at, sampling_requests)
