@@ -37,10 +37,9 @@ class Guard:
         sites whose pages may ask and read, besides our own page; "*": all sites. metrics_key: one more key,
         which opens /metrics alone. ValueError for a key or an origin that no client could send."""
         for key in api_keys:
-            require(re.fullmatch(r"\S+", key), "api_key", "a text without blanks, and not empty", key)
+            check_key("api_key", key)
         if metrics_key is not None:
-            require(re.fullmatch(r"\S+", metrics_key), "metrics_key", "a text without blanks, and not empty",
-                    metrics_key)
+            check_key("metrics_key", metrics_key)
             require(api_keys and metrics_key not in api_keys, "metrics_key",
                     "a key of its own, beside at least one api_key", metrics_key)
         for origin in origins:

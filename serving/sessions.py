@@ -553,7 +553,7 @@ class Sessions:
             name = self.history.oldest(before, max_bytes, owner, busy)
             if name is None:
                 return
-            if self.answering(name) or not self._erase(name):
+            if not self._erase(name):
                 busy.append(name)
 
     def update(self, conversation: str, metadata: dict | None = None, new: list[dict] = ()) -> bool:
