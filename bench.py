@@ -64,7 +64,7 @@ def list_of_figures() -> str:
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags below, and every field of Config. None stands for "the figure's own".
 
-    `given` holds the fields of Config that differ from their defaults, as keywords of Engine."""
+    `given` holds the fields of Config that the user gave, except the model, as keywords of Engine."""
     parser = argparse.ArgumentParser(
         usage="python bench.py [FIGURE] [flags]", description=__doc__.partition("\n")[0], allow_abbrev=False,
         epilog=list_of_figures(), formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -108,6 +108,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--server-key", metavar="KEY", help="the server's API key")
 
     Config.add_flags(parser.add_argument_group("engine"))
+    parser.set_defaults(**dict.fromkeys(Config.names()))        # None: not given
     options = parser.parse_args(argv)
     for name in ("hardware", "gpus", "cpu_gb"):
         if getattr(options, name) and not options.simulate:
@@ -118,9 +119,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     if options.plot and not find_spec("matplotlib"):
         parser.error("--plot needs matplotlib: pip install matplotlib")
     options.given = {name: value for name, value in Config.given(options).items()
-                     if name != "model" and value != getattr(Config, name)}
-    if options.model == Config.model:
-        options.model = None
+                     if name != "model" and value is not None}
     return options
 
 

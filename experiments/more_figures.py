@@ -76,7 +76,7 @@ def on_device(measure: Callable, options) -> Found:
     """A figure of microbench, on --device, or on CUDA if there is one."""
     only_measured(options)
     device = options.device
-    if device == "auto":
+    if device in (None, "auto"):
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return Found(*measure(device, options.seed))
 
