@@ -10,7 +10,7 @@ This file has the flags and the output. The rest of an experiment lies in experi
     figures.py         the paper's figures: which systems run under which loads
     more_figures.py    the other figures
     curves.py          how two systems are compared
-    run.py             one run: the experiment loop, from planned conversations to one row of figures
+    run.py             one run: the experiment loop, from planned conversations to one row of a table
 
 Compare measured columns of one run only, because machines are noisy. Simulations repeat to the last digit.
 """
@@ -31,7 +31,7 @@ from config import Config
 from experiments.curves import Figure, Found, over_seeds
 from experiments.figures import PAPER
 from experiments.more_figures import MORE
-from experiments.run import thinking
+from experiments.run import panel_title
 from experiments.simulator import HARDWARE
 from experiments.traces import KINDS, load
 from experiments.workload import SHAPES
@@ -64,7 +64,7 @@ def list_of_figures() -> str:
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags below, and every field of Config. None stands for "the figure's own".
 
-    `given` holds the fields of Config that differ from their defaults, as keywords of Engine."""
+    `given` holds the fields of Config that the user gave, except the model, as keywords of Engine."""
     parser = argparse.ArgumentParser(
         usage="python bench.py [FIGURE] [flags]", description=__doc__.partition("\n")[0], allow_abbrev=False,
         epilog=list_of_figures(), formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -108,6 +108,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--server-key", metavar="KEY", help="the server's API key")
 
     Config.add_flags(parser.add_argument_group("engine"))
+    parser.set_defaults(**dict.fromkeys(Config.names()))        # None: not given
     options = parser.parse_args(argv)
     for name in ("hardware", "gpus", "cpu_gb"):
         if getattr(options, name) and not options.simulate:
@@ -118,22 +119,17 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     if options.plot and not find_spec("matplotlib"):
         parser.error("--plot needs matplotlib: pip install matplotlib")
     options.given = {name: value for name, value in Config.given(options).items()
-                     if name != "model" and value != getattr(Config, name)}
-    if options.model == Config.model:
-        options.model = None
+                     if name != "model" and value is not None}
     return options
 
 
 # ---- output
 
 def panel_of(row: dict) -> str:
-    """opt-13b, sharegpt, think 60 s"""
-    names = [row["model"], row["dataset"]] if "model" in row else ["this machine"]
-    if "think" in row:
-        names.append(thinking(row["think"]))
-    if row.get("cpu_gb", 220) != 220:
-        names.append(f"{row['cpu_gb']:g} GB of CPU tier")
-    return ", ".join(names)
+    """The diagram and the table to which a row belongs."""
+    if "model" not in row:
+        return "this machine"
+    return panel_title(**{name: row[name] for name in ("model", "dataset", "think", "cpu_gb") if name in row})
 
 
 def by_panel(rows: list[dict]) -> dict[str, list[dict]]:
@@ -249,7 +245,7 @@ def draw_lines(canvas, panels: dict[str, list[dict]], x: str, y: str):
 def main():
     try:
         options = parse_flags()
-        follow_every_engine()
+        follow_every_engine()               # under torchrun only rank 0 goes on from here
         options.conversations = load(options.trace, options.tokenizer) if options.trace else None
         figure = FIGURES[options.figure]
         seeds = options.seeds or (figure.seeds if options.simulate and not options.trace else 1)
@@ -258,6 +254,7 @@ def main():
         if any("too_short" in row for row in found.rows):
             print("too_short: the run was too short. This tier never filled up, or the hits still change.\n"
                   "Give --seconds a larger number, or the tiers fewer tokens.\n")
+        # Some figures' ratios also have the spread over the seeds, or the value that they must reach.
         more = [name for name in ("spread", "must") if any(name in ratio for ratio in found.ratios)]
         print_table(found.ratios, ("name", "paper", "ours", "how", *more))
         if options.json:

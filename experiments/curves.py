@@ -1,9 +1,8 @@
 """Curves: systems under rising load, and how two of them are compared (paper §6).
 
-    sweep       most figures: each system in each panel, at rising request rates
-
-A panel is one diagram of a figure: a model, a dataset and request rates. A system's rows in a panel are
-its curve, latency over throughput. A ratio compares two curves, beside the ratio that the paper reports:
+A panel is one diagram of a figure: a model, a dataset and request rates. `sweep` runs each system in each
+panel. A system's rows in a panel are its curve, latency over throughput. A ratio compares two curves,
+beside the ratio that the paper reports:
 
     latency       stateless        pensieve
                       |                |
@@ -167,6 +166,7 @@ def over_seeds(run: Callable, seeds: int, options) -> Found:
     ratios = []
     for same in zip(*(found.ratios for found in each), strict=True):
         values = [one["ours"] for one in same]
-        name = max((one["name"] for one in same), key=len)          # with all doubts: "at least"
+        # If any seed has added a doubt to the name, such as "at least", its name is the longest.
+        name = max((one["name"] for one in same), key=len)
         ratios.append(same[0] | dict(name=name, ours=mean(values), spread=stdev(values)))
     return Found(rows, ratios)

@@ -1,9 +1,8 @@
 """The paper's figures: which systems run under which loads (paper §6).
 
-    sweep       in curves.py: each system in each panel, at rising request rates
-
-With --simulate the sizes are the paper's. Without it they are small, for the embedded model. `PAPER`, at the
-end of this file, names all figures but Figure 12: the attention kernel is only measured (more_figures.py).
+`sweep`, in curves.py, makes most of them. With --simulate the sizes are the paper's. Without it they are
+small, for the embedded model. `PAPER`, at the end of this file, names all figures but Figure 12: the
+attention kernel is only measured (more_figures.py).
 """
 from functools import partial
 from itertools import chain
@@ -70,10 +69,12 @@ def policy_ratios(by_policy: dict[str, dict], options) -> list[dict]:
         ratio(f"{load}: CPU hit rate, retention - lru, points (paper: at best)", hits, options, 4.4)]
     seconds = {policy: row["recomputed_seconds"] for policy, row in by_policy.items()}
     gap = seconds["lru"] - seconds["oracle"]
-    for policy in [name for name in by_policy if name != "lru"]:
-        ours = seconds[policy] / max(seconds["lru"], 1e-9)
+    for policy, spent in seconds.items():
+        if policy == "lru":
+            continue
+        ours = spent / max(seconds["lru"], 1e-9)
         ratios.append(ratio(f"{load}: seconds of recomputation, {policy} / lru", ours, options))
-        closed = (seconds["lru"] - seconds[policy]) / gap if gap > 0 else 0.0
+        closed = (seconds["lru"] - spent) / gap if gap > 0 else 0.0
         ratios.append(ratio(f"{load}: share of the gap from lru to oracle that {policy} closes", closed,
                             options))
     return ratios

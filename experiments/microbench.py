@@ -525,7 +525,7 @@ def timed_step(engine: Engine) -> tuple[float, float]:
 # ---- this machine, to be simulated
 
 def machine(engine: Engine, cost: RecomputeCost, seed: int) -> tuple[Hardware, Operators]:
-    """The figures with which a SimulatedWorker imitates this machine and the engine's model.
+    """The rates and shares with which a SimulatedWorker imitates this machine and the engine's model.
 
     Rates are measured, so the operators' shares are 1. The exception is attention: its share follows
     from `cost`, the profile, at the longest context. We count the host's work per step and per span,

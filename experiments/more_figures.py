@@ -76,7 +76,7 @@ def on_device(measure: Callable, options) -> Found:
     """A figure of microbench, on --device, or on CUDA if there is one."""
     only_measured(options)
     device = options.device
-    if device == "auto":
+    if device in (None, "auto"):
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return Found(*measure(device, options.seed))
 
@@ -115,8 +115,10 @@ def check(options) -> Found:
             rows += [measured | dict(how="measured"), simulated | dict(how="simulated")]
             for name in CHECKED:
                 errors[name].append(abs(simulated[name] / measured[name] - 1))
-    return Found(rows, [ratio(f"{name}: mean absolute error of {len(rows) // 2} points, %", 100 * mean(each),
-                              options) for name, each in errors.items()])
+    points = len(rows) // 2
+    ratios = [ratio(f"{name}: mean absolute error of {points} points, %", 100 * mean(each), options)
+              for name, each in errors.items()]
+    return Found(rows, ratios)
 
 
 def serve(options) -> Found:

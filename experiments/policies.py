@@ -27,12 +27,28 @@ class LiteralIdleness(RetentionValue):
         return conversation.last_active
 
 
-class ReturnHazard(Policy):
+class ByTurns(Policy):
+    """The base of policies that learn when conversations return. Conversations with equally many turns so far
+    are one category, and those with TURNS or more are one, too."""
+    TURNS = 8
+
+    def __init__(self, cost: RecomputeCost, chunk_size: int):
+        super().__init__(cost, chunk_size)
+        self.left = [0] * (self.TURNS + 1)              # [turns]: how many conversations became idle
+
+    def ended(self, conversation):
+        conversation.turns = min(conversation.turns + 1, self.TURNS)
+        self.left[conversation.turns] += 1
+
+    def key(self, conversation, index, count):
+        return conversation.turns
+
+
+class ReturnHazard(ByTurns):
     """Evict first the chunks of the conversation that is least likely to return soon.
 
     A chunk's value is its conversation's hazard: the rate at which idle conversations return. We
-    estimate one hazard for each interval of idle time (0 to 1 s, 1 to 2 s, 2 to 4 s, ...), and for
-    conversations that have had 1, 2, ..., 6 or more turns:
+    estimate one hazard for each category and each interval of idle time (0 to 1 s, 1 to 2 s, 2 to 4 s, ...):
 
         hazard = returns in the interval / (conversations still idle at its beginning * its seconds)
 
@@ -42,23 +58,17 @@ class ReturnHazard(Policy):
     The cost of recomputing a chunk plays no part, so this policy saves tokens, not seconds.
     """
     EDGES = [0.0] + [2.0 ** n for n in range(14)]       # seconds at which the intervals begin
-    TURNS = 6                                           # so many turns, and more, are one class
+    TURNS = 6
     EVERY = 64                                          # returns between two estimates
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
         super().__init__(cost, chunk_size)
-        classes = self.TURNS + 1
-        self.left = [0] * classes                                       # [turns]: how many became idle
-        self.returns = [[0] * len(self.EDGES) for _ in range(classes)]  # [turns][interval]
+        self.returns = [[0] * len(self.EDGES) for _ in self.left]       # [turns][interval]
         self.hazards = None                                             # [turns][interval], per second
-
-    def ended(self, conversation):
-        conversation.turns = min(conversation.turns + 1, self.TURNS)
-        self.left[conversation.turns] += 1
 
     def returned(self, conversation, now: float):
         if not conversation.turns:
-            return                                      # its first turn: it comes, it does not return
+            return                                      # its first turn is no return
         self.returns[conversation.turns][self._interval(now - conversation.last_active)] += 1
         if sum(map(sum, self.returns)) % self.EVERY == 0:
             self.hazards = [self.estimate(*counts) for counts in zip(self.left, self.returns)]
@@ -79,9 +89,6 @@ class ReturnHazard(Policy):
     def _interval(self, idle: float) -> int:
         return bisect_right(self.EDGES, idle) - 1
 
-    def key(self, conversation, index, count):
-        return conversation.turns
-
     def value(self, key, idle):
         """The hazard, linear from the beginning of one interval to the beginning of the next one.
 
@@ -96,7 +103,7 @@ class ReturnHazard(Policy):
 
 
 class TailOptimized(LeastRecentlyUsed):
-    """Tail-Optimized LRU (arXiv 2510.15152), two lines more than LRU.
+    """Tail-Optimized LRU (arXiv 2510.15152).
 
     If a conversation returns and must recompute no more than 200 ms, its first token still comes in time.
     Chunks within that budget are free: they leave first, in the order of LRU."""
@@ -106,7 +113,7 @@ class TailOptimized(LeastRecentlyUsed):
     def __init__(self, cost: RecomputeCost, chunk_size: int):
         super().__init__(cost, chunk_size)
         self.free, spent = 0, cost(chunk_size)          # free: so many leading chunks fit into the budget
-        while spent <= self.BUDGET and self.free < 4096:
+        while spent <= self.BUDGET and self.free < 4096:        # the bound ends the loop if the cost is 0
             self.free += 1
             spent += cost((self.free + 1) * chunk_size)
 
@@ -117,27 +124,22 @@ class TailOptimized(LeastRecentlyUsed):
         return (1 if key else self.FREE) / idle
 
 
-class ReuseByCategory(Policy):
-    """From "KVCache in the wild" (arXiv 2506.02634): conversations of a category return alike. A category is
-    the number of turns so far; its think times are exponential.
+class ReuseByCategory(ByTurns):
+    """From "KVCache in the wild" (arXiv 2506.02634): conversations of a category return alike, and their
+    think times are exponential.
 
-    A category's share p returns at all, after `mean` seconds on average. What has not returned after
-    `idle` seconds is one that still will, with the odds p exp(-idle / mean) : 1 - p. The value is the chance
+    A category's share p returns at all, after `mean` seconds on average. The odds that a conversation which
+    has been idle for `idle` seconds still returns are p exp(-idle / mean) : 1 - p. The value is the chance
     of a return within the next HORIZON seconds.
     """
-    TURNS = 8                                           # so many turns, and more, are one category
     HORIZON = 300.0
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
         super().__init__(cost, chunk_size)
         # We begin as if of 10 conversations of a category 5 had returned, after a minute on average.
-        self.left = [10] * (self.TURNS + 1)             # [turns]: how many became idle
+        self.left = [10] * (self.TURNS + 1)
         self.returns = [5] * (self.TURNS + 1)           # [turns]: how many of them returned
         self.waited = [300.0] * (self.TURNS + 1)        # [turns]: their think times together, in seconds
-
-    def ended(self, conversation):
-        conversation.turns = min(conversation.turns + 1, self.TURNS)
-        self.left[conversation.turns] += 1
 
     def returned(self, conversation, now):
         if conversation.turns:                          # its first turn is no return
@@ -151,9 +153,6 @@ class ReuseByCategory(Policy):
         waiting = returns * math.exp(-idle / mean)
         return waiting / (waiting + max(self.left[turns] - returns, 0) + 1), mean
 
-    def key(self, conversation, index, count):
-        return conversation.turns
-
     def value(self, key, idle):
         chance, mean = self.chance(key, idle)
         return chance * (1 - math.exp(-self.HORIZON / mean))
@@ -164,8 +163,8 @@ class ReturnChance(ReuseByCategory):
 
         V = chance(turns, T) * Cost(l) / T
 
-    Of conversations with one turn 22% return, of those with six 75%: then a chunk of the latter is worth
-    3.4 times as much. The key is the chunk's index and the turns in one number."""
+    If 22% of the conversations with one turn return, and 75% of those with six, then a chunk of the latter
+    is worth 3.4 times as much. The key is the chunk's index and the turns in one number."""
 
     def key(self, conversation, index, count):
         return index * (self.TURNS + 1) + conversation.turns

@@ -1,4 +1,4 @@
-"""One run: one system under one load gives one row of figures (paper §6.1).
+"""One run: one system under one load gives one row of a table (paper §6.1).
 
     planned conversations --> drive --> served turns --> summary --> a row
                                 |
@@ -54,7 +54,7 @@ class Served(NamedTuple):
 
 
 class Recomputation:
-    """The seconds that each turn's recomputed tokens cost: the sum that the retention value minimises."""
+    """The seconds that each turn's recomputed tokens cost. The retention value keeps their sum low."""
 
     def __init__(self, cost: RecomputeCost, chunk_size: int, max_context: int):
         ends = range(chunk_size, max_context + chunk_size, chunk_size)
@@ -63,8 +63,9 @@ class Recomputation:
         self.seconds: dict[str, float] = {}                     # conversation -> of its present turn
 
     def count(self, batch):
-        """Positions before those that are new to the conversation have been computed before. A decode has
-        a new position only."""
+        """Count what the batch recomputes: of each span the positions that had KV in an earlier turn. If the
+        conversation had KV for 64 tokens, the span [48, 70) recomputes 48 to 63. A decode recomputes nothing.
+        """
         for request, start, end in batch.spans:
             if not request.prefilling:
                 continue
@@ -77,8 +78,8 @@ class Recomputation:
 
 
 class Users:
-    """They submit turns to an engine, and think about the replies. A turn is (due time, number of its
-    conversation, its index in it)."""
+    """The users submit turns to an engine, and think about the replies. A turn is (due time, number of its
+    conversation, its index in that conversation)."""
 
     def __init__(self, engine, conversations: list[PlannedConversation], seed: int,
                  foresee: Callable | None):
@@ -87,7 +88,7 @@ class Users:
         self.due = [(conversation.arrival, number, 0) for number, conversation in enumerate(conversations)]
         heapq.heapify(self.due)                         # turns that nobody has submitted yet
         self.serving: dict[object, tuple] = {}          # handle -> the turn that the engine serves now
-        self.ended: list = []                           # of these handles the ones whose reply is complete
+        self.ended: list = []                           # those of these handles whose reply is complete
 
     def submit_due(self, now: float):
         while self.due and self.due[0][0] <= now:
@@ -155,7 +156,7 @@ def progress_bar(turns: int) -> tqdm:
 
 
 def summary(served: list[Served], begin: float = 0.0) -> dict:
-    """The figures of the turns that ended after `begin` seconds, under serving benchmarks' usual names.
+    """The row of the turns that ended after `begin` seconds, under serving benchmarks' usual names.
 
     ttft: time to first token; tpot: time per output token after the first; e2el: end-to-end latency.
     ValueError: no turn ended after `begin`."""
@@ -205,7 +206,7 @@ STATELESS = dict(stateless=True, cpu_cache_tokens=0)
 SYSTEMS = {
     # vLLM as it was then: forgets every request, computes prompts apart from decodes, and keeps 1% free.
     "vllm then": System(STATELESS | dict(separate_phases=True, reserve=0.01)),
-    "stateless": System(STATELESS),                             # our engine, but for the memory of it
+    "stateless": System(STATELESS),                             # our engine without its memory
     "stateless, fused": System(STATELESS, "fused"),             # stands for TensorRT-LLM, see OPERATORS
     "gpu cache": System(dict(cpu_cache_tokens=0)),              # no CPU tier: evicted chunks are recomputed
     "pensieve": System(),
@@ -231,21 +232,26 @@ class Panel(NamedTuple):
     think: float | str = 60.0       # mean seconds from a reply to the next turn; or a key of THINKING
 
     def __str__(self):
-        name = f"{self.model}, {self.dataset}, {thinking(self.think)}"
-        return name if self.cpu_gb == 220 else f"{name}, {self.cpu_gb:g} GB of CPU tier"
+        return panel_title(self.model, self.dataset, self.think, self.cpu_gb)
 
 
 THINKING = {"reading": "think while reading", "own": "think as in the trace"}
 
 
-def thinking(think: float | str) -> str:
-    return THINKING.get(think) or f"think {think:g} s"
+def panel_title(model: str, dataset: str, think: float | str | None = None, cpu_gb: float = 220.0) -> str:
+    """opt-13b, sharegpt, think 60 s, 110 GB of CPU tier"""
+    names = [model, dataset]
+    if think is not None:
+        names.append(THINKING.get(think) or f"think {think:g} s")
+    if cpu_gb != 220:
+        names.append(f"{cpu_gb:g} GB of CPU tier")
+    return ", ".join(names)
 
 
-# KV bytes of the GPU tier per GPU (paper, §6.1), and vLLM's limits of a batch.
-GPU_BYTES = 40e9
+GPU_BYTES = 40e9        # of the GPU tier, per GPU (paper, §6.1)
+# Flags of Engine at the paper's scale: vLLM's limits of a batch.
 SIMULATED = dict(max_running=256, max_batch_tokens=2048)
-# For the embedded model. The conversations of "many turns" need some 48,000 tokens together.
+# And for the embedded model. The conversations of "many turns" need some 48,000 tokens together.
 MEASURED = dict(gpu_cache_tokens=10240, cpu_cache_tokens=40960)
 HERE = [Panel("tiny_chat", "many turns", (20.0, 40.0, 60.0, 80.0), think=0.1)]
 
@@ -308,7 +314,7 @@ def play(name: str, panel: Panel, rate: float | None, options) -> dict:
         row["too_short"] = reason
     stats = engine.stats()
     row["turnovers"] = stats["chunks_dropped"] / max(1, stats["cpu_chunks_total"])      # of the CPU tier
-    for counter, value in engine.stats().items():       # of the whole run, so figures of the summary win
+    for counter, value in stats.items():        # of the whole run, so the fields of the summary win
         row.setdefault(counter, value)
     engine.close()
     return row

@@ -1,4 +1,4 @@
-"""The engine on machines that we do not own: a worker that computes only times, and a clock to move.
+"""The engine on machines that we do not own: a worker that computes only times, and moves a clock by them.
 
     clock = VirtualClock()
     Engine(worker=SimulatedWorker(PRESETS["opt-13b"], HARDWARE["a100"], ..., clock, ...), clock=clock)
@@ -13,8 +13,8 @@ per layer and per step, and the copies, which overlap the computation layer by l
 
 Each product takes its arithmetic or its reading from memory, whichever is longer (the roofline model).
 
-Invariant: the figures of the hardware come from data sheets or from measurements, and the operators'
-shares of them were chosen once. No experiment has figures of its own.
+Invariant: the rates of the hardware come from data sheets or from measurements, and the operators'
+shares of them were chosen once. No experiment has rates or shares of its own.
 """
 from typing import NamedTuple
 
@@ -74,7 +74,7 @@ OPERATORS = {
 }
 
 
-# Of its rate a copy keeps this share while another one runs the other way: the paper lost 18 to 20% (§5).
+# A copy keeps this share of its rate while another one runs the other way: the paper lost 18 to 20% (§5).
 BOTH_WAYS = 0.81
 
 

@@ -134,14 +134,14 @@ def many_turns(limit: int, rate: float, think: Callable, seed: int) -> list[Plan
 class Shape(NamedTuple):
     """A dataset: the papers' means and limit, and our choice of the spread around them.
 
-    The papers': mean turns and mean lengths (Table 2), the longest context, and that longer conversations
-    are left out; the draft's, that a conversation has at least 5 turns.
+    The paper gives the mean number of turns, the mean lengths (Table 2) and the longest context; it leaves
+    longer conversations out. Its draft also leaves out conversations of fewer than 5 turns.
 
-    Ours: all three numbers are lognormal; a sigma is that of the logarithm. Of ShareGPT's conversations
-    0.57% exceed 16,384 tokens (paper); a turn_sigma of 1.26 gives 0.5%. People send one word or paste a
-    page: at 1.2 the mean is twice the median. A model's replies vary less: 0.8. In UltraChat both sides are
-    models: 0.7 and 0.5. The draft's conversations must hold 5 turns and more within 2,048 tokens, which
-    leaves no room for a spread of turns: 0.3.
+    We chose the rest. Turns, input tokens and output tokens are lognormal; a sigma is the standard deviation
+    of the logarithm. Of ShareGPT's conversations 0.57% exceed 16,384 tokens (paper); a turn_sigma of 1.26
+    gives 0.5%. People send one word or paste a page: with an input_sigma of 1.2 the mean is twice the median.
+    A model's replies vary less: 0.8. In UltraChat both sides are models: 0.7 and 0.5. The draft's
+    conversations must hold 5 turns and more within 2,048 tokens, so their turns can vary little: 0.3.
     """
     turns: float
     input_tokens: float

@@ -190,6 +190,13 @@ def test_a_flag_that_cannot_work_fails_before_anything_runs(monkeypatch, capsys,
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
 
+def test_a_flag_counts_even_if_it_repeats_the_default():
+    """A simulation runs up to 256 requests at once, and Engine by default 64: a given 64 must win."""
+    given = bench.parse_flags(["fig10", "--simulate", "--max-running", "64", "--model", "tiny_chat"])
+    assert given.given == dict(max_running=64) and given.model == "tiny_chat"
+    assert bench.parse_flags([]).given == {} and bench.parse_flags([]).model is None
+
+
 def test_a_run_too_short_to_fill_the_caches_says_so(tmp_path, monkeypatch, capsys):
     command = "fig15 --simulate --model opt-13b --think 60 --rates 3 --seconds 60"
     rows = run_bench(tmp_path, monkeypatch, command)["rows"]
