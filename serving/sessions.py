@@ -485,9 +485,9 @@ class Sessions:
         try:
             # Most turns that were not committed have left the cache already: the scheduler has undone them.
             uncommitted = commits and not committed         # the engine finished it, the history refused it
-            # The engine dropped the old context for this turn, which was then cancelled or has failed.
-            replaced = not committed and live.plan.restarts
-            if (uncommitted or replaced) and not self.engine.failure:
+            # The engine made a context for this turn alone, which was then cancelled or has failed.
+            its_own = not committed and (live.plan.restarts or live.branches)
+            if (uncommitted or its_own) and not self.engine.failure:
                 self.engine.forget(live.conversation)
         finally:
             self._release(live, answer, error)
