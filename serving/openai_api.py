@@ -186,6 +186,7 @@ class API:
                            "conversation")
         return dict(messages=[self._message(prefix, entry) for entry in body.input],
                     conversation=name and self._conversation(prefix, name).name,
+                    exists=True,        # a client may delete it between this look and the turn's claim
                     after=previous and self._finished(prefix, previous),
                     hint=body.hint(prefix),
                     prefix=prefix,
