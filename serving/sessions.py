@@ -528,7 +528,8 @@ class Sessions:
                 live.cancel()
 
     def _erase(self, conversation: str) -> bool:
-        """Free both tiers and the history of an idle conversation. False if it is being answered."""
+        """Free both tiers and the history of an idle conversation, and cancel every turn that goes on from a
+        turn that is gone now. False if the conversation is being answered."""
         def change():
             for name in [conversation, *self.history.forget(conversation)]:
                 self.engine.forget(name)
@@ -536,6 +537,9 @@ class Sessions:
             self._write(partial(self._alone, conversation, change))
         except Busy:
             return False
+        for live in list(self.turns.values()):      # branches off it cannot be committed any more
+            if live.plan and live.plan.after and not self.history.has(live.plan.after.id):
+                live.cancel()
         return True
 
     def delete(self, turn: Turn):

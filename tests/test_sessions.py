@@ -648,6 +648,21 @@ def test_a_cancelled_branch_leaves_no_trace(sessions):
     coherent(sessions)
 
 
+@pytest.mark.parametrize("way", ["forget", "prune", "delete"])
+def test_a_branch_is_cancelled_as_soon_as_the_turn_before_it_is_gone(sessions, way):
+    """It could not be committed, so its client need not wait for the end of its reply."""
+    for text in ("one", "two"):
+        sessions.chat(text, "c", max_tokens=4)
+    first = sessions.history.turn(sessions.history.head("c").parent)
+    branch = sessions.respond([user("three")], after=first, max_tokens=20)
+    dict(forget=lambda: sessions.forget("c"),
+         prune=lambda: sessions.prune(max_age=1e9, max_bytes=0),
+         delete=lambda: sessions.delete(first))[way]()
+    assert branch.reply and branch.reply.finish_reason == "cancelled"
+    assert sessions.history.conversations() == (["c"] if way == "delete" else [])
+    coherent(sessions)
+
+
 @pytest.mark.parametrize("moment", ["before", "committing"])
 def test_close_settles_everything(started, moment, monkeypatch):
     """Turns in the queue, and one that is being committed."""
