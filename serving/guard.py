@@ -91,6 +91,10 @@ class Guard:
                 "Access-Control-Max-Age": "600"}
 
 
+def check_key(name: str, key: str):
+    require(re.fullmatch(r"\S+", key), name, "a text without blanks, and not empty", key)
+
+
 def prefix_of(key: str) -> str:
     """The names of all conversations of this API key begin with it. The key itself is stored nowhere."""
     return f"{hashlib.sha256(key.encode()).hexdigest()[:16]}/"
