@@ -197,8 +197,8 @@ def test_every_choice_counts_as_a_turn(server, client, monkeypatch):
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 def test_a_choice_that_cannot_begin_ends_all(server, client, stream, monkeypatch):
     """The client gets one error. Nothing runs on for it, and nothing is kept."""
-    said, *_ = ask(client, [user("Hello")])
-    messages = [user("Hello"), dict(role="assistant", content=said), user("And?")]
+    said, *_ = ask(client, [user("Good day")])
+    messages = [user("Good day"), dict(role="assistant", content=said), user("And?")]
     before, conversations = server.engine.stats(), server.sessions.history.conversations()
     tokens, calls = History.tokens, []
 
