@@ -170,6 +170,11 @@ class History:
         with self._reading() as db:
             return find_turn(db, "id = :id AND NOT hidden", id=turn_id)
 
+    def has(self, turn_id: str) -> bool:
+        """Is the turn there? Perhaps its client deleted it, but later turns need it."""
+        with self._reading() as db:
+            return find_turn(db, "id = :id", id=turn_id) is not None
+
     def tokens(self, turn_id: str) -> array:
         """The raw ids of a turn's context, its own included, as array("i"). StaleTurn if it is gone."""
         with self._reading() as db:

@@ -58,8 +58,15 @@ class API:
         first_options, *other_options = options_of_choices(options, body.n)
         first = self.sessions.respond(messages, hint=body.hint(prefix), prefix=prefix, keep=body.store,
                                       template_options=body.chat_template_kwargs, **first_options)
-        others = [self.sessions.another(first, prefix, **options) for options in other_options]
-        return ChatWriter([first, *others], prefix, self.model, body)
+        turns = [first]
+        try:
+            for options in other_options:
+                turns.append(self.sessions.another(first, prefix, **options))
+        except Exception:                           # the client gets this error, and no choice
+            for turn in turns:
+                turn.cancel()
+            raise
+        return ChatWriter(turns, prefix, self.model, body)
 
     def create_response(self, prefix: str, body: ResponseBody) -> "ResponseWriter":
         options = body.engine_options()
@@ -179,6 +186,7 @@ class API:
                            "conversation")
         return dict(messages=[self._message(prefix, entry) for entry in body.input],
                     conversation=name and self._conversation(prefix, name).name,
+                    exists=True,        # a client may delete it between this look and the turn's claim
                     after=previous and self._finished(prefix, previous),
                     hint=body.hint(prefix),
                     prefix=prefix,

@@ -251,10 +251,10 @@ class Sessions:
                 self._claim(live, f"{prefix}conv_{self.new_id()}")
             return self._submit(live, turn.plan, like=turn.handle, **options)
 
-    def respond(self, messages: list[dict], conversation: str | None = None, *, after: Turn | None = None,
-                hint: str | None = None, prefix: str = "", keep: bool = True, instructions: str | None = None,
-                truncate: bool = False, note: dict | None = None, wait: bool = True,
-                stop: str | list[str] = (), max_tokens: int | None = None,
+    def respond(self, messages: list[dict], conversation: str | None = None, *, exists: bool = False,
+                after: Turn | None = None, hint: str | None = None, prefix: str = "", keep: bool = True,
+                instructions: str | None = None, truncate: bool = False, note: dict | None = None,
+                wait: bool = True, stop: str | list[str] = (), max_tokens: int | None = None,
                 template_options: dict | None = None, **options) -> LiveTurn:
         """A client says in one of three ways which turn comes before this one:
 
@@ -266,10 +266,11 @@ class Sessions:
         In the last two ways, the turn goes on in the conversation that ends with the turn before it, if that
         is idle; else in a new one.
 
-        hint: the client's name for its conversation. It decides between equals and names a new conversation;
-        it opens nothing. prefix: the names of this client's conversations begin with it; we look at no other.
-        keep: False: the history keeps nothing of this turn, which may use what is kept already. It needs
-        conversation=None. wait: True: wait while the conversation is busy. False: raise Answering instead.
+        exists: True: StaleTurn if the conversation does not exist. hint: the client's name for its
+        conversation. It decides between equals and names a new conversation; it opens nothing. prefix: the
+        names of this client's conversations begin with it; we look at no other. keep: False: the history
+        keeps nothing of this turn, which may use what is kept already. It needs conversation=None.
+        wait: True: wait while the conversation is busy. False: raise Answering instead.
         instructions: the system message of this turn alone; by default the system prompt.
         truncate: drop old messages if less than max_tokens (by default a quarter of the limit) would be left
         for the reply. note: kept with the turn. template_options: see Tokenizer.turn. options: see
@@ -277,8 +278,8 @@ class Sessions:
         with self._beginning(stop) as live:
             if conversation is not None:
                 self._claim(live, conversation, wait)       # now we see how the reply before has ended
-            plan = self.plan(messages, conversation, after=after, hint=hint, prefix=prefix, note=note,
-                             instructions=instructions, truncate=truncate, max_tokens=max_tokens,
+            plan = self.plan(messages, conversation, exists=exists, after=after, hint=hint, prefix=prefix,
+                             note=note, instructions=instructions, truncate=truncate, max_tokens=max_tokens,
                              template_options=template_options)
             if conversation is None and keep:
                 self._claim_after(live, plan.after, hint, prefix)
@@ -303,17 +304,22 @@ class Sessions:
         """Submit, and wait for the answer."""
         return self.submit(prompt, conversation, **options).result()
 
-    def plan(self, messages: list[dict], conversation: str | None = None, *, after: Turn | None = None,
-             hint: str | None = None, prefix: str = "", instructions: str | None = None,
-             truncate: bool = False, max_tokens: int | None = None, note: dict | None = None,
-             template_options: dict | None = None) -> Plan:
+    def plan(self, messages: list[dict], conversation: str | None = None, *, exists: bool = False,
+             after: Turn | None = None, hint: str | None = None, prefix: str = "",
+             instructions: str | None = None, truncate: bool = False, max_tokens: int | None = None,
+             note: dict | None = None, template_options: dict | None = None) -> Plan:
         """The turn that `respond` would begin now.
 
         Every token sees the system message. If it is the one that the turn before had, and there is room, the
         cached context goes on, and only the new messages are tokenised. In all other cases the context starts
         anew, with the visible messages so far."""
-        if conversation is not None and (record := self.history.record(conversation)):
-            after, messages = self.history.head(conversation), record.waiting + messages
+        if conversation is not None:
+            # The head first: if it is deleted before we read the record, StaleTurn comes of it below.
+            after, record = self.history.head(conversation), self.history.record(conversation)
+            if record:
+                messages = record.waiting + messages
+            elif exists:
+                raise StaleTurn("the conversation was deleted meanwhile")
         if conversation is None and after is None:                  # the client shows all of its messages
             system = cached_system = self._system(messages, instructions)
             found = self.history.match(system + messages, hint, prefix)
@@ -485,9 +491,9 @@ class Sessions:
         try:
             # Most turns that were not committed have left the cache already: the scheduler has undone them.
             uncommitted = commits and not committed         # the engine finished it, the history refused it
-            # The engine dropped the old context for this turn, which was then cancelled or has failed.
-            replaced = not committed and live.plan.restarts
-            if (uncommitted or replaced) and not self.engine.failure:
+            # The engine made a context for this turn alone, which was then cancelled or has failed.
+            its_own = not committed and (live.plan.restarts or live.branches)
+            if (uncommitted or its_own) and not self.engine.failure:
                 self.engine.forget(live.conversation)
         finally:
             self._release(live, answer, error)
@@ -522,7 +528,8 @@ class Sessions:
                 live.cancel()
 
     def _erase(self, conversation: str) -> bool:
-        """Free both tiers and the history of an idle conversation. False if it is being answered."""
+        """Free both tiers and the history of an idle conversation, and cancel every turn that goes on from a
+        turn that is gone now. False if the conversation is being answered."""
         def change():
             for name in [conversation, *self.history.forget(conversation)]:
                 self.engine.forget(name)
@@ -530,6 +537,9 @@ class Sessions:
             self._write(partial(self._alone, conversation, change))
         except Busy:
             return False
+        for live in list(self.turns.values()):      # branches off it cannot be committed any more
+            if live.plan and live.plan.after and not self.history.has(live.plan.after.id):
+                live.cancel()
         return True
 
     def delete(self, turn: Turn):

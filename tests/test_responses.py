@@ -476,6 +476,28 @@ def test_deleting_frees_both_tiers_and_the_store(empty):
         client.responses.delete(root.id)
 
 
+@pytest.mark.parametrize("follows", ["conversation", "previous_response_id"])
+def test_what_a_response_follows_is_deleted_at_that_moment(empty, follows, monkeypatch):
+    """We have seen that it exists, and then it is gone. Nothing of it comes back."""
+    client, server, nothing_left = empty
+    conversation = client.conversations.create().id
+    first, answer = respond(client, "one", conversation=conversation), server.sessions.respond
+    options = {follows: dict(conversation=conversation, previous_response_id=first.id)[follows]}
+
+    def forget_then_answer(*arguments, **options):
+        server.sessions.forget(conversation)
+        return answer(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.sessions, "respond", forget_then_answer)
+        with pytest.raises(openai.ConflictError, match="(deleted|gone).* again"):
+            respond(client, "two", **options)
+    assert not server.sessions.turns and server.sessions.history.conversations() == []
+    eventually(nothing_left)
+    with pytest.raises(openai.NotFoundError):
+        respond(client, "two", **options)
+
+
 def test_deleting_the_last_response_of_a_conversation(client):
     conversation = client.conversations.create().id
     first, second = (respond(client, text, conversation=conversation) for text in ("one", "two"))

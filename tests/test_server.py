@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -191,6 +192,30 @@ def test_every_choice_counts_as_a_turn(server, client, monkeypatch):
     assert len(several(client, 3, False, messages=[user("Hi")])[0]) == 3
     with pytest.raises(openai.RateLimitError):
         several(client, 4, False, messages=[user("Hi")])
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+def test_a_choice_that_cannot_begin_ends_all(server, client, stream, monkeypatch):
+    """The client gets one error. Nothing runs on for it, and nothing is kept."""
+    said, *_ = ask(client, [user("Good day")])
+    messages = [user("Good day"), dict(role="assistant", content=said), user("And?")]
+    before, conversations = server.engine.stats(), server.sessions.history.conversations()
+    tokens, calls = History.tokens, []
+
+    def damaged(history, turn_id):
+        calls.append(turn_id)
+        if len(calls) == 3:
+            raise sqlite3.OperationalError("disk I/O error")
+        return tokens(history, turn_id)
+
+    monkeypatch.setattr(History, "tokens", damaged)
+    with pytest.raises(openai.InternalServerError, match="disk I/O error"):
+        ask(client, messages, stream, n=4, max_tokens=None, extra_body=dict(ignore_eos=True))
+    after = server.engine.stats()
+    assert len(calls) == 3 and not server.sessions.turns and not server.engine.unfinished
+    assert after["running"] == after["waiting"] == 0 and after["cancelled"] == before["cancelled"] + 2
+    assert after["slots_free"] >= before["slots_free"]
+    assert server.sessions.history.conversations() == conversations
 
 
 def test_parts_of_text_are_one_content(client):

@@ -634,6 +634,35 @@ def test_a_turn_beside_the_deletion_of_the_turn_before_it(started, moment, monke
     sessions.close()
 
 
+def test_a_cancelled_branch_leaves_no_trace(sessions):
+    """Not even the context that it shares with others: nobody knows the name of the branch."""
+    for text in ("one", "two"):
+        sessions.chat(text, "c", max_tokens=4)
+    first = sessions.history.turn(sessions.history.head("c").parent)
+    free = sessions.engine.stats()["slots_free"]
+    branch = sessions.respond([user("three")], after=first, max_tokens=20)
+    next(iter(branch.handle))
+    branch.cancel()
+    assert branch.branches and list(sessions.engine.cache.conversations) == ["c"]
+    assert sessions.engine.stats()["slots_free"] == free
+    coherent(sessions)
+
+
+@pytest.mark.parametrize("way", ["forget", "prune", "delete"])
+def test_a_branch_is_cancelled_as_soon_as_the_turn_before_it_is_gone(sessions, way):
+    """It could not be committed, so its client need not wait for the end of its reply."""
+    for text in ("one", "two"):
+        sessions.chat(text, "c", max_tokens=4)
+    first = sessions.history.turn(sessions.history.head("c").parent)
+    branch = sessions.respond([user("three")], after=first, max_tokens=20)
+    dict(forget=lambda: sessions.forget("c"),
+         prune=lambda: sessions.prune(max_age=1e9, max_bytes=0),
+         delete=lambda: sessions.delete(first))[way]()
+    assert branch.reply and branch.reply.finish_reason == "cancelled"
+    assert sessions.history.conversations() == (["c"] if way == "delete" else [])
+    coherent(sessions)
+
+
 @pytest.mark.parametrize("moment", ["before", "committing"])
 def test_close_settles_everything(started, moment, monkeypatch):
     """Turns in the queue, and one that is being committed."""
