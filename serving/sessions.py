@@ -528,7 +528,7 @@ class Sessions:
                 live.cancel()
 
     def _erase(self, conversation: str) -> bool:
-        """Free both tiers and the history of an idle conversation, and cancel every turn that goes on from a
+        """Free both tiers and the history of an idle conversation, and cancel every turn that branches off a
         turn that is gone now. False if the conversation is being answered."""
         def change():
             for name in [conversation, *self.history.forget(conversation)]:
@@ -537,8 +537,8 @@ class Sessions:
             self._write(partial(self._alone, conversation, change))
         except Busy:
             return False
-        for live in list(self.turns.values()):      # branches off it cannot be committed any more
-            if live.plan and live.plan.after and not self.history.has(live.plan.after.id):
+        for live in list(self.turns.values()):      # such a branch cannot be committed any more
+            if live.branches and not self.history.has(live.plan.after.id):
                 live.cancel()
         return True
 
