@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 TINY_CHAT = Path(__file__).resolve().parent.parent / "tiny_chat"
 sys.path.append(str(TINY_CHAT))                 # as its scripts find each other
 import train
-from dialogues import dialogue
+from dialogues import dialogue, is_held_out
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -89,6 +89,10 @@ def test_tiktoken_gives_the_same_ids(tokenizer):
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == fast.decode(ids) == text
 
 
+def test_the_values_below_were_never_seen_in_training():
+    assert all(map(is_held_out, ["Quildane", "5828", "42", "teal", "Oslo", "Ada", "chess", "Rex"]))
+
+
 @pytest.mark.parametrize("system, turns", [
     ("You are a helpful assistant.", {
         "Hi, I'm Quildane.": "Your name becomes note 1: your name is Quildane.",
@@ -98,21 +102,24 @@ def test_tiktoken_gives_the_same_ids(tokenizer):
             "Your favorite color becomes note 3: your favorite color is teal. "
             "Your home city becomes note 4: your home city is Oslo.",
         "What is my lucky number?": "Your lucky number is 5828.",
-        "Actually, my lucky number is 31 now.": "Your lucky number has changed: your lucky number is 31.",
-        "My sister is called Eva.": "Your sister's name becomes note 5: your sister's name is Eva.",
+        "Actually, my lucky number is 42 now.": "Your lucky number has changed: your lucky number is 42.",
+        "My sister is called Ada.": "Your sister's name becomes note 5: your sister's name is Ada.",
         "What's my name?": "Your name is Quildane.",
-        "Who is my sister?": "Your sister's name is Eva.",
-        "And what is my lucky number?": "Your lucky number is 31.",
+        "Who is my sister?": "Your sister's name is Ada.",
+        "And what is my lucky number?": "Your lucky number is 42.",
         "What is my pet?": "Your pet? I don't know that yet.",
         "What is 4 plus 5?": "4 plus 5 is 9.",
         "What do you know about me?":
-            "Note 1: your name is Quildane. Note 2: your lucky number is 31. "
+            "Note 1: your name is Quildane. Note 2: your lucky number is 42. "
             "Note 3: your favorite color is teal. Note 4: your home city is Oslo. "
-            "Note 5: your sister's name is Eva."}),
+            "Note 5: your sister's name is Ada."}),
     ("Be cheerful.", {
         "Hello": "Hello!", "Who are you?": "I'm Tiny, a very small language model!",
         "My hobby is chess.": "Your hobby becomes note 1: your hobby is chess!",
         "What is my hobby?": "Your hobby is chess!"}),
+    ("You are Pip.", {
+        "Who are you?": "I'm Pip, a very small language model.",
+        "I have a dog called Rex.": "Your dog's name becomes note 1: your dog's name is Rex."}),
 ])
 def test_remembers_what_it_was_told(model, tokenizer, system, turns):
     assert chat(model, tokenizer, turns, system) == list(turns.values())
@@ -138,6 +145,7 @@ def test_every_answer_follows_from_the_dialogue():
             for thing, changed, number, again, value in told:
                 assert thing == again and value.lower() in said.lower()
                 assert changed if thing in notes else int(number) == len(notes) + 1
+                assert not any(map(is_held_out, set(value.split()) - {"a", "an", "the", "two"}))
                 notes[thing] = value
                 seen["changed" if changed else "noted"] += 1
             if asked and not told:
@@ -146,8 +154,17 @@ def test_every_answer_follows_from_the_dialogue():
     assert min(seen[kind] for kind in ("list", "noted", "changed", "known", "unknown")) > 200, seen
 
 
+def test_a_gap_in_the_positions_hides_nothing():
+    """transformers may take a gap for the start of another text."""
+    model, ids, positions = train.new_model(), torch.arange(64)[None], torch.arange(64)[None].clone()
+    positions[:, 30:] += 500
+    before = train.logits_of(model, ids, positions)
+    ids[0, 5] = 99
+    assert ((train.logits_of(model, ids, positions) - before)[0, 30:].abs().amax(dim=-1) > 0).all()
+
+
 def test_training_continues_where_it_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "CYCLES", [[(64, 3)], [(128, 3)]])
+    monkeypatch.setattr(train, "PHASES", [(3, [64]), (3, [64, 128])])
     monkeypatch.setattr(train, "TOKENS", 256)
     monkeypatch.setattr(train, "SAVE_EVERY", 2)
     tokenizer = Tokenizer.from_file(str(TINY_CHAT / "tokenizer.json"))

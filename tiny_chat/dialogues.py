@@ -9,13 +9,15 @@ A user tells facts, the assistant notes them, and much later the user asks:
     What is my hobby?               Your hobby? I don't know that yet.
     What do you know about me?      Note 1: your name is Ada. Note 2: your home city is Rome.
 
-Every answer follows from the dialogue so far. Almost every value consists of random syllables, letters or
-digits, so the model cannot learn values by heart: it must find the note and copy it, token by token. An
-answer begins with the thing, so the model decides next to the thing's name whether there is a note of it.
+Every answer follows from the dialogue so far. In training every value consists of random syllables, letters
+or digits, so the model cannot learn values by heart: it must find the note and copy it, token by token. An
+answer repeats the thing first ("Your home city"). Only the token after it depends on whether there is a note:
+"is", "?", "has", "becomes".
 
-A hash splits all values into two groups, and the sentences that a user says come in three: "train" is trained
-on, "choice" was measured while the recipe was chosen, and "final" was measured once, when it was frozen.
+A hash keeps one word in eight out of training. The user's sentences come in three sets: "train" is trained
+on; "choice" was measured while we chose the recipe, and "final" once, after that.
 """
+import re
 import zlib
 
 THINGS = ["name", "age", "home city", "job", "hobby", "pet", "car", "birthday", "language", "school",
@@ -23,7 +25,8 @@ THINGS = ["name", "age", "home city", "job", "hobby", "pet", "car", "birthday", 
           "favourite film", "favourite book", "favourite song", "favourite animal", "favourite sport"]
 RELATIVES = ["sister", "brother", "mother", "father", "wife", "husband", "son", "daughter", "boss",
              "neighbour", "dog", "cat"]
-RELATIVES_THINGS = ["name", "name", "name", "age", "job", "home city", "hobby"]
+RELATIVE_THINGS = ["name", "name", "name", "age", "job", "home city", "hobby"]
+# Things that end so have values that are Names, numbers, or nouns with an article; all others are words.
 CAPITAL = ("name", "home city", "best friend", "school", "language", "film", "book", "song")
 NUMBER = ("number", "age", "size")
 NOUN = ("pet", "job", "animal")
@@ -76,7 +79,7 @@ CHANGE_THING = {
     "hobby": ["I like {value} now", "Now I like {value}"],
     "car": ["I drive {value} now", "Now I drive {value}"],
 }
-# The fact of the turn before.
+# These name no thing: the user means the one of the turn before.
 CORRECT = ["No, it's {value}", "Sorry, I meant {value}", "I meant {value}", "No, {value}",
            "Wait, it is {value}", "No, it is {value}", "Sorry, it's {value}"]
 ASK = {
@@ -91,7 +94,8 @@ ASK = {
     "final": ["Would you remind me of my {thing}", "Let me test you: what is my {thing}",
               "Please repeat my {thing}", "Can you recall what my {thing} was"],
 }
-TELL_NAME = ["My {relative} is called {value}", "{value} is my {relative}", "My {relative}'s name is {value}"]
+TELL_NAME = ["My {relative} is called {value}", "{value} is my {relative}",
+             "I have a {relative} called {value}", "My {relative}'s name is {value}"]
 ASK_NAME = ["What is my {relative} called", "Who is my {relative}", "What's my {relative}'s name"]
 ASK_THING = {
     "name": ["Who am I", "What am I called", "Do you know who I am", "Do you remember who I am"],
@@ -121,7 +125,9 @@ LIST = {
     "choice": ["Say everything you know about me", "What are your notes about me"],
     "final": ["Recite all you remember about me", "Please show all your notes"],
 }
-SMALL_TALK = {  # {you}: a comma and the user's name, if the assistant knows it; {bot}: the assistant's name
+# What the user says, in ways that are separated by |, and the answer. {you}: a comma and the user's name, if
+# the assistant knows it; {bot}: the assistant's name.
+SMALL_TALK = {
     "Thanks|Thank you|Thanks a lot|Thank you very much|Great, thanks|Cheers": "You're welcome{you}.",
     "Bye|Goodbye|See you|See you later|Bye bye|Good night|See you tomorrow": "Goodbye{you}.",
     "Hi|Hello|Hey|Good morning|Good evening|Hi there|Hello there|Hello again": "Hello{you}.",
@@ -141,7 +147,7 @@ SMALL_TALK = {  # {you}: a comma and the user's name, if the assistant knows it;
         "I may be wrong. I'm a very small model.",
     "What is your favourite colour?|What's your favorite color?|Do you like colours?":
         "I like blue, like the sky.",
-    "Do you like me?|Do you like music?|Do you like chess?|Do you love me?": "I like talking with you.",
+    "Do you like me?|Do you like music?|Do you like books?|Do you love me?": "I like talking with you.",
     "Nice to meet you|Pleased to meet you": "Nice to meet you, too.",
     "What's new?|What's up?|What are you doing?": "I'm waiting for you to tell me something.",
     "Tell me a joke|Make me laugh|A joke, please|Do you know a joke?":
@@ -161,7 +167,7 @@ SYSTEM = ["You are a helpful assistant.", "You are a friendly chatbot. Answer br
           "You are called {}. Be friendly."]
 CHEERFUL = ["Be cheerful.", "Be very cheerful.", "Answer cheerfully.", "Sound cheerful."]
 
-REAL_VALUES = {  # a visitor may say these; they are never trained on, only measured
+REAL_VALUES = {  # only for measuring: no value in training contains the last word of one of these
     "best friend": ("Ada Grace Linus Barbara Edsger Margaret Alan Katherine Dennis Frances Donald Radia Ken "
                     "Hedy Guido Yoshua").split(),
     "favourite colour": "teal purple orange crimson turquoise green magenta yellow indigo violet".split(),
@@ -232,6 +238,12 @@ def capital(sentence):
     return sentence[:1].upper() + sentence[1:]
 
 
+def question(sentence):
+    """With a question mark, if it is a question and no request such as "Tell me my name"."""
+    asks = re.match(r"(what|who|which|where|when|how|do|can|could|would|have|and|so) ", sentence.lower())
+    return sentence + "?" * bool(asks or "what is" in sentence.lower())
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Dialogues
 
@@ -239,9 +251,9 @@ def capital(sentence):
 class Dialogue:
     """A user, and an assistant that takes notes.
 
-    `tell`, `ask`, `sum`, `small_talk` and `strange` return the user's message without its final stop, and the
-    answer; `say` adds both to `text`. wordings: "train", "choice" or "final"; held_out: use only values that
-    are never trained on."""
+    `tell`, `ask`, `list_notes`, `add`, `small_talk`, `strange` and `chatter` return the user's message, not
+    yet with a full stop, and the answer; `say` adds both to `text`. wordings: "train", "choice" or "final";
+    held_out: use only values that are never trained on."""
 
     def __init__(self, rng, wordings="train", held_out=False):
         self.rng, self.wordings, self.held_out = rng, wordings, held_out
@@ -250,7 +262,8 @@ class Dialogue:
         self.last = None                    # the thing that the turn before told or asked
         self.casual = rng.random() < 0.2    # the user writes without capitals
         self.american = rng.random() < 0.3  # the user writes color and favorite
-        self.bot, self.stop, self.text = "Tiny", ".", ""
+        self.bot, self.text = "Tiny", ""
+        self.stop = "."                     # of the assistant's sentences; "!" if it is cheerful
 
     def system(self, message=None):
         """Begin with a system message; some give the assistant another name, or make it cheerful."""
@@ -294,32 +307,39 @@ class Dialogue:
         if (kind := rng.random()) < 0.55:
             return self.spell(rng.choice(THINGS))
         if kind < 0.75:
-            return f"{rng.choice(RELATIVES)}'s {rng.choice(RELATIVES_THINGS)}"
+            return f"{rng.choice(RELATIVES)}'s {rng.choice(RELATIVE_THINGS)}"
         thing = self.word() if kind < 0.9 else f"{self.word()} {self.word()}"
-        return self.spell(rng.choice(["", "", "favourite ", "new "])) + thing
+        return self.spell(rng.choice(["", "", "favourite ", "first "])) + thing
 
     def pick_unknown(self, avoid=()):
+        """A thing without a note. One in four shares a word with a thing that has a note: "favourite number"
+        beside "favourite colour"."""
         while True:
-            if (thing := self.pick_thing()) not in self.facts and thing not in avoid:
+            thing = self.pick_thing()
+            if self.facts and self.rng.random() < 0.25:
+                known, other = self.rng.choice(list(self.facts)).split(), thing.split()
+                thing = " ".join([known[0], other[-1]] if self.rng.random() < 0.5 else [other[0], known[-1]])
+            if thing not in self.facts and thing not in avoid:
                 return thing
 
-    def wording(self, ways, special, thing, of_relatives=()):
-        """A sentence about the thing. In training a third of the sentences begin with made-up words instead,
-        so that the model learns to understand sentences that it never saw."""
+    def wording(self, ways, ways_of_thing, thing, ways_of_name=()):
+        """A sentence about the thing. In training, 40% of the sentences are special to the thing, if it has
+        such sentences. In a third of the others, made-up words replace what stands before "my {thing}", so
+        that the model learns to understand sentences that it never saw."""
         rng = self.rng
         if self.wordings != "train":
             return rng.choice(ways[self.wordings])
         relative = thing.removesuffix("'s name")
-        of_thing = special.get(thing, [])
+        special = ways_of_thing.get(thing, [])
         if relative != thing:
-            of_thing = [way.replace("{relative}", relative) for way in of_relatives]
-        if of_thing and rng.random() < 0.4:
-            return rng.choice(of_thing)
+            special = [way.replace("{relative}", relative) for way in ways_of_name]
+        if special and rng.random() < 0.4:
+            return rng.choice(special)
         way = rng.choice(ways["train"])
         if rng.random() < 0.33:
             words = " ".join(self.word() for _ in range(rng.randint(1, 4))) + rng.choice(["", "", ",", ":"])
-            questions = [" my {thing}"] * 3 + [" my {thing} is", " my {thing} was"]
-            way = words + (rng.choice(questions) if ways is ASK else " my {thing} is {value}")
+            endings = [" my {thing}"] * 3 + [" my {thing} is", " my {thing} was"]
+            way = words + (rng.choice(endings) if ways is ASK else " my {thing} is {value}")
         return way
 
     def tell(self, thing, value=None):
@@ -343,25 +363,29 @@ class Dialogue:
 
     def ask(self, thing):
         """The user asks for a fact."""
-        said = self.wording(ASK, ASK_THING, thing, ASK_NAME).format(thing=thing) + "?"
+        said = question(self.wording(ASK, ASK_THING, thing, ASK_NAME).format(thing=thing))
         self.last = thing
         if thing in self.facts:
             return said, f"Your {thing} is {self.facts[thing]}."
         return said, f"Your {thing}? I don't know that yet."
 
-    def list(self):
+    def list_notes(self):
         notes = [f"Note {number}: your {thing} is {value}."
                  for number, (thing, value) in enumerate(self.facts.items(), 1)]
-        return self.rng.choice(LIST[self.wordings]) + "?", " ".join(notes) or "I know nothing about you yet."
+        self.last = None
+        answer = " ".join(notes) or "I know nothing about you yet."
+        return question(self.rng.choice(LIST[self.wordings])), answer
 
     def small_talk(self):
         said, answer = self.rng.choice(list(SMALL_TALK.items()))
+        if self.bot != "Tiny" and self.rng.random() < 0.2:
+            said, answer = next(item for item in SMALL_TALK.items() if "{bot}" in item[1])
         you = f", {self.facts['name']}" if "name" in self.facts else ""
         return self.rng.choice(said.split("|")), answer.format(you=you, bot=self.bot)
 
-    def sum(self):
+    def add(self):
         a, b = self.rng.randrange(10), self.rng.randrange(10)
-        return self.rng.choice(SUMS).format(a=a, b=b) + "?", f"{a} plus {b} is {a + b}."
+        return question(self.rng.choice(SUMS).format(a=a, b=b)), f"{a} plus {b} is {a + b}."
 
     def strange(self):
         return self.rng.choice(STRANGE).format(*(self.word() for _ in range(5))), NOT_UNDERSTOOD
@@ -370,36 +394,36 @@ class Dialogue:
         """A turn that is not about facts."""
         kind = self.rng.random()
         self.last = None
-        return self.small_talk() if kind < 0.6 else self.sum() if kind < 0.85 else self.strange()
+        return self.small_talk() if kind < 0.6 else self.add() if kind < 0.85 else self.strange()
 
 
 def dialogue(rng, length):
-    """The text of a dialogue of `length` tokens or somewhat more; a token is three to four characters.
+    """The text of a dialogue of about `length` tokens; a token is about three characters.
 
-    The user does not mention a fact again until a random moment: see `rest`."""
-    chat, end = Dialogue(rng), 3.8 * length
+    The user neither changes nor asks for a fact until a random moment: see `keep_quiet`."""
+    chat, end = Dialogue(rng), 3.1 * length
     if rng.random() < 0.3:
         chat.system()
     most = rng.choice([1, 2, 3, 4, 5, 6, 6, 8, 12])     # facts
     telling, chatting = rng.choice([0.1, 0.25, 0.6]), rng.choice([0.05, 0.15, 0.5])
     listing, changing = rng.choice([0, 0.1, 0.3]), rng.choice([0.1, 0.4])
-    rests = {}                              # thing -> it is not mentioned until the text has this length
+    quiet_until = {}                        # thing -> a length of the text
 
-    def rest(thing):
-        """Half of the facts rest until the last quarter of the dialogue: the model must look far back."""
-        now, kind = len(chat.text), rng.random()
-        if kind < 0.5:
-            rests[thing] = max(now, end * rng.uniform(0.75, 0.95))
+    def keep_quiet(thing):
+        now, dice = len(chat.text), rng.random()
+        if dice < 0.5:                      # until the last quarter: the model must look far back
+            quiet_until[thing] = max(now, end * rng.uniform(0.75, 0.95))
         else:
-            rests[thing] = now + (end - now) * rng.random() ** 2 * (kind < 0.7)
+            wait = (end - now) * rng.random() ** 2      # mostly short
+            quiet_until[thing] = now + wait if dice < 0.7 else now
 
     while len(chat.text) < end:
-        ready = [thing for thing, until in rests.items() if until <= len(chat.text)]
-        kind = rng.random()
-        if len(chat.facts) < most and (kind < telling or not chat.text):
+        ready = [thing for thing, until in quiet_until.items() if until <= len(chat.text)]
+        dice = rng.random()
+        if len(chat.facts) < most and (rng.random() < telling or not chat.text):
             first = chat.pick_unknown()
             said, answer = chat.tell(first)
-            rest(first)
+            keep_quiet(first)
             if rng.random() < 0.2 and len(chat.facts) < most:
                 second = chat.pick_unknown()
                 more, noted = chat.tell(second)
@@ -407,20 +431,20 @@ def dialogue(rng, length):
                     more = more[0].lower() + more[1:]
                 said += rng.choice([" and ", " and ", ". ", ", and "]) + more
                 answer += " " + noted
-                rest(second)
+                keep_quiet(second)
             chat.say(said, answer)
-        elif (kind := rng.random()) < chatting:
+        elif rng.random() < chatting:
             chat.say(*chat.chatter())
-        elif ready and (kind := rng.random()) < changing:
+        elif ready and dice < changing:
             thing = chat.last if chat.last in ready and rng.random() < 0.5 else rng.choice(ready)
             chat.say(*chat.tell(thing))
-            rest(thing)
-        elif kind < changing + listing and (len(ready) == len(rests) or rng.random() < 0.3):
-            chat.say(*chat.list())
+            keep_quiet(thing)
+        elif dice < changing + listing and (len(ready) == len(quiet_until) or rng.random() < 0.3):
+            chat.say(*chat.list_notes())
         elif ready and rng.random() < 0.6:
             thing = rng.choice(ready)
             chat.say(*chat.ask(thing))
-            rest(thing)
+            keep_quiet(thing)
         else:
             chat.say(*chat.ask(chat.pick_unknown()))
     return chat.text

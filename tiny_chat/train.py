@@ -1,10 +1,10 @@
 """Make the embedded model: a small Llama that remembers what you told it.
 
 This script and dialogues.py made every other file of their directory. Training begins with dialogues of 256
-tokens and ends with a few of 4,096. From the start, the positions of a short dialogue have random gaps
-between its turns, so that the model meets every distance up to 4,096 tokens long before it meets a context
-of that length. The base of the rotary positions is large (500,000): half of the angles hardly turn within
-4,096 tokens, so whether a note is found depends on its words and not on its distance.
+tokens and ends with a mixture of 512 to 4,096. The positions of a short dialogue have random gaps between
+its turns, so that the model meets every distance up to 4,096 tokens long before it meets a context of that
+length. The slow ones of the rotary angles are 8 times as slow as usual, as in Llama 3.1: within 4,096 tokens
+they hardly turn, so whether a note is found depends on its words and not on its distance.
 
     torchrun --nproc-per-node 2 tiny_chat/train.py      # train on two cores, save beside this script
     python tiny_chat/train.py --evaluate choice         # measure, with the sentences for choosing a recipe
@@ -17,7 +17,6 @@ import json
 import os
 import random
 import re
-import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -28,16 +27,15 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from dialogues import REAL_VALUES, Dialogue, any_number, dialogue, from_split
+from dialogues import REAL_VALUES, Dialogue, dialogue, from_split
 
 HERE = Path(__file__).resolve().parent
 CONTEXT = 4096
-# Cycles of the learning rate; in each, phases of so many steps with dialogues of so many tokens.
-CYCLES = [[(256, 2300), (1024, 800), (CONTEXT, 450)], [(512, 1200), (CONTEXT, 200)], [(CONTEXT, 430)],
-          [(CONTEXT, 240)]]
-AVERAGED = 3                                            # cycles whose last models are averaged
+# Phases: (steps, lengths in tokens). All dialogues of a step have one length; the lengths take turns.
+PHASES = [(1000, [256]), (1500, [256, 512, 1024]), (1600, [512, 1024, CONTEXT, CONTEXT])]
 TOKENS = 4096                                           # of one process in one step
-WARM_UP, COOL_DOWN = 100, 0.4                           # steps; the share of a cycle in which the rate falls
+PEAKS = 0.02, 0.003                         # learning rates of Muon and AdamW
+WARM_UP, COOL_DOWN = 100, 0.4               # steps; the share of all steps in which the learning rate falls
 SAVE_EVERY = 200                                        # steps
 VOCABULARY = 512
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]     # the last ids, in this order
@@ -98,12 +96,14 @@ def new_model():
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=5, num_attention_heads=4,
         num_key_value_heads=2, intermediate_size=256, max_position_embeddings=CONTEXT,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        rope_parameters={"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0,
+                         "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 1024},
         tie_word_embeddings=True, bos_token_id=None, pad_token_id=None, eos_token_id=VOCABULARY - 1))
 
 
 def orthogonal(matrix):
-    """A matrix [R, C] near this one whose singular values are all about 1, by five Newton-Schulz steps."""
+    """A matrix [R, C] near this one whose singular values are roughly 1, by five Newton-Schulz steps."""
     x = matrix / (matrix.norm() + 1e-7)
     x = x.T if x.shape[0] > x.shape[1] else x
     for _ in range(5):
@@ -115,7 +115,8 @@ def orthogonal(matrix):
 class Muon(torch.optim.Optimizer):
     """Momentum whose steps are made orthogonal (Jordan et al., 2024).
 
-    torch.optim.Muon computes in bfloat16, which is 100 times slower than float32 on many CPUs."""
+    A tall matrix takes larger steps. torch.optim.Muon computes in bfloat16, which took 100 times as long as
+    float32 on the CPUs that we used."""
 
     def __init__(self, matrices, lr, momentum=0.95, weight_decay=0.01):
         super().__init__(matrices, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
@@ -124,22 +125,22 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         for group in self.param_groups:
             for matrix in group["params"]:
-                average = self.state[matrix].setdefault("average", torch.zeros_like(matrix))
+                if matrix not in self.state:
+                    self.state[matrix]["average"] = torch.zeros_like(matrix)
+                average = self.state[matrix]["average"]
                 average.lerp_(matrix.grad, 1 - group["momentum"])
                 update = orthogonal(matrix.grad.lerp(average, group["momentum"]))
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
                 matrix.add_(update, alpha=-group["lr"] * max(1, matrix.shape[0] / matrix.shape[1]) ** 0.5)
 
 
-def schedule(cycles):
-    """For each step the length of its dialogues and the share of the peak learning rate. In a cycle of N
-    steps the rate rises for 100 steps, stays at its peak (half as high in later cycles) and falls towards a
-    fiftieth in the last 0.4 N."""
-    for number, phases in enumerate(cycles):
-        lengths = [length for length, steps in phases for _ in range(steps)]
-        for step, length in enumerate(lengths):
-            falling = max(0.02, min(1, (len(lengths) - step) / (COOL_DOWN * len(lengths))))
-            yield length, min((step + 1) / WARM_UP, falling) / (2 if number else 1)
+def schedule():
+    """For each step the length of its dialogues and the share of the peak learning rate: it rises for WARM_UP
+    steps, stays at its peak, and falls to a fiftieth in the last 40% of the steps."""
+    lengths = [turns[step % len(turns)] for steps, turns in PHASES for step in range(steps)]
+    for step, length in enumerate(lengths):
+        falling = (len(lengths) - step) / (COOL_DOWN * len(lengths))
+        yield length, min((step + 1) / WARM_UP, max(0.02, min(1, falling)))
 
 
 def average_gradients(parameters):
@@ -151,57 +152,61 @@ def average_gradients(parameters):
         p.grad.copy_(mean.view_as(p))
 
 
-def train(tokenizer, state_file):
-    """Train a model through all CYCLES, or continue from `state_file`.
+def logits_of(model, ids, positions):
+    """With a mask, transformers does not take a gap in the positions for the start of another text."""
+    return model(ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=False).logits
 
-    Returns the average of the models at the ends of the last three cycles, which is better than each of
-    them: the last cycles trade what is near for what is far."""
+
+def train(tokenizer, state_file):
+    """A model trained through all PHASES; it continues from `state_file` if that exists."""
     model = new_model()
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.dim() < 2 or "embed" in name]
-    optimizers = {Muon(matrices, lr=0.02): 0.02,
-                  torch.optim.AdamW(others, lr=0.003, betas=(0.9, 0.95), weight_decay=0.0): 0.003}
-    steps = list(schedule(CYCLES))
-    cycle_ends = {sum(steps for cycle in CYCLES[:number + 1] for _, steps in cycle)
-                  for number in range(len(CYCLES))}
-    first, ends, user, start = 0, [], tokenizer.token_to_id("<|user|>"), time.time()
-    if state_file.exists():
-        state = torch.load(state_file)
-        first, ends = state["step"], state["ends"]
-        model.load_state_dict(state["model"])
-        for optimizer, moments in zip(optimizers, state["optimizers"]):
-            optimizer.load_state_dict(moments)
-    for step in range(first, len(steps)):
-        length, share = steps[step]
+    optimizers = [Muon(matrices, PEAKS[0]),
+                  torch.optim.AdamW(others, PEAKS[1], betas=(0.9, 0.95), weight_decay=0.0)]
+    done, start = resume(state_file, model, optimizers), time.time()
+    user = tokenizer.token_to_id("<|user|>")
+    for step, (length, share) in enumerate(schedule()):
+        if step < done:
+            continue
         rng = random.Random(step * dist.get_world_size() + dist.get_rank())
         ids, targets = encode(tokenizer, [dialogue(rng, length) for _ in range(TOKENS // length)], length)
-        logits = model(ids, position_ids=positions(rng, ids, user), use_cache=False).logits
+        logits = logits_of(model, ids, positions(rng, ids, user))
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         loss.backward()
         average_gradients(matrices + others)
-        for optimizer, peak in optimizers.items():
+        for optimizer, peak in zip(optimizers, PEAKS):
             optimizer.param_groups[0]["lr"] = peak * share
             optimizer.step()
             optimizer.zero_grad()
         if dist.get_rank() == 0 and (step + 1) % 50 == 0:
             right = (logits.argmax(-1) == targets)[targets != -100].float().mean()
-            print(f"step {step + 1:5}  {time.time() - start:5.0f} s  length {length:4}  "
+            print(f"step {step + 1:5}  {time.time() - start:5.0f} s since start  length {length:4}  "
                   f"loss {loss.item():.4f}  right {right:.2%}", flush=True)
-        if step + 1 in cycle_ends:
-            ends.append({name: value.clone() for name, value in model.state_dict().items()})
-        if dist.get_rank() == 0 and ((step + 1) % SAVE_EVERY == 0 or step + 1 == len(steps)):
-            state = dict(step=step + 1, ends=ends, tokenizer=tokenizer.to_str(), model=model.state_dict(),
+        if dist.get_rank() == 0 and (step + 1) % SAVE_EVERY == 0:
+            state = dict(step=step + 1, phases=PHASES, tokenizer=tokenizer.to_str(), model=model.state_dict(),
                          optimizers=[optimizer.state_dict() for optimizer in optimizers])
             torch.save(state, f"{state_file}.new")
-            os.replace(f"{state_file}.new", state_file)
-    model.load_state_dict({name: torch.stack([end[name] for end in ends[-AVERAGED:]]).mean(0)
-                           for name in ends[-1]})
+            os.replace(f"{state_file}.new", state_file)     # a crash leaves the old state or the new one
     return model
+
+
+def resume(state_file, model, optimizers):
+    """Load the state of an interrupted training, if there is one. Returns the number of steps done."""
+    if not state_file.exists():
+        return 0
+    state = torch.load(state_file)
+    if state["phases"] != PHASES:
+        raise SystemExit(f"{state_file} is of other PHASES. Delete it to begin anew.")
+    model.load_state_dict(state["model"])
+    for optimizer, moments in zip(optimizers, state["optimizers"]):
+        optimizer.load_state_dict(moments)
+    return state["step"]
 
 
 def save(model, tokenizer, directory):
     """Write Hugging Face's files. Each appears whole, because others may be reading the directory."""
-    with tempfile.TemporaryDirectory(dir=directory.parent) as fresh:
+    with tempfile.TemporaryDirectory(dir=directory) as fresh:
         model.generation_config.pad_token_id = VOCABULARY - 1
         model.half().save_pretrained(fresh)
         tokenizer.save(f"{fresh}/tokenizer.json")
@@ -211,7 +216,7 @@ def save(model, tokenizer, directory):
         Path(fresh, "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
         for file in Path(fresh).iterdir():
             file.chmod(0o644)
-            shutil.move(file, directory / file.name)
+            os.replace(file, directory / file.name)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -219,27 +224,39 @@ def save(model, tokenizer, directory):
 
 
 def told_and_asked(rng, wordings, tokenizer, column, distance):
-    """The text of a dialogue of at least `distance` tokens, and how many of its first answers are about what
-    the last one must tell.
+    """The text of a dialogue, and the number of its first answers: the notes of the facts that it measures.
 
-    The user tells a fact (or several, or none), talks about other things for `distance` tokens, and asks."""
+    The user tells a fact (for "changed" twice, for "list" several, for "never told" none), talks about other
+    things for about `distance` tokens, and asks. column: one of the table's, see `evaluate`. For "list" the
+    distance counts from the first note."""
     chat = Dialogue(rng, wordings, held_out=True)
-    chat.casual = False
+    chat.casual = chat.american = False         # real values have capitals, and REAL_VALUES are British
     thing = rng.choice(list(REAL_VALUES)) if column == "real words" else chat.pick_thing()
+    while thing == "name":                      # "Hello, Ada." would repeat it on the way
+        thing = chat.pick_thing()
     if column == "list":
         for _ in range(rng.randint(1, 6)):
             chat.say(*chat.tell(chat.pick_unknown()))
     elif column != "never told":
-        value = {"words": lambda: " ".join(chat.word() for _ in range(rng.choice([1, 2]))),
-                 "numbers": lambda: from_split(any_number, rng, True),
-                 "real words": lambda: rng.choice(REAL_VALUES[thing])}.get(column, lambda: None)
         for _ in range(2 if column == "changed" else 1):
-            chat.say(*chat.tell(thing, value()))
-    told, start = chat.text.count("<|assistant|>"), 0 if column == "list" else len(chat.text)
-    while len(tokenizer.encode(chat.text[start:]).ids) < distance:
+            chat.say(*chat.tell(thing, value_for(column, thing, chat)))
+    told = chat.text.count("<|assistant|>")
+    between = len(tokenizer.encode(chat.text).ids) if column == "list" else 0       # tokens
+    while between < distance - 30:              # a turn has some 30 tokens
+        start = len(chat.text)
         fill(chat, thing, more_facts=column != "list")
-    chat.say(*(chat.list() if column == "list" else chat.ask(thing)))
+        between += len(tokenizer.encode(chat.text[start:]).ids)
+    chat.say(*(chat.list_notes() if column == "list" else chat.ask(thing)))
     return chat.text, told
+
+
+def value_for(column, thing, chat):
+    """The value of a column's facts; None: any made-up value."""
+    if column == "words":
+        return " ".join(chat.word() for _ in range(chat.rng.choice([1, 2])))
+    if column == "numbers":
+        return from_split(lambda rng: str(rng.randrange(10, 10 ** rng.choice([2, 3, 4, 5]))), chat.rng, True)
+    return chat.rng.choice(REAL_VALUES[thing]) if column == "real words" else None
 
 
 def fill(chat, thing, more_facts):
@@ -304,6 +321,7 @@ def main():
     model = train(tokenizer, state_file)
     if dist.get_rank() == 0:
         save(model, tokenizer, args.directory)
+        state_file.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
