@@ -233,6 +233,7 @@ def test_models_and_names(server, client, checkpoint):
 
 
 def test_cache_and_metrics_tell_where_the_context_came_from(server, client, capsys):
+    earlier_stats, earlier_values = server.engine.stats(), read_metrics(server)
     _, _, usage, conversation = ask(client, [user("Where from?")])
     cache = fetch(server, "GET", "/cache")[1]
     turn = cache["turns"][-1]
@@ -257,7 +258,8 @@ def test_cache_and_metrics_tell_where_the_context_came_from(server, client, caps
         assert values[f"vllm:{name}_seconds_bucket", "+Inf"] == stats["finished"]
     waits = [values[f"vllm:{name}_seconds_sum",] for name in names]
     assert 0 < waits[0] < waits[1] <= waits[2]
-    assert values["vllm:inter_token_latency_seconds_count",] == stats["generated_tokens"] - stats["finished"]
+    gaps, generated = "vllm:inter_token_latency_seconds_count", "generated_tokens"
+    assert values[gaps,] - earlier_values[gaps,] == stats[generated] - earlier_stats[generated] - 1
     assert values["vllm:generation_tokens_total",] == stats["generated_tokens"]
     assert values["vllm:num_requests_running",] == values["vllm:num_requests_waiting",] == 0
     assert values["nano_pensieve:prompt_tokens_new_total",] == prompt[3]
