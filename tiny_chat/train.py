@@ -1,8 +1,8 @@
 """Make the embedded model: a small Llama that remembers what you told it.
 
 This script and dialogues.py made every other file of their directory. Training begins with dialogues of 256
-tokens and ends with a mixture of 512 to 4,096. The positions of a short dialogue have random gaps between
-its turns, so that the model meets every distance up to 4,096 tokens long before it meets a context of that
+tokens and ends with a mixture of 512 to 4,096. In half of the short dialogues the positions have random gaps
+between turns, so that the model meets every distance up to 4,096 tokens long before a context of that
 length. The slow ones of the rotary angles are 8 times as slow as usual, as in Llama 3.1: within 4,096 tokens
 they hardly turn, so whether a note is found depends on its words and not on its distance.
 
