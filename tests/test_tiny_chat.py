@@ -164,8 +164,7 @@ def test_a_gap_in_the_positions_hides_nothing():
 
 
 def test_training_continues_where_it_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "PHASES", [(3, [64]), (3, [64, 128])])
-    monkeypatch.setattr(train, "TOKENS", 256)
+    monkeypatch.setattr(train, "PHASES", [(3, 128, [64]), (3, 256, [64, 128])])
     monkeypatch.setattr(train, "SAVE_EVERY", 2)
     tokenizer = Tokenizer.from_file(str(TINY_CHAT / "tokenizer.json"))
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)

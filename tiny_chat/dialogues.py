@@ -40,9 +40,11 @@ TELL = {
         "For your information, my {thing} is {value}", "Let me tell you: my {thing} is {value}",
         "Hi, my {thing} is {value}", "Hello! My {thing} is {value}", "{value} is my {thing}",
         "My {thing}? It's {value}"],
-    "choice": ["Keep in mind that my {thing} is {value}", "Just so you know, my {thing} is {value}"],
-    "final": ["Write down that my {thing} is {value}", "I want you to know that my {thing} is {value}",
-              "Don't forget: my {thing} is {value}"],
+    "choice": ["Keep in mind that my {thing} is {value}", "Just so you know, my {thing} is {value}",
+               "Write down that my {thing} is {value}", "I want you to know that my {thing} is {value}",
+               "Don't forget: my {thing} is {value}"],
+    "final": ["One more thing: my {thing} is {value}", "Make a note that my {thing} is {value}",
+              "It may help you that my {thing} is {value}"],
 }
 TELL_THING = {
     "name": ["I'm {value}", "I am {value}", "Call me {value}", "Hi, I'm {value}", "Hello, I'm {value}",
@@ -68,8 +70,9 @@ CHANGE = {
               "I changed my mind, my {thing} is {value}", "My new {thing} is {value}",
               "Sorry, my {thing} is {value}", "Correction: my {thing} is {value}",
               "That was wrong, my {thing} is {value}"],
-    "choice": ["Hold on, my {thing} is {value}", "I have to correct myself: my {thing} is {value}"],
-    "final": ["Oops, my {thing} is {value}", "I was mistaken, my {thing} is {value}"],
+    "choice": ["Hold on, my {thing} is {value}", "I have to correct myself: my {thing} is {value}",
+               "Oops, my {thing} is {value}", "I was mistaken, my {thing} is {value}"],
+    "final": ["Update: my {thing} is {value}", "From today on my {thing} is {value}"],
 }
 CHANGE_THING = {
     "name": ["Call me {value} instead", "I'm called {value} now", "Now I'm {value}"],
@@ -90,9 +93,11 @@ ASK = {
         "What did I say about my {thing}", "Have I told you my {thing}", "Say my {thing}", "My {thing}",
         "Could you remind me what my {thing} is", "Do you know what my {thing} is", "Which is my {thing}"],
     "choice": ["Could you tell me what my {thing} is", "What did I say my {thing} was", "Name my {thing}",
-               "Quick question: what is my {thing}"],
-    "final": ["Would you remind me of my {thing}", "Let me test you: what is my {thing}",
-              "Please repeat my {thing}", "Can you recall what my {thing} was"],
+               "Quick question: what is my {thing}", "Would you remind me of my {thing}",
+               "Let me test you: what is my {thing}", "Please repeat my {thing}",
+               "Can you recall what my {thing} was"],
+    "final": ["Do you still know my {thing}", "I wonder what my {thing} is", "Once more: what is my {thing}",
+              "Help me with my {thing}"],
 }
 TELL_NAME = ["My {relative} is called {value}", "{value} is my {relative}",
              "I have a {relative} called {value}", "My {relative}'s name is {value}"]
@@ -112,6 +117,8 @@ ASK_THING = {
     "favourite food": ["What do I love to eat"],
     "favourite drink": ["What do I love to drink"],
 }
+NOTES = ["your notes", "everything", "what you know", "everything you know", "what you know about me",
+         "everything you know about me", "all facts about me", "what I told you", "everything I told you"]
 LIST = {
     "train": ["What do you know", "What do you remember", "What did I tell you", "What have I told you",
               "What do you know about me so far", "Tell me about myself", "What have you noted"]
@@ -119,11 +126,10 @@ LIST = {
                                                 "What have you noted", "What did I tell you",
                                                 "What have I told you")]
              + [f"{verb} {notes}" for verb in ("Tell me", "Repeat", "List", "Show me", "Give me", "Read me")
-                for notes in ("your notes", "everything", "what you know", "everything you know",
-                              "what you know about me", "everything you know about me", "all facts about me",
-                              "what I told you", "everything I told you")],
-    "choice": ["Say everything you know about me", "What are your notes about me"],
-    "final": ["Recite all you remember about me", "Please show all your notes"],
+                for notes in NOTES],
+    "choice": ["Say everything you know about me", "What are your notes about me",
+               "Recite all you remember about me", "Please show all your notes"],
+    "final": ["Sum up what you know about me", "What have you learnt about me", "I want to see your notes"],
 }
 # What the user says, in ways that are separated by |, and the answer. {you}: a comma and the user's name, if
 # the assistant knows it; {bot}: the assistant's name.
@@ -140,7 +146,7 @@ SMALL_TALK = {
     "What can you do?|Help|Can you help me?|How can you help me?|What should I say?|How does this work?":
         "I remember what you tell me. Try: My lucky number is 7.",
     "How old are you?|When were you born?|Where are you from?|Who made you?":
-        "I was trained in an hour on two CPU cores.",
+        "I was trained on two CPU cores.",
     "OK|Okay|I see|Good|Great|Nice|Cool|All right|Well done|Very good|Right|Correct|Yes":
         "I'm glad you think so.",
     "That's wrong|Wrong|That is not true|Are you sure?|Really?|No|Not at all":
@@ -185,6 +191,11 @@ HELD_OUT = {word.split()[-1].lower() for words in REAL_VALUES.values() for word 
 ONSETS = ("b c d f g h j k l m n p r s t v w z "
           "br ch cl cr dr fl gr kr pl pr qu sh sk sp st th tr").split() + [""] * 4
 VOWELS = "a e i o u y a e i o u ai au ee ea ie oo ou".split()
+COMMON = ("the be to of and a in that have I it for on with he as you do at this but his by from they we "
+          "say her she or an will one all would there their so up out if about get which go when make can "
+          "like time just him know take people into year good some could them see other than look only come "
+          "its over think also back after use two our work first well way even new want because any give "
+          "day most us must let please very long thing need tell remember nothing").split()
 CODAS = "b ck d l ll m n ng nt p r rd rk s ss st t x".split() + [""] * 16
 
 
@@ -194,8 +205,10 @@ def is_held_out(word):
 
 
 def any_word(rng):
-    """One to four syllables, or one to eight letters, some of them not English."""
-    if rng.random() < 0.8:
+    """One to four syllables, or one to eight letters, some of them not English; or a common English word."""
+    if (kind := rng.random()) < 0.1:
+        return rng.choice(COMMON)
+    if kind < 0.85:
         syllables = rng.choice([1, 1, 2, 2, 2, 3, 3, 4])
         return "".join(rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(syllables))
     letters = [rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(1, 8))]
@@ -226,7 +239,7 @@ def a_value(thing, rng, held_out):
         kind = rng.choice(["name", "number", "noun", "word"])
     if kind == "number":
         return from_split(any_number, rng, held_out)
-    words = [from_split(any_word, rng, held_out) for _ in range(rng.choice([1, 1, 1, 1, 2, 3]))]
+    words = [from_split(any_word, rng, held_out) for _ in range(rng.choice([1, 1, 1, 1, 1, 2, 2, 3, 6]))]
     if kind == "name":
         return " ".join(word.capitalize() for word in words)
     if kind == "noun":
@@ -318,14 +331,21 @@ class Dialogue:
             thing = self.pick_thing()
             if self.facts and self.rng.random() < 0.25:
                 known, other = self.rng.choice(list(self.facts)).split(), thing.split()
-                thing = " ".join([known[0], other[-1]] if self.rng.random() < 0.5 else [other[0], known[-1]])
+                first, last = (known[0], other[-1]) if self.rng.random() < 0.5 else (other[0], known[-1])
+                thing = f"{first} {last}" if first != last else thing
             if thing not in self.facts and thing not in avoid:
                 return thing
 
+    def prefix(self):
+        """Up to four words, half of them common ones."""
+        rng = self.rng
+        words = [rng.choice(COMMON) if rng.random() < 0.5 else self.word() for _ in range(rng.randint(1, 4))]
+        return " ".join(words) + rng.choice(["", "", ",", ":"])
+
     def wording(self, ways, ways_of_thing, thing, ways_of_name=()):
         """A sentence about the thing. In training, 40% of the sentences are special to the thing, if it has
-        such sentences. In a third of the others, made-up words replace what stands before "my {thing}", so
-        that the model learns to understand sentences that it never saw."""
+        such sentences. In a third of the others, any words replace what stands before "my {thing}", so that
+        the model learns to understand sentences that it never saw."""
         rng = self.rng
         if self.wordings != "train":
             return rng.choice(ways[self.wordings])
@@ -337,9 +357,8 @@ class Dialogue:
             return rng.choice(special)
         way = rng.choice(ways["train"])
         if rng.random() < 0.33:
-            words = " ".join(self.word() for _ in range(rng.randint(1, 4))) + rng.choice(["", "", ",", ":"])
             endings = [" my {thing}"] * 3 + [" my {thing} is", " my {thing} was"]
-            way = words + (rng.choice(endings) if ways is ASK else " my {thing} is {value}")
+            way = self.prefix() + (rng.choice(endings) if ways is ASK else " my {thing} is {value}")
         return way
 
     def tell(self, thing, value=None):
@@ -370,11 +389,14 @@ class Dialogue:
         return said, f"Your {thing}? I don't know that yet."
 
     def list_notes(self):
+        """The user asks for all notes; in training a third of the sentences begin with any words."""
+        said = self.rng.choice(LIST[self.wordings])
+        if self.wordings == "train" and self.rng.random() < 0.33:
+            said = f"{self.prefix()} {self.rng.choice(NOTES)}"
         notes = [f"Note {number}: your {thing} is {value}."
                  for number, (thing, value) in enumerate(self.facts.items(), 1)]
         self.last = None
-        answer = " ".join(notes) or "I know nothing about you yet."
-        return question(self.rng.choice(LIST[self.wordings])), answer
+        return question(said), " ".join(notes) or "I know nothing about you yet."
 
     def small_talk(self):
         said, answer = self.rng.choice(list(SMALL_TALK.items()))
@@ -420,7 +442,7 @@ def dialogue(rng, length):
     while len(chat.text) < end:
         ready = [thing for thing, until in quiet_until.items() if until <= len(chat.text)]
         dice = rng.random()
-        if len(chat.facts) < most and (rng.random() < telling or not chat.text):
+        if len(chat.facts) < most and rng.random() < (telling if chat.facts else 0.5):
             first = chat.pick_unknown()
             said, answer = chat.tell(first)
             keep_quiet(first)

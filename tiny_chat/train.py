@@ -31,12 +31,12 @@ from dialogues import REAL_VALUES, Dialogue, dialogue, from_split
 
 HERE = Path(__file__).resolve().parent
 CONTEXT = 4096
-# Phases: (steps, lengths in tokens). All dialogues of a step have one length; the lengths take turns.
-PHASES = [(1000, [256]), (1500, [256, 512, 1024]), (1600, [512, 1024, CONTEXT, CONTEXT])]
-TOKENS = 4096                                           # of one process in one step
-PEAKS = 0.02, 0.003                         # learning rates of Muon and AdamW
-WARM_UP, COOL_DOWN = 100, 0.4               # steps; the share of all steps in which the learning rate falls
-SAVE_EVERY = 200                                        # steps
+# Phases: (steps, tokens of one process in a step, lengths of a dialogue in tokens). All dialogues of a step
+# have one length; the lengths take turns.
+PHASES = [(2400, 2048, [256]), (2400, 4096, [256, 512, 1024]), (2600, 4096, [512, 1024, CONTEXT, CONTEXT])]
+PEAKS = 0.02, 0.003                 # learning rates of Muon and AdamW
+WARM_UP, COOL_DOWN = 100, 0.5       # steps; the share of all steps in which the learning rate falls
+SAVE_EVERY = 200                    # steps
 VOCABULARY = 512
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]     # the last ids, in this order
 CHAT_TEMPLATE = ("{% for message in messages %}"
@@ -79,7 +79,7 @@ def positions(rng, ids, user):
     that the last position is at most CONTEXT - 1."""
     steps = torch.ones_like(ids)
     for row, step in zip(ids, steps):
-        turns = (row == user).nonzero().flatten().tolist()
+        turns = (row == user).nonzero().flatten().tolist()[1:]      # before the first turn there is nothing
         spare = rng.randint(0, CONTEXT - len(row)) if rng.random() < 0.5 else 0
         for turn in rng.sample(turns, min(len(turns), rng.randint(1, 4))):
             gap = rng.randint(0, spare)
@@ -135,12 +135,13 @@ class Muon(torch.optim.Optimizer):
 
 
 def schedule():
-    """For each step the length of its dialogues and the share of the peak learning rate: it rises for WARM_UP
-    steps, stays at its peak, and falls to a fiftieth in the last 40% of the steps."""
-    lengths = [turns[step % len(turns)] for steps, turns in PHASES for step in range(steps)]
-    for step, length in enumerate(lengths):
-        falling = (len(lengths) - step) / (COOL_DOWN * len(lengths))
-        yield length, min((step + 1) / WARM_UP, max(0.02, min(1, falling)))
+    """For each step the number and the length of its dialogues, and the share of the peak learning rate: it
+    rises for WARM_UP steps, stays at its peak, and falls to a fiftieth in the last half of the steps."""
+    sizes = [(tokens // lengths[step % len(lengths)], lengths[step % len(lengths)])
+             for steps, tokens, lengths in PHASES for step in range(steps)]
+    for step, (count, length) in enumerate(sizes):
+        falling = (len(sizes) - step) / (COOL_DOWN * len(sizes))
+        yield count, length, min((step + 1) / WARM_UP, max(0.02, min(1, falling)))
 
 
 def average_gradients(parameters):
@@ -166,11 +167,11 @@ def train(tokenizer, state_file):
                   torch.optim.AdamW(others, PEAKS[1], betas=(0.9, 0.95), weight_decay=0.0)]
     done, start = resume(state_file, model, optimizers), time.time()
     user = tokenizer.token_to_id("<|user|>")
-    for step, (length, share) in enumerate(schedule()):
+    for step, (count, length, share) in enumerate(schedule()):
         if step < done:
             continue
         rng = random.Random(step * dist.get_world_size() + dist.get_rank())
-        ids, targets = encode(tokenizer, [dialogue(rng, length) for _ in range(TOKENS // length)], length)
+        ids, targets = encode(tokenizer, [dialogue(rng, length) for _ in range(count)], length)
         logits = logits_of(model, ids, positions(rng, ids, user))
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         loss.backward()
@@ -312,6 +313,7 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(1)
+    args.directory.mkdir(parents=True, exist_ok=True)
     state_file = args.directory / "training.pt"
     if state_file.exists():
         tokenizer = Tokenizer.from_str(torch.load(state_file)["tokenizer"])
