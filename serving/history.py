@@ -257,26 +257,26 @@ class History:
                 return turn, n
         return None
 
-    def forget(self, conversation: str) -> list[str]:
-        """Delete a conversation, and those of its turns that only it needed.
-
-        Returns the names of the conversations that are gone or shorter now. An unknown name is no
-        error."""
+    def forget(self, conversation: str):
+        """Delete a conversation, and those of its turns that only it needed. An unknown name is no error."""
         with self._writing() as db:
-            if (record := find_record(db, conversation)) is None:
-                return []
-            db.execute("DELETE FROM conversation WHERE name = ?", (conversation,))
-            return [conversation] + release(db, record.head)
+            if record := find_record(db, conversation):
+                db.execute("DELETE FROM conversation WHERE name = ?", (conversation,))
+                release(db, record.head)
 
     def delete(self, turn_id: str) -> list[str]:
         """Delete a turn. If later turns build on it, it is only hidden, and goes with the last of them.
 
-        A conversation that ended with the turn ends with its parent now. If there is no parent, the
-        conversation goes, too, unless a client created it by name. Returns the names of these
+        A conversation that ended with the turn ends with the last visible turn before it now. If there is
+        none, the conversation goes, too, unless a client created it by name. Returns the names of these
         conversations."""
         with self._writing() as db:
             db.execute("UPDATE turn SET hidden = 1 WHERE id = ?", (turn_id,))
-            return release(db, turn_id)
+            names = db.execute("SELECT name FROM conversation WHERE head = ?", (turn_id,)).fetchall()
+            db.execute("UPDATE conversation SET head = ? WHERE head = ?", (visible(db, turn_id), turn_id))
+            db.execute("DELETE FROM conversation WHERE head IS NULL AND metadata IS NULL")
+            release(db, turn_id)
+            return [name for name, in names]
 
     # ---- conversations
 
@@ -319,26 +319,26 @@ class History:
         with self._reading() as db:
             return items_of(db, way, turn_id)
 
-    def delete_item(self, conversation: str, item_id: str) -> list[str]:
-        """Delete one of a conversation's visible messages.
+    def delete_item(self, conversation: str, item_id: str) -> bool:
+        """Delete one of a conversation's visible messages. False if there is no such message.
 
         The conversation ends before the turn of that message now, and its other messages from there on wait
-        for its next turn. Returns the names of the conversations that are shorter now; none: there is no such
-        message."""
+        for its next turn."""
         with self._writing() as db:
             if (record := find_record(db, conversation)) is None:
-                return []
+                return False
             head, items = record.head, record.waiting
             while head and item_id not in [item["id"] for item in items]:
                 items = items_of(db, ALONE, head) + items
                 head = find_turn(db, "id = :id", id=head).parent
             remaining = [item for item in items if item["id"] != item_id]
             if remaining == items:
-                return []
+                return False
             db.execute("""
                 UPDATE conversation SET head = ?, waiting = ?, metadata = coalesce(metadata, '{}'), active = ?
-                WHERE name = ?""", (head, json.dumps(remaining), time.time(), conversation))
-            return [conversation] + release(db, record.head)
+                WHERE name = ?""", (visible(db, head), json.dumps(remaining), time.time(), conversation))
+            release(db, record.head)
+            return True
 
     def oldest(self, before: float, max_bytes: float, owner: str = "",
                spared: Iterable[str] = ()) -> str | None:
@@ -514,25 +514,25 @@ def find_record(db: sqlite3.Connection, conversation: str) -> ConversationRecord
                            waiting=json.loads(record.waiting))
 
 
-def release(db: sqlite3.Connection, turn_id: str | None) -> list[str]:
+def visible(db: sqlite3.Connection, turn_id: str | None) -> str | None:
+    """The turn if it is not hidden; else the last visible one before it."""
+    find = "SELECT parent FROM turn WHERE id = ? AND hidden"
+    while row := db.execute(find, (turn_id,)).fetchone():
+        turn_id, = row
+    return turn_id
+
+
+def release(db: sqlite3.Connection, turn_id: str | None):
     """Delete a turn if nobody needs it, then its parent if nobody needs that, and so on.
 
-    A later turn needs its parent. A conversation needs its head, unless the head is hidden. Returns
-    the names of the conversations whose head was deleted: they end with its parent now."""
-    moved = []
-    last_of_its_branch = ("SELECT parent, hidden FROM turn WHERE id = :id "
-                          "AND NOT EXISTS (SELECT * FROM turn AS later WHERE later.parent = :id)")
-    while row := db.execute(last_of_its_branch, dict(id=turn_id)).fetchone():
-        parent, hidden = row
-        names = db.execute("SELECT name FROM conversation WHERE head = ?", (turn_id,)).fetchall()
-        if names and not hidden:
-            break
-        db.execute("UPDATE conversation SET head = ? WHERE head = ?", (parent, turn_id))
+    A later turn needs its parent. A conversation needs its head, which is never hidden."""
+    unneeded = """
+        SELECT parent FROM turn WHERE id = :id
+        AND NOT EXISTS (SELECT * FROM turn AS later WHERE later.parent = :id)
+        AND NOT EXISTS (SELECT * FROM conversation WHERE head = :id)"""
+    while row := db.execute(unneeded, dict(id=turn_id)).fetchone():
         db.execute("DELETE FROM turn WHERE id = ?", (turn_id,))
-        moved += [name for name, in names if name not in moved]
-        turn_id = parent
-    db.execute("DELETE FROM conversation WHERE head IS NULL AND metadata IS NULL")
-    return moved
+        turn_id, = row
 
 
 def chain(db: sqlite3.Connection, way: str, turn_id: str, columns: str) -> list[tuple]:

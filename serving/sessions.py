@@ -531,8 +531,8 @@ class Sessions:
         """Free both tiers and the history of an idle conversation, and cancel every turn that branches off a
         turn that is gone now. False if the conversation is being answered."""
         def change():
-            for name in [conversation, *self.history.forget(conversation)]:
-                self.engine.forget(name)
+            self.history.forget(conversation)
+            self.engine.forget(conversation)
         try:
             self._write(partial(self._alone, conversation, change))
         except Busy:
@@ -584,10 +584,10 @@ class Sessions:
         later token has seen the message. False if there is no such message. Busy if the conversation is being
         answered."""
         def change() -> bool:
-            shorter = self.history.delete_item(conversation, item_id)
-            for name in shorter:
-                self.engine.forget(name)
-            return bool(shorter)
+            deleted = self.history.delete_item(conversation, item_id)
+            if deleted:
+                self.engine.forget(conversation)
+            return deleted
         return self._write(partial(self._alone, conversation, change))
 
     def _alone(self, conversation: str, change: Callable):

@@ -476,6 +476,19 @@ def test_deleting_frees_both_tiers_and_the_store(empty):
         client.responses.delete(root.id)
 
 
+def test_deleting_a_response_that_another_branch_builds_on(client):
+    """Its own conversation goes on without it."""
+    conversation = client.conversations.create().id
+    first, second = (respond(client, text, conversation=conversation) for text in ("one", "two"))
+    branch = respond(client, "aside", previous_response_id=second.id)
+    client.responses.delete(second.id)
+    third = respond(client, "three", conversation=conversation)
+    alone = respond(client, "three", previous_response_id=first.id)
+    assert third.usage.input_tokens == alone.usage.input_tokens and third.output_text == alone.output_text
+    onwards = respond(client, "on", previous_response_id=branch.id)
+    assert onwards.usage.input_tokens > branch.usage.total_tokens
+
+
 @pytest.mark.parametrize("follows", ["conversation", "previous_response_id"])
 def test_what_a_response_follows_is_deleted_at_that_moment(empty, follows, monkeypatch):
     """We have seen that it exists, and then it is gone. Nothing of it comes back."""
