@@ -26,10 +26,10 @@ THINGS = ["name", "age", "home city", "job", "hobby", "pet", "car", "birthday", 
 RELATIVES = ["sister", "brother", "mother", "father", "wife", "husband", "son", "daughter", "boss",
              "neighbour", "dog", "cat"]
 RELATIVE_THINGS = ["name", "name", "name", "age", "job", "home city", "hobby"]
-# Things that end so have values that are Names, numbers, or nouns with an article; all others are words.
-CAPITAL = ("name", "home city", "best friend", "school", "language", "film", "book", "song")
-NUMBER = ("number", "age", "size")
-NOUN = ("pet", "job", "animal")
+# A thing that ends so mostly has a value of this kind; the first kind that fits counts. All others: "word".
+KINDS = {"name": ("name", "home city", "best friend", "school", "language", "film", "book", "song"),
+         "number": ("number", "age", "size"),
+         "noun": ("pet", "job", "animal", "car")}
 
 # {thing} is what the fact is about, {value} what the user says about it.
 TELL = {
@@ -50,7 +50,7 @@ TELL_THING = {
     "name": ["I'm {value}", "I am {value}", "Call me {value}", "Hi, I'm {value}", "Hello, I'm {value}",
              "Hi, my name is {value}", "Please call me {value}", "Hello, my name is {value}",
              "Hey, I'm {value}", "Hi! I'm {value}", "I'm called {value}"],
-    "age": ["I'm {value} years old", "I am {value} years old", "I turned {value}"],
+    "age": ["I'm {value} years old", "I am {value} years old", "I turned {value}", "I'm {value}"],
     "home city": ["I live in {value}", "I'm from {value}", "I come from {value}", "I live in {value}",
                   "My home is in {value}", "I moved to {value}"],
     "job": ["I work as {value}", "I'm working as {value}", "I earn my money as {value}"],
@@ -60,7 +60,6 @@ TELL_THING = {
     "birthday": ["I was born on {value}", "I have my birthday on {value}"],
     "language": ["I speak {value}"],
     "school": ["I go to {value} school", "I study at {value}"],
-    "best friend": ["{value} is my best friend"],
     "favourite food": ["I love to eat {value}"],
     "favourite drink": ["I love to drink {value}"],
 }
@@ -82,9 +81,10 @@ CHANGE_THING = {
     "hobby": ["I like {value} now", "Now I like {value}"],
     "car": ["I drive {value} now", "Now I drive {value}"],
 }
-# These name no thing: the user means the one of the turn before.
+# These name no thing: the user means the last one of the turn before. It has a note, or it has none.
 CORRECT = ["No, it's {value}", "Sorry, I meant {value}", "I meant {value}", "No, {value}",
            "Wait, it is {value}", "No, it is {value}", "Sorry, it's {value}"]
+SUPPLY = ["It's {value}", "It is {value}", "That's {value}", "Well, it's {value}", "Oh, it is {value}"]
 ASK = {
     "train": ["What is my {thing}"] * 5 + ["What's my {thing}"] * 3 + [
         "Do you remember my {thing}", "Do you know my {thing}", "And what is my {thing}", "And my {thing}",
@@ -100,8 +100,8 @@ ASK = {
               "Help me with my {thing}"],
 }
 TELL_NAME = ["My {relative} is called {value}", "{value} is my {relative}",
-             "I have a {relative} called {value}", "My {relative}'s name is {value}"]
-ASK_NAME = ["What is my {relative} called", "Who is my {relative}", "What's my {relative}'s name"]
+             "I have a {relative} called {value}", "My {relative} is {value}"]
+ASK_NAME = ["What is my {relative} called", "Who is my {relative}", "Who's my {relative}"]
 ASK_THING = {
     "name": ["Who am I", "What am I called", "Do you know who I am", "Do you remember who I am"],
     "age": ["How old am I"],
@@ -146,7 +146,7 @@ SMALL_TALK = {
     "What can you do?|Help|Can you help me?|How can you help me?|What should I say?|How does this work?":
         "I remember what you tell me. Try: My lucky number is 7.",
     "How old are you?|When were you born?|Where are you from?|Who made you?":
-        "I was trained on two CPU cores.",
+        "I was trained on two CPU cores in 2026.",
     "OK|Okay|I see|Good|Great|Nice|Cool|All right|Well done|Very good|Right|Correct|Yes":
         "I'm glad you think so.",
     "That's wrong|Wrong|That is not true|Are you sure?|Really?|No|Not at all":
@@ -164,7 +164,8 @@ SMALL_TALK = {
 STRANGE = ["What is the {} of {}?", "What is {}?", "Who is {}?", "How do I {} a {}?", "Why is the {} {}?",
            "Can you {} the {}?", "{}", "{} {}", "{} {} {}", "{} {} {} {} {}?", "Write a {} about {}",
            "Tell me about {}", "Explain {}", "Where is {}?", "How many {} are in {}?", "The {} is {}",
-           "Do you know {}?", "When did {} {}?", "Translate {} to {}", "Is {} a {}?", "Let's {}"]
+           "Do you know {}?", "When did {} {}?", "Translate {} to {}", "Is {} a {}?", "Let's {}",
+           "I {} the {}", "I {} a {}", "Did I {} {}?", "Is my {} {}?"]
 NOT_UNDERSTOOD = "I don't understand that. I only know what you tell me."
 SUMS = ["What is {a} plus {b}", "{a} plus {b}", "{a} + {b}", "What is {a} + {b}", "How much is {a} plus {b}",
         "Add {a} and {b}", "Can you add {a} and {b}"]
@@ -232,10 +233,10 @@ def from_split(make, rng, held_out):
 
 
 def a_value(thing, rng, held_out):
-    """A made-up value: a number, a Name, `a word`, or a few words. Mostly the kind suits the thing."""
-    kind = "number" if thing.endswith(NUMBER) else "name" if thing.endswith(CAPITAL) else \
-        "noun" if thing.endswith(NOUN) else "word"
-    if rng.random() < 0.15:
+    """A made-up value: a number, a Name, `a word`, or a few words. Mostly the kind suits the thing; for the
+    user's age and name always, since "I'm 5" tells the one and "I'm Ada" the other."""
+    kind = next((kind for kind, endings in KINDS.items() if thing.endswith(endings)), "word")
+    if rng.random() < 0.15 and thing not in ("name", "age"):
         kind = rng.choice(["name", "number", "noun", "word"])
     if kind == "number":
         return from_split(any_number, rng, held_out)
@@ -253,8 +254,9 @@ def capital(sentence):
 
 def question(sentence):
     """With a question mark, if it is a question and no request such as "Tell me my name"."""
-    asks = re.match(r"(what|who|which|where|when|how|do|can|could|would|have|and|so) ", sentence.lower())
-    return sentence + "?" * bool(asks or "what is" in sentence.lower())
+    asks = re.search(r"^(what|who|what's|who's|which|where|when|how|do|can|could|would|have|and|so) |what is",
+                     sentence.lower())
+    return f"{sentence}?" if asks else sentence
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -278,19 +280,18 @@ class Dialogue:
         self.bot, self.text = "Tiny", ""
         self.stop = "."                     # of the assistant's sentences; "!" if it is cheerful
 
-    def system(self, message=None):
+    def system(self):
         """Begin with a system message; some give the assistant another name, or make it cheerful."""
         rng = self.rng
-        if message is None:
-            message = rng.choice(SYSTEM)
-            if rng.random() < 0.1:
-                message = " ".join(self.word() for _ in range(rng.randint(1, 30))) + "."
-            if "{}" in message:
-                self.bot = self.word().capitalize()
-                message = message.format(self.bot)
-            if rng.random() < 0.3:
-                self.stop = "!"
-                message += " " + rng.choice(CHEERFUL)
+        message = rng.choice(SYSTEM)
+        if rng.random() < 0.1:
+            message = " ".join(self.word() for _ in range(rng.randint(1, 30))) + "."
+        if "{}" in message:
+            self.bot = self.word().capitalize()
+            message = message.format(self.bot)
+        if rng.random() < 0.3:
+            self.stop = "!"
+            message += " " + rng.choice(CHEERFUL)
         self.text = f"<|system|>{message}<|end|>"
 
     def say(self, said, answer):
@@ -350,7 +351,7 @@ class Dialogue:
         if self.wordings != "train":
             return rng.choice(ways[self.wordings])
         relative = thing.removesuffix("'s name")
-        special = ways_of_thing.get(thing, [])
+        special = ways_of_thing.get(thing.replace("favorite", "favourite"), [])
         if relative != thing:
             special = [way.replace("{relative}", relative) for way in ways_of_name]
         if special and rng.random() < 0.4:
@@ -365,8 +366,8 @@ class Dialogue:
         """The user states or changes a fact, and the assistant notes it."""
         rng, known = self.rng, thing in self.facts
         value = value or self.value(thing)
-        if known and thing == self.last and self.wordings == "train" and rng.random() < 0.7:
-            way = rng.choice(CORRECT)
+        if thing == self.last and self.wordings == "train" and rng.random() < 0.7:
+            way = rng.choice(CORRECT if known else SUPPLY)
         elif known and (self.wordings != "train" or rng.random() < 0.8):
             way = self.wording(CHANGE, CHANGE_THING, thing)
         else:
@@ -443,15 +444,17 @@ def dialogue(rng, length):
         ready = [thing for thing, until in quiet_until.items() if until <= len(chat.text)]
         dice = rng.random()
         if len(chat.facts) < most and rng.random() < (telling if chat.facts else 0.5):
-            first = chat.pick_unknown()
+            asked = chat.last if chat.last not in chat.facts and rng.random() < 0.4 else None
+            first = asked or chat.pick_unknown()
             said, answer = chat.tell(first)
             keep_quiet(first)
             if rng.random() < 0.2 and len(chat.facts) < most:
                 second = chat.pick_unknown()
                 more, noted = chat.tell(second)
-                if not more.startswith(("I ", "I'm", chat.facts[second])):
-                    more = more[0].lower() + more[1:]
-                said += rng.choice([" and ", " and ", ". ", ", and "]) + more
+                joint = rng.choice([" and ", " and ", ". ", ", and "])
+                if joint != ". " and not more.startswith(("I ", "I'm", chat.facts[second])):
+                    more = more[0].lower() + more[1:]       # a value keeps the capital that the note copies
+                said += joint + more
                 answer += " " + noted
                 keep_quiet(second)
             chat.say(said, answer)

@@ -33,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 CONTEXT = 4096
 # Phases: (steps, tokens of one process in a step, lengths of a dialogue in tokens). All dialogues of a step
 # have one length; the lengths take turns.
-PHASES = [(2400, 2048, [256]), (2400, 4096, [256, 512, 1024]), (2600, 4096, [512, 1024, CONTEXT, CONTEXT])]
+PHASES = [(1600, 2048, [256]), (2000, 4096, [256, 512, 1024]), (2600, 4096, [512, 1024, CONTEXT, CONTEXT])]
 PEAKS = 0.02, 0.003                 # learning rates of Muon and AdamW
 WARM_UP, COOL_DOWN = 100, 0.5       # steps; the share of all steps in which the learning rate falls
 SAVE_EVERY = 200                    # steps
@@ -137,11 +137,11 @@ class Muon(torch.optim.Optimizer):
 def schedule():
     """For each step the number and the length of its dialogues, and the share of the peak learning rate: it
     rises for WARM_UP steps, stays at its peak, and falls to a fiftieth in the last half of the steps."""
-    sizes = [(tokens // lengths[step % len(lengths)], lengths[step % len(lengths)])
-             for steps, tokens, lengths in PHASES for step in range(steps)]
+    sizes = [(tokens // length, length) for steps, tokens, lengths in PHASES
+             for length in (lengths * steps)[:steps]]
     for step, (count, length) in enumerate(sizes):
         falling = (len(sizes) - step) / (COOL_DOWN * len(sizes))
-        yield count, length, min((step + 1) / WARM_UP, max(0.02, min(1, falling)))
+        yield count, length, min(1, (step + 1) / WARM_UP, max(0.02, falling))
 
 
 def average_gradients(parameters):
