@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 TINY_CHAT = Path(__file__).resolve().parent.parent / "tiny_chat"
 sys.path.append(str(TINY_CHAT))                 # as its scripts find each other
 import train
-from dialogues import dialogue, is_held_out
+from dialogues import a_value, dialogue, is_held_out, question
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -131,20 +131,24 @@ def test_every_answer_follows_from_the_dialogue():
     """Replays the notes of a thousand dialogues of training, in another way than dialogues.py makes them."""
     rng, seen = random.Random(5), Counter()
     for _ in range(1000):
-        notes = {}
+        notes, changes = {}, set()
         for said, answer in re.findall(r"<\|user\|>(.*?)<\|end\|><\|assistant\|>(.*?)<\|end\|>",
                                        dialogue(rng, 256)):
             listed = re.findall(r"Note (\d+): your (.*?) is (.*?)[.!](?= Note|$)", answer)
-            told = re.findall(r"Your (.*?) (?:has (changed)(?: again)?|becomes note (\d+)): "
+            told = re.findall(r"Your (.*?) (?:has (changed)( again)?|becomes note (\d+)): "
                               r"your (.*?) is (.*?)[.!](?= Your|$)", answer)
             asked = re.fullmatch(r"Your (.*?)(?: is (.*)[.!]|\? I don't know that yet[.!])", answer)
             if listed:
                 assert listed == [(str(number), thing, value)
                                   for number, (thing, value) in enumerate(notes.items(), 1)]
                 seen["list"] += 1
-            for thing, changed, number, again, value in told:
-                assert thing == again and value.lower() in said.lower()
+            assert not (notes and answer.startswith("I know nothing"))
+            for thing, changed, again, number, repeated, value in told:
+                assert thing == repeated and value.lower() in said.lower()
                 assert changed if thing in notes else int(number) == len(notes) + 1
+                assert bool(again) == (thing in changes)
+                if changed:
+                    changes.add(thing)
                 assert not any(map(is_held_out, set(value.split()) - {"a", "an", "the", "two"}))
                 notes[thing] = value
                 seen["changed" if changed else "noted"] += 1
@@ -152,6 +156,16 @@ def test_every_answer_follows_from_the_dialogue():
                 assert notes.get(asked[1]) == asked[2]
                 seen["unknown" if asked[2] is None else "known"] += 1
     assert min(seen[kind] for kind in ("list", "noted", "changed", "known", "unknown")) > 200, seen
+
+
+def test_what_users_say_looks_as_users_write_it():
+    rng = random.Random(0)
+    languages = [a_value("language", rng, held_out=False) for _ in range(100)]
+    assert sum(language[0].isupper() for language in languages) > 70
+    assert question("What's my age") == "What's my age?" and question("Tell me my age") == "Tell me my age"
+    text = "".join(dialogue(rng, 256) for _ in range(300))
+    assert re.search(r"\. My \w", text)
+    assert re.search("What do I love to eat.{0,9}<.end.><.assistant.>Your favorite food", text)
 
 
 def test_a_gap_in_the_positions_hides_nothing():

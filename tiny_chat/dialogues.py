@@ -9,13 +9,13 @@ A user tells facts, the assistant notes them, and much later the user asks:
     What is my hobby?               Your hobby? I don't know that yet.
     What do you know about me?      Note 1: your name is Ada. Note 2: your home city is Rome.
 
-Every answer follows from the dialogue so far. In training every value consists of random syllables, letters
-or digits, so the model cannot learn values by heart: it must find the note and copy it, token by token. An
-answer repeats the thing first ("Your home city"). Only the token after it depends on whether there is a note:
-"is", "?", "has", "becomes".
+Every answer follows from the dialogue so far. In training, values consist of random syllables, letters and
+digits, and one word in ten is a common English one. So the model cannot learn values by heart: it must find
+the note and copy it, token by token. An answer repeats the thing first ("Your home city"). Only the token
+after it depends on what the user wants and on whether there is a note: "is", "?", "has", "becomes".
 
-A hash keeps one word in eight out of training. The user's sentences come in three sets: "train" is trained
-on; "choice" was measured while we chose the recipe, and "final" once, after that.
+A hash keeps one word in eight out of the things and values of training. The user's sentences come in three
+sets: "train" is trained on; "choice" was measured while we chose the recipe, and "final" once, after that.
 """
 import re
 import zlib
@@ -224,7 +224,7 @@ def any_number(rng):
     return str(rng.randrange(10 ** rng.choice([1, 2, 2, 2, 3, 3, 4, 5, 6])))
 
 
-def from_split(make, rng, held_out):
+def draw(make, rng, held_out):
     """A word or number that `make` makes; held_out: one that is only used to measure."""
     while True:
         made = make(rng)
@@ -239,13 +239,13 @@ def a_value(thing, rng, held_out):
     if rng.random() < 0.15 and thing not in ("name", "age"):
         kind = rng.choice(["name", "number", "noun", "word"])
     if kind == "number":
-        return from_split(any_number, rng, held_out)
-    words = [from_split(any_word, rng, held_out) for _ in range(rng.choice([1, 1, 1, 1, 1, 2, 2, 3, 6]))]
+        return draw(any_number, rng, held_out)
+    words = [draw(any_word, rng, held_out) for _ in range(rng.choice([1, 1, 1, 1, 1, 2, 2, 3, 6]))]
     if kind == "name":
         return " ".join(word.capitalize() for word in words)
     if kind == "noun":
         return rng.choice(["a ", "a ", "a ", "an ", "the ", "two "]) + " ".join(words)
-    return " ".join(words) + (" " + from_split(any_number, rng, held_out) if rng.random() < 0.1 else "")
+    return " ".join(words) + (" " + draw(any_number, rng, held_out) if rng.random() < 0.1 else "")
 
 
 def capital(sentence):
@@ -266,7 +266,7 @@ def question(sentence):
 class Dialogue:
     """A user, and an assistant that takes notes.
 
-    `tell`, `ask`, `list_notes`, `add`, `small_talk`, `strange` and `chatter` return the user's message, not
+    `tell`, `ask`, `list_notes`, `plus`, `small_talk`, `strange` and `chatter` return the user's message, not
     yet with a full stop, and the answer; `say` adds both to `text`. wordings: "train", "choice" or "final";
     held_out: use only values that are never trained on."""
 
@@ -306,7 +306,7 @@ class Dialogue:
         self.text += f"<|user|>{said}<|end|><|assistant|>{answer}<|end|>"
 
     def word(self):
-        return from_split(any_word, self.rng, self.held_out)
+        return draw(any_word, self.rng, self.held_out)
 
     def value(self, thing):
         value = a_value(thing, self.rng, self.held_out)
@@ -345,8 +345,8 @@ class Dialogue:
 
     def wording(self, ways, ways_of_thing, thing, ways_of_name=()):
         """A sentence about the thing. In training, 40% of the sentences are special to the thing, if it has
-        such sentences. In a third of the others, any words replace what stands before "my {thing}", so that
-        the model learns to understand sentences that it never saw."""
+        such sentences. A third of the others are any words before "my {thing} is {value}" (to ask: before
+        "my {thing}"), so that the model learns to understand sentences that it never saw."""
         rng = self.rng
         if self.wordings != "train":
             return rng.choice(ways[self.wordings])
@@ -401,12 +401,13 @@ class Dialogue:
 
     def small_talk(self):
         said, answer = self.rng.choice(list(SMALL_TALK.items()))
+        # An assistant with a name of its own is asked for it more often.
         if self.bot != "Tiny" and self.rng.random() < 0.2:
             said, answer = next(item for item in SMALL_TALK.items() if "{bot}" in item[1])
         you = f", {self.facts['name']}" if "name" in self.facts else ""
         return self.rng.choice(said.split("|")), answer.format(you=you, bot=self.bot)
 
-    def add(self):
+    def plus(self):
         a, b = self.rng.randrange(10), self.rng.randrange(10)
         return question(self.rng.choice(SUMS).format(a=a, b=b)), f"{a} plus {b} is {a + b}."
 
@@ -417,7 +418,7 @@ class Dialogue:
         """A turn that is not about facts."""
         kind = self.rng.random()
         self.last = None
-        return self.small_talk() if kind < 0.6 else self.add() if kind < 0.85 else self.strange()
+        return self.small_talk() if kind < 0.6 else self.plus() if kind < 0.85 else self.strange()
 
 
 def dialogue(rng, length):
@@ -464,6 +465,7 @@ def dialogue(rng, length):
             thing = chat.last if chat.last in ready and rng.random() < 0.5 else rng.choice(ready)
             chat.say(*chat.tell(thing))
             keep_quiet(thing)
+        # If no fact may change, a change becomes a list.
         elif dice < changing + listing and (len(ready) == len(quiet_until) or rng.random() < 0.3):
             chat.say(*chat.list_notes())
         elif ready and rng.random() < 0.6:

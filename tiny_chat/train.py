@@ -1,8 +1,8 @@
 """Make the embedded model: a small Llama that remembers what you told it.
 
-This script and dialogues.py made every other file of their directory. Training begins with dialogues of 256
-tokens and ends with a mixture of 512 to 4,096. In half of the short dialogues the positions have random gaps
-between turns, so that the model meets every distance up to 4,096 tokens long before a context of that
+This script and dialogues.py made every file of the checkpoint beside them. Training begins with dialogues of
+256 tokens and ends with a mixture of 512 to 4,096. In half of the short dialogues the positions have random
+gaps between turns, so that the model meets every distance up to 4,096 tokens long before a context of that
 length. The slow ones of the rotary angles are 8 times as slow as usual, as in Llama 3.1: within 4,096 tokens
 they hardly turn, so whether a note is found depends on its words and not on its distance.
 
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from dialogues import REAL_VALUES, Dialogue, dialogue, from_split
+from dialogues import REAL_VALUES, Dialogue, dialogue, draw
 
 HERE = Path(__file__).resolve().parent
 CONTEXT = 4096
@@ -79,7 +79,7 @@ def positions(rng, ids, user):
     that the last position is at most CONTEXT - 1."""
     steps = torch.ones_like(ids)
     for row, step in zip(ids, steps):
-        turns = (row == user).nonzero().flatten().tolist()[1:]      # before the first turn there is nothing
+        turns = (row == user).nonzero().flatten().tolist()[1:]      # before the first there is no fact
         spare = rng.randint(0, CONTEXT - len(row)) if rng.random() < 0.5 else 0
         for turn in rng.sample(turns, min(len(turns), rng.randint(1, 4))):
             gap = rng.randint(0, spare)
@@ -216,7 +216,7 @@ def save(model, tokenizer, directory):
                   "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE}
         Path(fresh, "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
         for file in Path(fresh).iterdir():
-            file.chmod(0o644)
+            file.chmod(0o644)               # a temporary file is its owner's alone
             os.replace(file, directory / file.name)
 
 
@@ -227,13 +227,13 @@ def save(model, tokenizer, directory):
 def told_and_asked(rng, wordings, tokenizer, column, distance):
     """The text of a dialogue, and the number of its first answers: the notes of the facts that it measures.
 
-    The user tells a fact (for "changed" twice, for "list" several, for "never told" none), talks about other
-    things for about `distance` tokens, and asks. column: one of the table's, see `evaluate`. For "list" the
-    distance counts from the first note."""
+    The user tells a fact (for "changed" twice, for "list" one to six, for "never told" none), talks about
+    other things for about `distance` tokens, and asks. column: one of the table's, see `evaluate`. For "list"
+    and "changed" the distance counts from the first note."""
     chat = Dialogue(rng, wordings, held_out=True)
     chat.casual = chat.american = False         # real values have capitals, and REAL_VALUES are British
     thing = rng.choice(list(REAL_VALUES)) if column == "real words" else chat.pick_thing()
-    while thing == "name":                      # "Hello, Ada." would repeat it on the way
+    while thing == "name":                      # "Goodbye, Ada." would repeat it on the way
         thing = chat.pick_thing()
     if column == "list":
         for _ in range(rng.randint(1, 6)):
@@ -242,7 +242,7 @@ def told_and_asked(rng, wordings, tokenizer, column, distance):
         for _ in range(2 if column == "changed" else 1):
             chat.say(*chat.tell(thing, value_for(column, thing, chat)))
     told = chat.text.count("<|assistant|>")
-    between = len(tokenizer.encode(chat.text).ids) if column == "list" else 0       # tokens
+    between = len(tokenizer.encode(chat.text).ids) if column in ("list", "changed") else 0      # tokens
     while between < distance - 30:              # a turn has some 30 tokens
         start = len(chat.text)
         fill(chat, thing, more_facts=column != "list")
@@ -256,7 +256,7 @@ def value_for(column, thing, chat):
     if column == "words":
         return " ".join(chat.word() for _ in range(chat.rng.choice([1, 2])))
     if column == "numbers":
-        return from_split(lambda rng: str(rng.randrange(10, 10 ** rng.choice([2, 3, 4, 5]))), chat.rng, True)
+        return draw(lambda rng: str(rng.randrange(10, 10 ** rng.choice([2, 3, 4, 5]))), chat.rng, True)
     return chat.rng.choice(REAL_VALUES[thing]) if column == "real words" else None
 
 
@@ -312,7 +312,7 @@ def main():
         parser.error("training needs torchrun: torchrun --nproc-per-node 2 tiny_chat/train.py")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    torch.manual_seed(1)
+    torch.manual_seed(1)                # all processes begin with the same weights
     args.directory.mkdir(parents=True, exist_ok=True)
     state_file = args.directory / "training.pt"
     if state_file.exists():
