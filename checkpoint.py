@@ -119,10 +119,11 @@ def ids_of(entry: int | list | None) -> frozenset[int]:
     return frozenset(ids)
 
 
-def read_json(file: Path) -> dict:
+def read_json(file: Path, **options) -> dict:
+    """options: see json.loads."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(file.read_text(encoding="utf-8"), **options)
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} must hold a JSON object, not {content!r:.40}")

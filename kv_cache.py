@@ -24,13 +24,12 @@ Admission and release cost O(context). A decode costs O(1), however long its con
 conversations there are. A request that waits for slots adds a search for victims to the step.
 """
 import heapq
-import itertools
 import math
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -110,7 +109,6 @@ class Conversation:
         self.waiting = 0                # how many users of what it holds have a turn in the queue
         self.last_active = 0.0          # the end of its last turn, in seconds
         self.turns = 0                  # for policies that count them
-        self.forgotten = False
         # Totals over the chunks that it holds.
         self.held = 0                               # slots
         self.present = 0                            # chunks that are not absent
@@ -186,7 +184,7 @@ class KVCache:
         self.indexes = {move: VictimIndex(policy) for move in MOVES}
         self.changed: dict[int, Conversation] = {}      # by order: what the indexes do not know of yet
         self.cold: dict[int, Conversation] = {}                     # by order, see `cold_conversations`
-        self.orders = itertools.count()
+        self.orders = count()
         self.stats = Counter(chunks_swapped_in=0, chunks_swapped_out=0, chunks_dropped=0)
 
     # ---- conversations
@@ -216,9 +214,7 @@ class KVCache:
         """Free everything in both tiers. A copy in flight frees its ends when it completes. The
         conversation must not be running."""
         self.truncate(conversation, 0, 0)
-        conversation.forgotten = True
         self.changed[conversation.order] = conversation
-        self.cold.pop(conversation.order, None)
         if self.conversations.get(conversation.name) is conversation:
             del self.conversations[conversation.name]
 
@@ -638,7 +634,7 @@ class KVCache:
 
     def _is_cold(self, conversation: Conversation) -> bool:
         needed = conversation.pins or conversation.waiting or conversation.present
-        return not needed and not conversation.forgotten
+        return not needed and self.conversations.get(conversation.name) is conversation
 
     # ---- checking
 
@@ -658,7 +654,7 @@ class KVCache:
             for chunk in held_by(holder):
                 slots.update(chunk.slots)
                 places.update([] if chunk.place is None else [chunk.place])
-        for conversation in self._all_conversations():
+        for conversation in self.conversations.values():
             self._check_conversation(conversation)
         assert slots == Counter(range(self.num_slots)), "a slot is lost, or owned twice"
         assert places == Counter(range(self.num_places)), "a CPU place is lost, or owned twice"
@@ -667,12 +663,9 @@ class KVCache:
         rows = [conversation.row for conversation in self.running.values()] + self.free_rows
         assert sorted(rows) == list(range(len(self.table))), "a row is lost, or owned twice"
 
-    def _all_conversations(self) -> set[Conversation]:
-        return {*self.conversations.values(), *self.running.values()}
-
     def _all_holders(self) -> set[Conversation]:
         """Whoever holds a chunk, those with nothing but a copy in flight included."""
-        used = {holder for conversation in self._all_conversations() for holder in conversation.holders}
+        used = {holder for conversation in self.conversations.values() for holder in conversation.holders}
         return used | {ticket.chunk.holder for ticket in self.in_flight}
 
     def _check_holder(self, holder: Conversation):

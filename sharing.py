@@ -57,9 +57,6 @@ class Stem(Conversation):
     def users(self) -> int:
         return len(self.used_by)
 
-    def next_victim(self, move: str) -> Chunk:
-        return self.chunks[0]
-
 
 class SharingCache(KVCache):
     """A KVCache whose conversations may share their first chunks."""
@@ -241,7 +238,7 @@ class SharingCache(KVCache):
     def check_integrity(self):
         super().check_integrity()
         users: dict[Stem, list[Conversation]] = {}
-        for conversation in self._all_conversations() | {self.designated}:
+        for conversation in [*self.conversations.values(), self.designated]:
             stems = conversation.holders[1:]
             assert [chunk.holder for chunk in conversation.chunks[:len(stems)]] == stems
             assert all(chunk.holder is conversation for chunk in conversation.chunks[len(stems):])

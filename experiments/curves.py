@@ -58,7 +58,8 @@ def sweep(systems: tuple[str, ...], simulated: list[Panel], measured: list[Panel
         raise ValueError("this figure is of one machine: leave --simulate out, add --hardware with its "
                          "profile, or name one of the paper's figures, such as fig10")
     panels = adapted(panels, options)
-    curves = play_curves(systems, panels, options)
+    tasks = [(panel, system, options) for panel in panels for system in systems]
+    curves = {task[:2]: curve for task, curve in zip(tasks, mapped(play_curve, tasks, options))}
     *others, last = systems
     ratios = []
     for panel in panels:
@@ -79,22 +80,12 @@ def adapted(panels: list[Panel], options) -> list[Panel]:
         gpus = 4 if at_scale(options) else 1
         panels = [Panel("llama2-13b-gqa", Path(options.trace).stem, rates, gpus=gpus, hardware="h100",
                         think=think)]
-    changes = {}
-    for field in Panel._fields:
-        value = getattr(options, field, None)
-        if value is not None:
-            changes[field] = value
+    changes = {field: value for field in Panel._fields
+               if (value := getattr(options, field, None)) is not None}
     if changes:
         # No longer the paper's panels.
         panels = [panel._replace(paper=None, paper_fused=None, **changes) for panel in panels]
     return list(dict.fromkeys(panels))          # --model and --dataset together make several panels one
-
-
-def play_curves(systems: tuple[str, ...], panels: list[Panel], options) -> dict[tuple, list[dict]]:
-    """(panel, system) -> its curve."""
-    tasks = [(panel, system, options) for panel in panels for system in systems]
-    curves = mapped(play_curve, tasks, options)
-    return {(panel, system): curve for (panel, system, _), curve in zip(tasks, curves)}
 
 
 def mapped(function: Callable, tasks: list, options) -> list:
@@ -157,9 +148,7 @@ def throughput_at(curve: list[tuple[float, float]], at_ms: float) -> float:
 def over_seeds(run: Callable, seeds: int, options) -> Found:
     """The figure for `seeds` loads. A row tells its seed; a ratio is the mean, with the standard deviation
     as its spread."""
-    each = []
-    for seed in range(options.seed, options.seed + seeds):
-        each.append(run(argparse.Namespace(**vars(options) | dict(seed=seed))))
+    each = [run(argparse.Namespace(**vars(options) | dict(seed=options.seed + n))) for n in range(seeds)]
     if seeds == 1:
         return each[0]
     rows = [row | dict(seed=options.seed + n) for n, found in enumerate(each) for row in found.rows]

@@ -29,6 +29,7 @@ import torch
 from checkpoint import PRESETS, random_model
 from engine import Engine
 from eviction import RecomputeCost
+from experiments.curves import Found
 from experiments.rivals import Scene, ours, packed, rivals, rounds
 from experiments.simulator import HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker, VirtualClock
 from kv_cache import Conversation, Ticket
@@ -38,27 +39,19 @@ from sampling import Sampling
 from scheduler import Batch, Request, Span
 from worker import Worker, device_seconds
 
-Found = tuple[list[dict], list[dict]]       # rows, ratios
-
 
 # ---- measuring
 
-def host_seconds(device: torch.device, run: Callable) -> float:
-    """Seconds of run(), which returns when its work is done."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def in_turns(device: str, runs: dict[str, Callable], repeats: int, seconds=device_seconds,
-             after: Callable | None = None) -> dict[str, float]:
+def in_turns(device: str, runs: dict[str, Callable], repeats: int, after: Callable | None = None
+             ) -> dict[str, float]:
     """The median seconds of each run(n), n = 1 to repeats; run(0) warms up and does not count.
 
+    device: whose time counts; "cpu" for a run that returns when its work is done, wherever that is.
     after: called after each run, outside the measured time."""
     times = {name: [] for name in runs}
     for n in range(repeats + 1):
         for name, run in runs.items():
-            times[name].append(seconds(torch.device(device), partial(run, n)))
+            times[name].append(device_seconds(torch.device(device), partial(run, n)))
             if after:
                 after()
     return {name: median(taken[1:]) for name, taken in times.items()}
@@ -191,7 +184,7 @@ def kernel(device: str, seed: int) -> Found:
         decodes(bench, seed, "opt-125m", 1, 1024)
         prompts(bench, seed, "opt-125m", 512, 16, 512)
         mixed(bench, seed, "opt-125m", [1] * 4 + [16, 64], [256] * 5 + [64])
-    return bench.rows, bench.ratios
+    return Found(bench.rows, bench.ratios)
 
 
 # ---- swap: copies between the tiers, alone and behind a step
@@ -246,7 +239,7 @@ def one_way(bench: Bench, model: str, pool: KVPool, slots: list[int], chunks: in
             "swap out": copying(pool, swap_out=neighbours),
             "swap in, scattered places": copying(pool, swap_in=scattered),
             "both ways": copying(pool, swap_in=neighbours, swap_out=others)}
-    taken = in_turns(bench.device, runs, repeats=10, seconds=host_seconds)
+    taken = in_turns("cpu", runs, repeats=10)
     for name, seconds in taken.items():
         moved = 2 * host.nbytes if name == "both ways" else host.nbytes
         bench.row(name, model, "one way", CHUNK * chunks, seconds, moved)
@@ -296,8 +289,7 @@ def overlap(bench: Bench, model: str, worker: Worker, slots: list[int], batch: i
             "step with copies in": stepping(worker, returning, swap_in=arriving),
             "decode": stepping(worker, decoding),
             "decode with copies out": stepping(worker, decoding, swap_out=leaving)}
-    taken = in_turns(bench.device, runs, repeats=10, seconds=host_seconds,
-                     after=partial(drain, worker.pool))
+    taken = in_turns("cpu", runs, repeats=10, after=partial(drain, worker.pool))
     for name, seconds in taken.items():
         bench.row(name, model, "overlap", history + prompt, seconds)
     bench.ratio("step with copies in / max(copy, step)",
@@ -321,7 +313,7 @@ def swap(device: str, seed: int) -> Found:
     slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(seed)).tolist()
     one_way(bench, model, worker.pool, slots, chunks)
     overlap(bench, model, worker, slots, batch, context, chunks, prompt, seed)
-    return bench.rows, bench.ratios
+    return Found(bench.rows, bench.ratios)
 
 
 # ---- step: whole steps of the engine
@@ -461,7 +453,7 @@ def step(device: str, seed: int) -> Found:
         large_steps(bench, seed)
     else:
         small_steps(bench, seed)
-    return bench.rows, bench.ratios
+    return Found(bench.rows, bench.ratios)
 
 
 # ---- scheduling: the host's work before any tensor moves
@@ -485,7 +477,7 @@ def scheduling(device: str, seed: int) -> Found:
     ratios = [
         dict(name="scheduling: 100,000 idle conversations / 100", ours=many / few, must=1.5, **kind),
         dict(name="scheduling: share of an OPT-13B step", ours=few / h200_step, must=0.05, **kind)]
-    return rows, ratios
+    return Found(rows, ratios)
 
 
 def decoding_engine(idle: int, running: int, context: int, steps: int) -> Engine:
@@ -535,7 +527,7 @@ def machine(engine: Engine, cost: RecomputeCost, seed: int) -> tuple[Hardware, O
     host = torch.ones(2**27, dtype=torch.uint8, pin_memory=bench.cuda)
     there = torch.empty(2**27, dtype=torch.uint8, device=worker.device)
     runs = {"copy": lambda n: there.copy_(host)}
-    link = host.nbytes / in_turns(bench.device, runs, repeats=10, seconds=host_seconds)["copy"]
+    link = host.nbytes / in_turns("cpu", runs, repeats=10)["copy"]
     hardware = Hardware(bench.flops, read_bandwidth(bench.device), link, link, worker.dtype.itemsize)
     ideal = Operators(matmul=1, attention=1, memory=1, link=1, per_layer=0, per_step=0)
 

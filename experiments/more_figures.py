@@ -78,7 +78,7 @@ def on_device(measure: Callable, options) -> Found:
     device = options.device
     if device in (None, "auto"):
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Found(*measure(device, options.seed))
+    return measure(device, options.seed)
 
 
 def profile(options) -> Found:

@@ -186,7 +186,7 @@ class SimulatedWorker:
     def profile(self) -> RecomputeCost:
         """What one more chunk adds to a batch that runs anyway, as Worker.profile measures it. The
         batch has a million tokens, so that arithmetic takes longer than reading the weights."""
-        count = (self.max_context // self.chunk_size).bit_length()
+        count = max(1, self.max_context // self.chunk_size).bit_length()
         lengths = [self.chunk_size << n for n in range(count)]          # 32, 64, 128, ... tokens
         attention = {length: self.attention_seconds(self.chunk_size, length) for length in lengths}
         batch = 1_000_000

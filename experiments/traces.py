@@ -22,7 +22,9 @@ from contextlib import contextmanager
 from itertools import cycle, groupby, pairwise
 from typing import Callable, Iterable, Iterator, NamedTuple
 
+from checkpoint import find_checkpoint
 from experiments.workload import PlannedConversation, PlannedTurn, numbered
+from serving.tokenizer import load_tokenizer
 
 
 # ---- datasets of text
@@ -332,9 +334,6 @@ def first_record(path: str) -> dict:
 
 def token_counter(model: str) -> Callable[[str], int]:
     """Counts with the tokenizer of a checkpoint."""
-    # Imported here, because these import torch; a trace of lengths needs neither.
-    from checkpoint import find_checkpoint
-    from serving.tokenizer import load_tokenizer
     tokenizer = load_tokenizer(find_checkpoint(model))
     return lambda text: len(tokenizer.encode(text))
 

@@ -353,11 +353,12 @@ class History:
                 WHERE substr(name, 1, length(:owner)) = :owner
                       AND name NOT IN (SELECT value FROM json_each(:spared))
                 ORDER BY active LIMIT 1""", dict(owner=owner, spared=json.dumps(list(spared)))).fetchone()
-            stored, = db.execute("""
-                SELECT page_size * (page_count - freelist_count)
-                FROM pragma_page_size, pragma_page_count, pragma_freelist_count""").fetchone()
             if owner:
                 stored, = db.execute("SELECT total(bytes) FROM stored WHERE owner = ?", (owner,)).fetchone()
+            else:
+                stored, = db.execute("""
+                    SELECT page_size * (page_count - freelist_count)
+                    FROM pragma_page_size, pragma_page_count, pragma_freelist_count""").fetchone()
         name, active = row or (None, before)
         return name if active < before or stored > max_bytes else None
 

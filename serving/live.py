@@ -36,8 +36,8 @@ RESTS = 9               # seconds of rest for each second of drawing
 MOST_MOVES = 1000       # remembered between two pictures
 
 
-def letter(conversation: Conversation, index: int, chunk: Chunk) -> str:
-    start = index * conversation.chunk_size
+def letter(conversation: Conversation, chunk: Chunk) -> str:
+    start = chunk.index * conversation.chunk_size
     computed_before = min(conversation.known, start + conversation.chunk_size)
     if chunk.slots and start + chunk.filled < computed_before:
         return "R"
@@ -49,7 +49,7 @@ def portrait(conversation: Conversation, policy: Policy, now: float, leaving: Ch
     conversation."""
     gpu, cpu = conversation.sources()                           # tokens on the GPU, and on the CPU alone
     idle = policy.idle(now, policy.last_needed(conversation))
-    letters = [letter(conversation, index, chunk) for index, chunk in enumerate(conversation.chunks)]
+    letters = [letter(conversation, chunk) for chunk in conversation.chunks]
     return dict(id=conversation.name, tokens=len(conversation.tokens), gpu=gpu, cpu=cpu,
                 running=conversation.row is not None, waiting=bool(conversation.waiting),
                 idle_seconds=round(idle, 3), chunks="".join(letters),

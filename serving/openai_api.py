@@ -24,7 +24,7 @@ from itertools import count
 from sampling import LIMITS
 from scheduler import SOURCES, TooLong
 from serving import live
-from serving.history import ALONE, ConversationRecord, StaleTurn, Turn, items_after, new_id
+from serving.history import ALONE, ConversationRecord, StaleTurn, Turn, items_after
 from serving.operations import (APIError, ChatBody, ConversationBody, Item, ItemReference, ItemsBody,
                                 ItemsQuery, Message, MetadataBody, ResponseBody)
 from serving.sessions import Answer, Busy, LiveTurn, Sessions
@@ -121,7 +121,7 @@ class API:
 
     def create_conversation(self, prefix: str, body: ConversationBody) -> dict:
         id = f"conv_{self.sessions.new_id()}"
-        self.history.create(prefix + id, body.metadata, map(identified, body.items))
+        self.history.create(prefix + id, body.metadata, self._identified(body.items))
         return self.retrieve_conversation(prefix, id)
 
     def retrieve_conversation(self, prefix: str, id: str) -> dict:
@@ -141,10 +141,13 @@ class API:
         return dict(id=id, object="conversation.deleted", deleted=True)
 
     def create_items(self, prefix: str, id: str, body: ItemsBody) -> dict:
-        new = [identified(message) for message in body.items]
+        new = self._identified(body.items)
         if not self.sessions.update(prefix + id, new=new):
             raise missing("conversation", id)
         return listing([item(message) for message in new])
+
+    def _identified(self, messages: list[Item]) -> list[dict]:
+        return [dict(plain(message), id=f"msg_{self.sessions.new_id()}") for message in messages]
 
     def list_items(self, prefix: str, id: str, query: ItemsQuery) -> dict:
         name = self._conversation(prefix, id).name
@@ -276,10 +279,6 @@ def options_of_choices(options: dict, n: int) -> list[dict]:
 def plain(message: Message | Item) -> dict:
     """The message as the engine knows it: its parts joined into one text."""
     return dict(role=message.role, content="".join(part.text for part in message.content))
-
-
-def identified(message: Item) -> dict:
-    return dict(plain(message), id=f"msg_{new_id()}")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -454,7 +453,7 @@ class ResponseWriter(Writer):
     def __init__(self, turn: LiveTurn, prefix: str, model: str, stream: bool = False):
         self.turn, self.turns, self.model, self.stream = turn, [turn], model, stream
         self.conversation = conversation_of(turn, prefix)
-        self.note = dict(created_at=int(time.time())) | turn.note
+        self.note = dict(created_at=int(time.time())) | turn.plan.note
         self.numbers = count()
 
     def whole(self, reply):

@@ -130,7 +130,7 @@ class Item(Fields):
 
 
 class ItemReference(Fields):
-    """Stands for a message that we have: one of a client's, or a reply of ours."""
+    """Stands for a message of a turn that we have: its user's, or our reply."""
     type: Literal["item_reference"]
     id: Name
 

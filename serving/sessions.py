@@ -148,10 +148,6 @@ class LiveTurn:
         self.wait()
 
     @property
-    def note(self) -> dict:
-        return self.plan.note
-
-    @property
     def text(self) -> str:
         """So far."""
         return "".join(self.texts.items)

@@ -30,6 +30,8 @@ from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from checkpoint import read_json
+
 GUARD = "\ufdd0"         # Unicode reserves it for internal use; we remove it from all text that we are given
 SENTINEL = GUARD * 2     # guarded text never has two guards in a row
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -58,7 +60,6 @@ class Tokenizer:
     """The tokenizer and the chat template of a checkpoint.
 
     special: text -> id of the special tokens.
-    bos_text, eos_text: "" if the checkpoint names none.
     pieces: id -> bytes of every other token.
     drops_first_space: decoding removes the space that a text begins with.
     fingerprint: differs whenever the same text might get other ids, or the same ids another text.
@@ -74,7 +75,6 @@ class Tokenizer:
         named += config.get("additional_special_tokens", [])
         spec = read_vocabulary(files, named, config.get("add_prefix_space", False))
         self.special = {token["content"]: token["id"] for token in spec["added_tokens"] if token["special"]}
-        self.bos_text, self.eos_text = config.get("bos_token", ""), config.get("eos_token", "")
         self.pieces, self.drops_first_space = token_bytes(spec)
         if ids_in_merge_order(spec):
             self._backend = TiktokenBackend(self.special, self.pieces)
@@ -254,7 +254,8 @@ def read_config(directory: Path) -> dict:
     config = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (directory / name).is_file():
-            config |= read_json(directory / name)
+            # A token that is written as a dictionary becomes its "content".
+            config |= read_json(directory / name, object_hook=lambda entry: entry.get("content", entry))
     if isinstance(templates := config.get("chat_template"), list):
         try:
             config["chat_template"] = {entry["name"]: entry["template"] for entry in templates}.get("default")
@@ -263,17 +264,6 @@ def read_config(directory: Path) -> dict:
     if (directory / "chat_template.jinja").is_file():
         config["chat_template"] = (directory / "chat_template.jinja").read_text("utf-8")
     return {key: value for key, value in config.items() if value is not None}
-
-
-def read_json(file: Path) -> dict:
-    """An object in which a token, written as a dictionary, is replaced by its "content"."""
-    try:
-        content = json.loads(file.read_text("utf-8"), object_hook=lambda entry: entry.get("content", entry))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} must hold a JSON object, not {content!r:.40}")
-    return content
 
 
 def read_vocabulary(files: list[Path], named: list[str], add_prefix_space: bool) -> dict:

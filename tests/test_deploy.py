@@ -117,6 +117,16 @@ def test_a_conversation_comes_home(deployment):
     assert makers == {"s1", "s2"}
 
 
+def test_every_id_names_its_server(deployment):
+    with connect(deployment.url) as client:
+        conversation = client.conversations.create(items=[user("first")])
+        response = client.responses.create(model="ascii", input="next", max_output_tokens=4,
+                                           conversation=conversation.id)
+        later, = client.conversations.items.create(conversation.id, items=[user("later")]).data
+        ids = [response.id, later.id, *(item.id for item in client.conversations.items.list(conversation.id))]
+        assert {maker(id) for id in ids} == {maker(conversation.id)}
+
+
 def test_a_server_is_killed(deployment):
     with connect(deployment.url) as client:
         conversations = [client.conversations.create() for _ in range(6)]

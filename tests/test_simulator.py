@@ -154,6 +154,11 @@ def test_a_simulated_engine_decides_as_a_real_one():
     assert ours == real
 
 
+def test_a_context_shorter_than_a_chunk_has_a_cost():
+    short = SimulatedWorker(SHAPE, ROUND, IDEAL, VirtualClock(), 64, 8, max_context=3, chunk_size=4)
+    assert short.profile()(3) > 0
+
+
 def test_a_simulation_repeats_to_the_last_digit():
     def times():
         clock = VirtualClock()
