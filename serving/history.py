@@ -170,11 +170,6 @@ class History:
         with self._reading() as db:
             return find_turn(db, "id = :id AND NOT hidden", id=turn_id)
 
-    def has(self, turn_id: str) -> bool:
-        """Is the turn there? Perhaps its client deleted it, but later turns need it."""
-        with self._reading() as db:
-            return find_turn(db, "id = :id", id=turn_id) is not None
-
     def tokens(self, turn_id: str) -> array:
         """The raw ids of a turn's context, its own included, as array("i"). StaleTurn if it is gone."""
         with self._reading() as db:
@@ -197,7 +192,8 @@ class History:
         branches: the conversation has no turn yet, and branches off after `parent`, which is any turn.
         prompt, reply: the turn's token ids.
         messages: the visible messages before the reply, each {"role", "content"}.
-        text: the visible text of the reply. None: a turn of raw tokens, which has no text.
+        text: the visible text of the reply. None: a turn of raw tokens, which has no text; messages that
+            wait for the conversation's next turn go on waiting.
         exact: decoding `reply` gives `text`. If not (a stop string was cut off), a client that resends
             its messages never matches this turn.
         carried: None continues the cached context. A number restarts from an empty one; that many of
@@ -206,32 +202,33 @@ class History:
                 carried=3   [instructions, "Hi", "Hello", "More"]   only "More" is new in this turn
 
         StaleTurn if the parent is gone, or is not the head any more."""
-        prompt, reply, visible = array("i", prompt), array("i", reply), list(messages)
+        prompt, reply, shown = array("i", prompt), array("i", reply), list(messages)
         if text is not None:
-            visible.append({"role": "assistant", "content": text})
+            shown.append({"role": "assistant", "content": text})
         if not prompt and not reply:
             raise ValueError("a turn needs at least one token")
         with self._writing() as db:
             expect_head(db, conversation, None if branches else parent)
-            before = find_turn(db, "id = :id", id=parent)
+            before = find_turn(db, "id = :id AND NOT hidden", id=parent)
             if parent and before is None:
                 raise StaleTurn(f"turn {parent} is gone")
             length, hashed = (before.length, before.hash) if before else (0, self._root_hash)
             if carried is not None:
                 length, hashed = 0, self._root_hash
             determined = hashed and text is not None and exact
-            hashed = rolled(hashed, visible)[-1] if determined else None
+            hashed = rolled(hashed, shown)[-1] if determined else None
             turn = Turn(id or new_id(), parent, conversation, length + len(prompt) + len(reply),
                         (prompt + reply)[-1], json.dumps(note or {}), hashed, time.time())
             db.execute("""
                 INSERT INTO turn VALUES (:id, :parent, :conversation, :length, :last_token, :prompt,
                                          :reply, :messages, :carried, :note, 0, :hash, :created)""",
-                turn._asdict() | dict(prompt=prompt, reply=reply, messages=json.dumps(visible),
+                turn._asdict() | dict(prompt=prompt, reply=reply, messages=json.dumps(shown),
                                       carried=carried))
             db.execute("""
                 INSERT INTO conversation VALUES (:conversation, :id, NULL, '[]', :created, :created)
-                ON CONFLICT (name) DO UPDATE SET head = :id, waiting = '[]', active = :created""",
-                turn._asdict())
+                ON CONFLICT (name) DO UPDATE SET head = :id, active = :created,
+                                                 waiting = CASE WHEN :raw THEN waiting ELSE '[]' END""",
+                turn._asdict() | dict(raw=text is None))
         return turn
 
     def match(self, messages: list[dict], hint: str | None = None,
@@ -262,7 +259,7 @@ class History:
         with self._writing() as db:
             if record := find_record(db, conversation):
                 db.execute("DELETE FROM conversation WHERE name = ?", (conversation,))
-                release(db, record.head)
+                delete_unneeded(db, record.head)
 
     def delete(self, turn_id: str) -> list[str]:
         """Delete a turn. If later turns build on it, it is only hidden, and goes with the last of them.
@@ -273,9 +270,10 @@ class History:
         with self._writing() as db:
             db.execute("UPDATE turn SET hidden = 1 WHERE id = ?", (turn_id,))
             names = db.execute("SELECT name FROM conversation WHERE head = ?", (turn_id,)).fetchall()
-            db.execute("UPDATE conversation SET head = ? WHERE head = ?", (visible(db, turn_id), turn_id))
+            head = last_visible(db, turn_id)
+            db.execute("UPDATE conversation SET head = ? WHERE head = ?", (head, turn_id))
             db.execute("DELETE FROM conversation WHERE head IS NULL AND metadata IS NULL")
-            release(db, turn_id)
+            delete_unneeded(db, turn_id)
             return [name for name, in names]
 
     # ---- conversations
@@ -336,8 +334,8 @@ class History:
                 return False
             db.execute("""
                 UPDATE conversation SET head = ?, waiting = ?, metadata = coalesce(metadata, '{}'), active = ?
-                WHERE name = ?""", (visible(db, head), json.dumps(remaining), time.time(), conversation))
-            release(db, record.head)
+                WHERE name = ?""", (last_visible(db, head), json.dumps(remaining), time.time(), conversation))
+            delete_unneeded(db, record.head)
             return True
 
     def oldest(self, before: float, max_bytes: float, owner: str = "",
@@ -346,7 +344,7 @@ class History:
 
         It must go if it was last active before `before` (seconds since 1970), or if the owner has stored more
         than max_bytes (for the owner "": if the file holds more). spared: conversations that stay."""
-        with self._write_lock:
+        with self._write_lock:          # the table `stored` exists in the writing connection alone
             db = self._db
             row = db.execute("""
                 SELECT name, active FROM conversation
@@ -374,7 +372,8 @@ class History:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self._read_lock:
+        with self._read_lock, self._reader:
+            self._reader.execute("BEGIN")       # all queries see one state of the file
             yield self._reader
 
     @contextmanager
@@ -420,7 +419,7 @@ def open_alone(path: str | os.PathLike) -> int:
             raise ValueError(f"{path} cannot be used as a history: it is not a regular file")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)    # the system releases it when the process ends
     except BlockingIOError as error:
-        os.close(file)
+        # The descriptor stays open. To close it would drop SQLite's locks, if this process has the file open.
         raise ValueError(f"another server uses the history {path}: stop it, or name another file") from error
     except BaseException:
         os.close(file)
@@ -515,7 +514,7 @@ def find_record(db: sqlite3.Connection, conversation: str) -> ConversationRecord
                            waiting=json.loads(record.waiting))
 
 
-def visible(db: sqlite3.Connection, turn_id: str | None) -> str | None:
+def last_visible(db: sqlite3.Connection, turn_id: str | None) -> str | None:
     """The turn if it is not hidden; else the last visible one before it."""
     find = "SELECT parent FROM turn WHERE id = ? AND hidden"
     while row := db.execute(find, (turn_id,)).fetchone():
@@ -523,7 +522,7 @@ def visible(db: sqlite3.Connection, turn_id: str | None) -> str | None:
     return turn_id
 
 
-def release(db: sqlite3.Connection, turn_id: str | None):
+def delete_unneeded(db: sqlite3.Connection, turn_id: str | None):
     """Delete a turn if nobody needs it, then its parent if nobody needs that, and so on.
 
     A later turn needs its parent. A conversation needs its head, which is never hidden."""

@@ -181,7 +181,7 @@ class LiveTurn:
         """The reply is complete, with these tokens."""
         if self.stream:
             for token in token_ids[len(self.texts.items):]:
-                self.add(token)                     # a stop token
+                self.add(token)                     # a stop token, which the engine did not pass to `add`
             self.texts.put(self.stream.finish())
 
 
@@ -333,24 +333,18 @@ class Sessions:
                 return Plan(prompt, new, after, None, note)
         return self._plan_anew(after, system, earlier, new, room, note, template_options)
 
-    def _plan_anew(self, after: Turn | None, system_messages: list[dict], without_system: list[dict],
-                   new: list[dict], room: int | None, note: dict, template_options: dict | None) -> Plan:
-        """A context of its own: the system message, then as many messages as leave `room`."""
-        messages = without_system + new
-        start, prompt = self._first_that_fits(system_messages, messages, room, template_options)
-        carried = len(system_messages) + max(len(without_system) - start, 0)
-        return Plan(prompt, system_messages + messages[start:], after, carried, note)
-
-    def _first_that_fits(self, system_messages: list[dict], messages: list[dict], room: int | None,
-                         template_options: dict | None) -> tuple[int, list[int]]:
-        """Where to cut the messages, and the prompt that is left. We cut only before a user's message. If
-        even the shortest prompt is too long, the engine will say so."""
+    def _plan_anew(self, after: Turn | None, system: list[dict], earlier: list[dict], new: list[dict],
+                   room: int | None, note: dict, template_options: dict | None) -> Plan:
+        """A context of its own: the system message, then as many messages as leave `room`. We cut only before
+        a user's message. If even the shortest prompt is too long, the engine will say so."""
+        messages = earlier + new
         cuts = [i for i, message in enumerate(messages) if i > 0 and message["role"] == "user"]
         for start in [0, *cuts]:
-            prompt = self._tokenize([], system_messages + messages[start:], None, template_options)
+            prompt = self._tokenize([], system + messages[start:], None, template_options)
             if self._fits(len(prompt), room):
                 break
-        return start, prompt
+        carried = len(system) + max(len(earlier) - start, 0)
+        return Plan(prompt, system + messages[start:], after, carried, note)
 
     def _fits(self, length: int, room: int | None) -> bool:
         return room is None or length + room <= self.engine.scheduler.limit
@@ -375,7 +369,7 @@ class Sessions:
             raise ValueError(f"system_prompt cannot be used with {model}: {error}") from error
         require(contexts[0] != self._tokenize([], a, None), "system_prompt",
                 "left out, since this model's chat template shows no system message", prompt)
-        self.engine.designate(os.path.commonprefix(contexts))
+        self.engine.designate(os.path.commonprefix(contexts))       # it compares any lists: here, of ids
         return system
 
     def _system(self, messages: list[dict], instructions: str | None) -> list[dict]:
@@ -452,7 +446,8 @@ class Sessions:
         elif plan.after:
             context, parent = self.history.tokens(plan.after.id), plan.after.conversation
         live.plan, live.min_tokens = plan, options.get("min_tokens") or 0
-        live.branches = plan.after is not None and self.history.head(live.conversation) is None
+        new = live.conversation is not None and self.history.head(live.conversation) is None
+        live.branches = new and plan.after is not None
         live.handle = self.engine.submit(
             plan.prompt, live.conversation, context=context, parent=parent, like=like,
             reached_stop=live.add, on_end=partial(self._ended, live), **options)
@@ -480,16 +475,14 @@ class Sessions:
             if commits:
                 self._commit(live, handle, answer)
                 committed = True
-        except StaleTurn:                           # deleted meanwhile, or it went on in another process
+        except StaleTurn:                           # the turn before it was deleted
             answer = replace(answer, finish_reason="cancelled")
         except Exception as failure:
             answer, error = None, failure
         try:
-            # Most turns that were not committed have left the cache already: the scheduler has undone them.
-            uncommitted = commits and not committed         # the engine finished it, the history refused it
-            # The engine made a context for this turn alone, which was then cancelled or has failed.
-            its_own = not committed and (live.plan.restarts or live.branches)
-            if (uncommitted or its_own) and not self.engine.failure:
+            # The scheduler takes a cancelled or failed turn out of the cache. What it cannot take out: a
+            # complete turn that the history refused, and a context that was made for this turn alone.
+            if not committed and (commits or live.plan.restarts or live.branches) and not self.engine.failure:
                 self.engine.forget(live.conversation)
         finally:
             self._release(live, answer, error)
@@ -523,20 +516,25 @@ class Sessions:
             if live := self.answering(conversation):
                 live.cancel()
 
-    def _erase(self, conversation: str) -> bool:
-        """Free both tiers and the history of an idle conversation, and cancel every turn that branches off a
-        turn that is gone now. False if the conversation is being answered."""
+    def _erase(self, conversation: str, due: Callable[[], bool] = lambda: True) -> bool:
+        """Free both tiers and the history of an idle conversation, if that is `due`: we ask when no turn can
+        begin, since one may have ended after the caller looked. False if it is being answered."""
         def change():
-            self.history.forget(conversation)
-            self.engine.forget(conversation)
+            if due():
+                self.history.forget(conversation)
+                self.engine.forget(conversation)
         try:
             self._write(partial(self._alone, conversation, change))
         except Busy:
             return False
-        for live in list(self.turns.values()):      # such a branch cannot be committed any more
-            if live.branches and not self.history.has(live.plan.after.id):
-                live.cancel()
+        self._cancel_orphans()
         return True
+
+    def _cancel_orphans(self):
+        """Cancel every turn that branches off a turn that is gone now: it cannot be committed any more."""
+        for live in list(self.turns.values()):
+            if live.branches and not self.history.turn(live.plan.after.id):
+                live.cancel()
 
     def delete(self, turn: Turn):
         """Cancel every turn that goes on from this one; free both tiers and the history of it. If later turns
@@ -559,7 +557,7 @@ class Sessions:
             name = self.history.oldest(before, max_bytes, owner, busy)
             if name is None:
                 return
-            if not self._erase(name):
+            if not self._erase(name, lambda: self.history.oldest(before, max_bytes, owner, busy) == name):
                 busy.append(name)
 
     def update(self, conversation: str, metadata: dict | None = None, new: list[dict] = ()) -> bool:
@@ -584,13 +582,16 @@ class Sessions:
             if deleted:
                 self.engine.forget(conversation)
             return deleted
-        return self._write(partial(self._alone, conversation, change))
+        deleted = self._write(partial(self._alone, conversation, change))
+        self._cancel_orphans()
+        return deleted
 
     def _alone(self, conversation: str, change: Callable):
         """Make a change while no turn of the conversation can begin. Such a turn might see only a part of the
         change, and its commit would undo the change. For example, it would clear the messages that we add, or
         bring back a conversation that we forget."""
-        claim = LiveTurn(new_id(), self.engine, None)             # not a turn: it only holds the claim
+        # Not a turn: it only holds the claim. Others may wait for it or cancel it, as they do with a turn.
+        claim = LiveTurn(new_id(), self.engine, None)
         if self._claim_if_free(claim, conversation) is not claim:
             raise Busy("a response is being written in this conversation: change its items when that is done")
         try:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
+import serving.history
 from serving.history import History, StaleTurn
 
 HI, MORE, BYE = ({"role": "user", "content": text} for text in ("Hi", "More", "Bye"))
@@ -55,6 +56,43 @@ def test_token_ids_take_32_bits(history):
     assert history.tokens(turn.id).tolist() == [2 ** 31 - 1] and turn.last_token == 2 ** 31 - 1
     with pytest.raises(ValueError, match="one token"):
         history.commit("d", None, [], [])
+
+
+def test_raw_tokens_leave_messages_waiting(history):
+    history.create("c", {}, [dict(HI, id="msg_1")])
+    raw = history.commit("c", None, [1], [2])
+    assert history.record("c").waiting == [dict(HI, id="msg_1")]
+    history.commit("c", raw.id, [1], [2], [HI], "Hello")
+    assert history.record("c").waiting == []
+
+
+def test_a_refused_second_opening_drops_no_lock(tmp_path):
+    """SQLite's locks belong to the process: to close any descriptor of the file would drop them. Then another
+    process would take itself for the last user, and remove what we have written."""
+    history = History(tmp_path / "h")
+    history.commit("c", None, [1], [2])
+    with pytest.raises(ValueError, match="another server"):
+        History(tmp_path / "h")
+    count = "import sqlite3, sys; print(*sqlite3.connect(sys.argv[1]).execute('SELECT count(*) FROM turn'))"
+    for turns in (1, 2):
+        seen = subprocess.run([sys.executable, "-c", count, tmp_path / "h"], capture_output=True, text=True)
+        assert seen.stdout.strip() == f"({turns},)"
+        history.commit("c", history.head("c").id, [1], [2])
+
+
+def test_items_while_a_turn_is_deleted(tmp_path, monkeypatch):
+    history = History(tmp_path / "h")
+    _, second = two_turns(history)
+    one_by_one = serving.history.items_one_by_one
+
+    def deleted_meanwhile(*arguments):
+        history.delete(second.id)
+        return one_by_one(*arguments)
+
+    monkeypatch.setattr(serving.history, "items_one_by_one", deleted_meanwhile)
+    assert len(history.items("c")) == 4
+    monkeypatch.undo()
+    assert len(history.items("c")) == 2
 
 
 def test_long_conversation(history):

@@ -648,7 +648,7 @@ def test_a_cancelled_branch_leaves_no_trace(sessions):
     coherent(sessions)
 
 
-@pytest.mark.parametrize("way", ["forget", "prune", "delete"])
+@pytest.mark.parametrize("way", ["forget", "prune", "delete", "delete an item"])
 def test_a_branch_is_cancelled_as_soon_as_the_turn_before_it_is_gone(sessions, way):
     """It could not be committed, so its client need not wait for the end of its reply."""
     for text in ("one", "two"):
@@ -657,10 +657,47 @@ def test_a_branch_is_cancelled_as_soon_as_the_turn_before_it_is_gone(sessions, w
     branch = sessions.respond([user("three")], after=first, max_tokens=20)
     dict(forget=lambda: sessions.forget("c"),
          prune=lambda: sessions.prune(max_age=1e9, max_bytes=0),
-         delete=lambda: sessions.delete(first))[way]()
+         delete=lambda: sessions.delete(first),
+         **{"delete an item": lambda: sessions.delete_item("c", f"msg_{first.id}")})[way]()
     assert branch.reply and branch.reply.finish_reason == "cancelled"
-    assert sessions.history.conversations() == (["c"] if way == "delete" else [])
+    assert sessions.history.conversations() == (["c"] if way.startswith("delete") else [])
     coherent(sessions)
+
+
+@pytest.mark.parametrize("way", ["after", "conversation"])
+def test_what_a_turn_follows_is_hidden_at_that_moment(sessions, way, monkeypatch):
+    """The turn before stays, since a branch builds on it; but nothing more may build on it."""
+    sessions.chat("one", "c", max_tokens=4)
+    first = sessions.history.head("c")
+    sessions.generate(ids(3), "branch", base=first, max_tokens=2)
+    tokens = History.tokens
+
+    def read_then_delete(history, turn_id):
+        context = tokens(history, turn_id)
+        sessions.delete(first)
+        return context
+
+    with monkeypatch.context() as patch:
+        patch.setattr(History, "tokens", read_then_delete)
+        follows = {way: dict(after=first, conversation="c")[way]}
+        turn = sessions.respond([user("two")], max_tokens=4, **follows)
+    assert turn.result().finish_reason == "cancelled" and sessions.history.conversations() == ["branch"]
+    coherent(sessions)
+
+
+def test_pruning_spares_a_conversation_that_was_answered_at_that_moment(sessions, monkeypatch):
+    sessions.generate(ids(9), "c", max_tokens=4, ignore_eos=True)
+    sessions.history._db.execute("UPDATE conversation SET active = active - 100")
+    turn, oldest = sessions.submit(ids(5), "c", max_tokens=4, ignore_eos=True), History.oldest
+
+    def then_the_reply_ends(*arguments):
+        name = oldest(*arguments)
+        turn.result()
+        return name
+
+    monkeypatch.setattr(History, "oldest", then_the_reply_ends)
+    sessions.prune(max_age=50, max_bytes=2**30)
+    assert sessions.history.conversations() == ["c"]
 
 
 @pytest.mark.parametrize("moment", ["before", "committing"])

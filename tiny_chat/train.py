@@ -243,7 +243,7 @@ def told_and_asked(rng, wordings, tokenizer, column, distance):
             chat.say(*chat.tell(thing, value_for(column, thing, chat)))
     told = chat.text.count("<|assistant|>")
     between = len(tokenizer.encode(chat.text).ids) if column in ("list", "changed") else 0      # tokens
-    while between < distance - 60:              # a turn has 30 tokens, at times 100; the context ends at 4,096
+    while between < distance - 60:      # a turn has 30 tokens, at times 100; the context ends at 4,096
         start = len(chat.text)
         fill(chat, thing, more_facts=column != "list")
         between += len(tokenizer.encode(chat.text[start:]).ids)
