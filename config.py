@@ -81,7 +81,8 @@ class Config:
                      max_running=1)
         for name, smallest in least.items():
             value = getattr(self, name)
-            ok = value is None or type(value) is int and smallest <= value < 2**31
+            by_default = value is None and getattr(Config, name) is None
+            ok = by_default or type(value) is int and smallest <= value < 2**31
             require(ok, name, f"an int from {smallest} to 2**31 - 1", value)
         for name in ("swap_threshold", "reserve"):
             value = getattr(self, name)

@@ -24,7 +24,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -222,11 +222,12 @@ class Engine:
 
     @contextmanager
     def _owning(self):
-        """The caller is the owner until the block ends. If the block fails, the engine stops."""
+        """The caller is the owner until the block ends. If the block fails, the engine stops. So does Ctrl-C,
+        which may come when the books are half written."""
         with self.stepping:
             try:
                 yield
-            except Exception as error:
+            except BaseException as error:
                 self._stop(RuntimeError(f"the engine has stopped: {error!r}"))
                 raise
 
@@ -237,7 +238,8 @@ class Engine:
         self.ended.clear()
         self.take_inbox()
         for handle in list(self.unfinished):
-            handle.end(self.failure)
+            with suppress(Exception):           # of its on_end: the others are told all the same
+                handle.end(self.failure)
 
     def _post(self, function: Callable[[], None]):
         self.inbox.append(function)
@@ -292,7 +294,8 @@ class Engine:
 
         ValueError for what cannot be served."""
         sampling = Sampling(**{name: value for name, value in sampling.items() if value is not None})
-        self._check(prompt, conversation, max_tokens, min_tokens, sampling)
+        context = list(context)         # like the prompt: the caller may change it before the owner reads it
+        self._check(prompt, context, conversation, max_tokens, min_tokens, sampling)
         self._check_length(prompt, conversation, context, max_tokens)
         handle = Handle(self, conversation, sampling, on_end)
 
@@ -325,11 +328,12 @@ class Engine:
         """Submit, and wait for the reply."""
         return self.submit(prompt, conversation, **options).result()
 
-    def _check(self, prompt, conversation, max_tokens, min_tokens, sampling: Sampling):
+    def _check(self, prompt, context, conversation, max_tokens, min_tokens, sampling: Sampling):
         vocabulary = self.worker.vocab_size
         require(hasattr(prompt, "__len__") and len(prompt) > 0, "prompt", "a list of at least one token id",
                 prompt)
-        wrong = [token for token in [*prompt, *sampling.logit_bias]
+        extremes = [min(context), max(context)] if context else []
+        wrong = [token for token in [*prompt, *extremes, *sampling.logit_bias]
                  if type(token) is not int or not 0 <= token < vocabulary]
         require(not wrong, "a token id", f"an int from 0 to {vocabulary - 1}", wrong and wrong[0])
         require(conversation is None or isinstance(conversation, str), "conversation", "a string or None",
@@ -396,7 +400,7 @@ class Engine:
             self.thread = None
         thread = self.thread
         self.call(close)
-        if thread:
+        if thread not in (None, threading.current_thread()):        # on_end may close the engine
             thread.join()
         if isinstance(self.worker, Leader):
             self.worker.dismiss()

@@ -214,9 +214,10 @@ class KVCache:
         """Free everything in both tiers. A copy in flight frees its ends when it completes. The
         conversation must not be running."""
         self.truncate(conversation, 0, 0)
-        self.changed[conversation.order] = conversation
         if self.conversations.get(conversation.name) is conversation:
             del self.conversations[conversation.name]
+        self._reindex(conversation)                     # at once: `changed` would keep it in memory
+        self.changed.pop(conversation.order, None)
 
     def truncate(self, conversation: Conversation, length: int, known: int):
         """Keep `length` tokens, and the KV of no more than the first `known` of them. The scheduler undoes a

@@ -308,7 +308,8 @@ class Scheduler:
             request.generated.append(token)
             request.times.append(now)
             request.outbox.put(token)
-            if reason := self.ended_by(request, token):
+            reason = self.ended_by(request, token)
+            if reason and not request.finish_reason:        # reached_stop may have cancelled it
                 self.finish(request, reason, now)
         self.stats["generated_tokens"] += told
 

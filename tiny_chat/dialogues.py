@@ -216,7 +216,7 @@ def any_word(rng):
     if rng.random() < 0.2:
         latin, greek_or_cyrillic, chinese = (0xC0, 0x180), (0x391, 0x450), (0x4E00, 0x9FFF)
         foreign = chr(rng.randrange(*rng.choice([latin, greek_or_cyrillic, chinese])))
-        letters[rng.randrange(len(letters))] = foreign
+        letters[rng.randrange(len(letters))] = rng.choice([foreign, *"@-_&"])
     return "".join(letters).lower()
 
 
@@ -429,8 +429,8 @@ def dialogue(rng, length):
     if rng.random() < 0.3:
         chat.system()
     most = rng.choice([1, 2, 3, 4, 5, 6, 6, 8, 12])     # facts
-    telling, chatting = rng.choice([0.1, 0.25, 0.6]), rng.choice([0.05, 0.15, 0.5])
-    listing, changing = rng.choice([0, 0.1, 0.3]), rng.choice([0.1, 0.4])
+    telling, chatting = rng.choice([0.1, 0.3, 0.9]), rng.choice([0.05, 0.15, 0.5])
+    listing, changing = rng.choice([0.1, 0.3, 0.6]), rng.choice([0.1, 0.4])
     quiet_until = {}                        # thing -> a length of the text
 
     def keep_quiet(thing):
@@ -466,7 +466,7 @@ def dialogue(rng, length):
             chat.say(*chat.tell(thing))
             keep_quiet(thing)
         # If no fact may change, a change becomes a list.
-        elif dice < changing + listing and (len(ready) == len(quiet_until) or rng.random() < 0.3):
+        elif dice < changing + listing and (len(ready) == len(quiet_until) or rng.random() < 0.6):
             chat.say(*chat.list_notes())
         elif ready and rng.random() < 0.6:
             thing = rng.choice(ready)
