@@ -82,7 +82,8 @@ class Engine:
                                    config.max_batch_tokens, config.swap_threshold, config.reserve,
                                    config.stateless, config.separate_phases)
         self.forgets_cold = False           # forget idle conversations of which no KV is cached?
-        self.watchers: list[Callable[[Batch], None]] = []       # see each batch before its launch
+        # They see each batch before its launch, and must not call the engine: a turn of the batch could end.
+        self.watchers: list[Callable[[Batch], None]] = []
 
         self.stepping = threading.RLock()   # held by the owner
         self.thread: threading.Thread | None = None
@@ -286,11 +287,11 @@ class Engine:
         the default.
 
         A caller who keeps token ids elsewhere has more to say. context: the token ids that the conversation
-        had before, in case the engine does not hold it (any more). parent: a conversation that begins
-        as the context does; what it has cached is shared. like: a turn with the same prompt after the same
-        context; the prompt is computed once for both. reached_stop: the owner calls it with each token but a
-        stop token; True ends the reply. on_end: the owner calls it when the turn has ended. Neither may fail:
-        that would stop the engine.
+        had before, in case the engine does not hold it (any more). parent: a conversation that begins as the
+        context does; what it has cached is shared. like: a turn with the same prompt after the same context;
+        the prompt is computed once for both, unless that turn ends first. reached_stop: the owner calls it
+        with each token but a stop token; True ends the reply. on_end: the owner calls it when the turn has
+        ended. Neither may fail: that would stop the engine.
 
         ValueError for what cannot be served."""
         sampling = Sampling(**{name: value for name, value in sampling.items() if value is not None})

@@ -1,7 +1,9 @@
 """The engine in one process: turns of token ids, threads, cancellation, failures. On the embedded model."""
+import gc
 import itertools
 import threading
 import time
+import weakref
 from pathlib import Path
 from statistics import median
 
@@ -129,11 +131,35 @@ def test_a_conversation_that_was_let_go_of_goes_on_from_its_context(engine):
     assert branch.token_ids == second.token_ids and branch.usage["gpu"] == 19 - 1
 
 
+def test_what_is_forgotten_is_not_kept_in_memory(engine):
+    engine.generate(ids(9), max_tokens=2)
+    engine.generate(ids(9), "c", max_tokens=2)
+    kept = weakref.ref(engine.cache.conversations["c"])
+    engine.forget("c")
+    gc.collect()
+    assert kept() is None
+
+
+def test_the_caller_may_change_what_it_has_submitted(engine):
+    prompt, context = ids(5), ids(20)
+    expected = engine.generate(prompt, "a", context=context, max_tokens=4, ignore_eos=True)
+    handle = engine.submit(prompt, "b", context=context, max_tokens=4, ignore_eos=True)
+    prompt.append(1), context.append(1)
+    assert handle.result().token_ids == expected.token_ids
+
+
 def test_reached_stop_ends_a_reply(engine):
     whole, seen = engine.generate(ids(9), max_tokens=9, ignore_eos=True).token_ids, []
     reply = engine.generate(ids(9), max_tokens=9, ignore_eos=True,
                             reached_stop=lambda token: seen.append(token) or len(seen) == 4)
     assert reply.token_ids == seen == whole[:4] and reply.finish_reason == "stop"
+
+
+def test_reached_stop_may_cancel(engine):
+    handle = engine.submit(ids(9), "c", max_tokens=9, ignore_eos=True,
+                           reached_stop=lambda token: handle.cancel() or True)
+    assert handle.result().finish_reason == "cancelled"
+    assert engine.generate(ids(3), "c", max_tokens=2, ignore_eos=True).finish_reason == "length"
 
 
 @pytest.mark.parametrize("prompt, options, message", [
@@ -143,7 +169,8 @@ def test_reached_stop_ends_a_reply(engine):
     ([1], dict(temperature=-1), "temperature"), ([1], dict(temperature=float("nan")), "nan"),
     ([1], dict(temperature="1"), "temperature"), ([1], dict(top_p=0), "top_p"),
     ([1], dict(top_k=-1), "top_k"), ([1], dict(seed="x"), "seed"), ([1], dict(seed=1.5), "seed"),
-    ([1], dict(conversation=5), "conversation")])
+    ([1], dict(conversation=5), "conversation"), ([1], dict(context=[5, 10**6]), "1000000"),
+    ([1], dict(context=[-1, 5]), "-1")])
 @pytest.mark.parametrize("depth", [0])
 def test_bad_input_is_refused_by_name(engine, prompt, options, message):
     with pytest.raises(ValueError, match=message):
@@ -166,7 +193,8 @@ def test_what_does_not_fit_is_refused_with_both_numbers(engine):
     (dict(policy="fifo"), "fifo"), (dict(gpu_cache_tokens=0), "gpu_cache_tokens"),
     (dict(cpu_cache_tokens=-1), "cpu_cache_tokens"), (dict(reserve=1.0), "reserve"),
     (dict(max_context=64), "random_weights"), (dict(random_weights=True, max_context=0), "max_context"),
-    (dict(chunk_size=1.5), "chunk_size"), (dict(gpu_cache_tokens=2**31 - 1), "smaller ones"),
+    (dict(chunk_size=1.5), "chunk_size"), (dict(max_batch_tokens=None), "max_batch_tokens"),
+    (dict(gpu_cache_tokens=2**31 - 1), "smaller ones"),
     (dict(dtype="int8"), "int8"), (dict(model="no/such/dir/at all"), "no/such/dir"),
     (dict(device="abacus"), "abacus")])
 def test_bad_flags_are_refused_by_name(flags, message):
@@ -404,6 +432,39 @@ def test_a_step_that_fails_tells_everyone(started):
         if thread.name == "engine":
             thread.join()
     engine.close()
+
+
+def test_ctrl_c_in_the_middle_of_a_step_stops_the_engine(engine):
+    """The books are half written: a later answer would be wrong."""
+    def interrupted(batch):
+        raise KeyboardInterrupt
+    handle, launch = engine.submit(ids(9), "c"), engine.worker.launch
+    engine.worker.launch = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        handle.result()
+    engine.worker.launch = launch
+    for later in (handle.result, lambda: engine.submit(ids(3), "c")):
+        with pytest.raises(RuntimeError, match="stopped: KeyboardInterrupt"):
+            later()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_callback_that_fails_keeps_nobody_waiting(depth):
+    engine = make(depth).start()
+    def fails(handle):
+        raise OSError("out of order")
+    for handle in [engine.submit(ids(3, n), max_tokens=4, on_end=fails) for n in range(4)]:
+        assert handle.tokens.wait_closed(30)
+    engine.close()
+
+
+def test_a_callback_may_close_the_engine(depth):
+    engine, closed = make(depth).start(), threading.Event()
+    def close(handle):
+        engine.close()
+        closed.set()
+    assert engine.submit(ids(3), max_tokens=4, ignore_eos=True, on_end=close).result().token_ids
+    assert closed.wait(30)
 
 
 def sabotage(engine, fails):
