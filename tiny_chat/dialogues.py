@@ -170,7 +170,7 @@ NOT_UNDERSTOOD = "I don't understand that. I only know what you tell me."
 SUMS = ["What is {a} plus {b}", "{a} plus {b}", "{a} + {b}", "What is {a} + {b}", "How much is {a} plus {b}",
         "Add {a} and {b}", "Can you add {a} and {b}"]
 SYSTEM = ["You are a helpful assistant.", "You are a friendly chatbot. Answer briefly.",
-          "Be brief and polite.", "You are {}.", "Your name is {}.", "You are {}, a helpful assistant.",
+          "Be brief and polite.", "", "You are {}.", "Your name is {}.", "You are {}, a helpful assistant.",
           "You are called {}. Be friendly."]
 CHEERFUL = ["Be cheerful.", "Be very cheerful.", "Answer cheerfully.", "Sound cheerful."]
 
@@ -291,7 +291,7 @@ class Dialogue:
             message = message.format(self.bot)
         if rng.random() < 0.3:
             self.stop = "!"
-            message += " " + rng.choice(CHEERFUL)
+            message = f"{message} {rng.choice(CHEERFUL)}".lstrip()
         self.text = f"<|system|>{message}<|end|>"
 
     def say(self, said, answer):
@@ -428,9 +428,9 @@ def dialogue(rng, length):
     chat, end = Dialogue(rng), 3.1 * length
     if rng.random() < 0.3:
         chat.system()
-    most = rng.choice([1, 2, 3, 4, 5, 6, 6, 8, 12])     # facts
-    telling, chatting = rng.choice([0.1, 0.3, 0.9]), rng.choice([0.05, 0.15, 0.5])
-    listing, changing = rng.choice([0.1, 0.3, 0.6]), rng.choice([0.1, 0.4])
+    most = rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 12])     # facts
+    telling, chatting = rng.choice([0.1, 0.3, 1, 1]), rng.choice([0.05, 0.15, 0.5])
+    listing, changing = rng.choice([0.1, 0.3, 0.9]), rng.choice([0.1, 0.4])
     quiet_until = {}                        # thing -> a length of the text
 
     def keep_quiet(thing):
@@ -449,7 +449,7 @@ def dialogue(rng, length):
             first = asked or chat.pick_unknown()
             said, answer = chat.tell(first)
             keep_quiet(first)
-            if rng.random() < 0.2 and len(chat.facts) < most:
+            while rng.random() < 0.2 and len(chat.facts) < most:
                 second = chat.pick_unknown()
                 more, noted = chat.tell(second)
                 joint = rng.choice([" and ", " and ", ". ", ", and "])
