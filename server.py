@@ -61,22 +61,22 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     flag("--host", "127.0.0.1", "the address to listen on")
     flag("--port", 8000, "the port to listen on; 0: any that is free")
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY",
-                        help="a key that clients must send; of several, each has conversations of its own "
-                             "(default: no key is needed)")
+                        help="a key that clients must send; repeat the flag for more keys, each with "
+                             "conversations of its own (default: no key is needed)")
     parser.add_argument("--metrics-key", metavar="KEY",
-                        help="a key that opens /metrics alone, and shows there what all API keys do together "
-                             "(default: of several API keys, each sees only its own counts)")
+                        help="a key that opens /metrics alone, and shows there the counts of all API keys "
+                             "(default: none; each API key sees its own counts)")
     parser.add_argument("--allow-origin", action="append", default=[], metavar="ORIGIN",
                         help="a site whose pages may use this server, such as https://chat.example; *: all "
-                             "sites (default: only the server's own page)")
+                             "sites; may be repeated (default: only the server's own page)")
     parser.add_argument("--name", default="", metavar="NAME",
-                        help="of this one among several servers behind a router, for example s1: the ids "
-                             "that it makes begin with the name (default: no name)")
+                        help="this server's name among several behind a router, for example s1: the ids "
+                             "that it makes contain the name (default: no name)")
     flag("--max-waiting", 256, "turns that may wait while --max-running others run; one more gets a 429")
     flag("--max-connections", 800, "connections that may be open; one more gets a 503")
     flag("--history-max-age-days", 30.0, "a conversation that is idle for longer is forgotten")
-    flag("--history-max-bytes", 2**30, "while the history is larger, the longest idle is forgotten; of "
-         "several keys each has an equal share")
+    flag("--history-max-bytes", 2**30, "while the history is larger, the conversation that is idle for "
+         "longest is forgotten; several API keys have equal shares of it")
     parser.add_argument("--history", metavar="FILE",
                         help="the file that keeps all conversations (default: one for each model, beside "
                              "server.py)")

@@ -188,7 +188,7 @@ MORE = {
         check, "the simulator's error on this machine: twelve points, measured and simulated (5 minutes)",
         "request_rate", "normalized_latency_ms", ("system", "how", "request_rate", *CHECKED)),
     "fig12": microbenchmark(
-        microbench.kernel, "attention over scattered slots, as kernel, which is the same (15 s)", *RATES),
+        microbench.kernel, "another name of kernel (15 s)", *RATES),
     "kernel": microbenchmark(
         microbench.kernel, "attention over scattered slots, against other ways to compute it (15 s)", *RATES),
     "swap": microbenchmark(
