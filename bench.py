@@ -201,10 +201,9 @@ def commit() -> str:
 WORDS = dict(
     throughput="throughput (turns/s)", request_rate="load (turns/s)", context="context (tokens)",
     history="history (tokens)", seconds="time (s)", mean_ttft_ms="mean time to first token (ms)",
-    normalized_latency_ms="normalized latency (ms/token)", recomputed_tokens="recomputed tokens",
-    computed_tokens="computed tokens", recomputed_seconds="recomputation (s)",
-    servers="servers", replies="replies to a prompt", running="requests at once",
-    tokens_per_second="throughput (tokens/s)", saved="slots saved (share)")
+    normalized_latency_ms="normalized latency (ms/token)", computed_tokens="computed tokens",
+    recomputed_seconds="recomputation (s)", servers="servers", replies="replies to a prompt",
+    running="requests at once", tokens_per_second="throughput (tokens/s)", saved="slots saved (share)")
 
 
 def plot(figure: Figure, rows: list[dict], path: str):

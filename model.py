@@ -139,16 +139,13 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.qkv = nn.Linear(config.width, sum(self.heads) * self.head_dim, bias="qkv" in config.biases)
         self.out = nn.Linear(config.num_heads * self.head_dim, config.width, bias="out" in config.biases)
-        self.qk_norm = config.qk_norm
-        if config.qk_norm:
-            self.q_norm, self.k_norm = (NORMS[config.norm](self.head_dim, config.norm_eps) for _ in range(2))
+        norm = partial(NORMS[config.norm], self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity
+        self.q_norm, self.k_norm = norm(), norm()
 
     def q_k_v(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:            # x [T, width]
         qkv = self.qkv(x).view(len(x), sum(self.heads), self.head_dim)      # [T, H + 2 H_kv, D]
         q, k, v = qkv.split(self.heads, dim=1)                              # [T, H, D], [T, H_kv, D] twice
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return q, k, v
+        return self.q_norm(q), self.k_norm(k), v
 
 
 class MLP(nn.Module):

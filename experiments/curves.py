@@ -75,7 +75,8 @@ def adapted(panels: list[Panel], options) -> list[Panel]:
 
     A --trace replaces all panels by one, for a long-context model on H100 GPUs."""
     if options.trace:
-        has_times = any(conversation.arrival or conversation.thinks for conversation in options.conversations)
+        has_times = any(conversation.arrival or any(turn.think_seconds for turn in conversation.turns)
+                        for conversation in options.conversations)
         rates, think = ((None,), "own") if has_times else (panels[0].rates, panels[0].think)
         gpus = 4 if at_scale(options) else 1
         panels = [Panel("llama2-13b-gqa", Path(options.trace).stem, rates, gpus=gpus, hardware="h100",

@@ -25,6 +25,7 @@ from scheduler import SOURCES
 WORDS = ("time year people way day man thing woman life child world school "
          "state family student group country problem hand part").split()
 PROBE = 50      # words of the request that measures tokens per word
+SILENCE_SECONDS = 600       # without a byte of an answer: then the server is lost
 
 
 class RemoteTurn:
@@ -53,12 +54,11 @@ class RemoteTurn:
 class RemoteEngine:
     """A running server. ValueError: it does not answer as it should."""
 
-    def __init__(self, url: str, key: str | None = None, model: str | None = None, stateful: bool = False,
-                 timeout: float = 600.0):
+    def __init__(self, url: str, key: str | None = None, model: str | None = None, stateful: bool = False):
         """url: the server's, with or without /v1. key: its API key. model: None takes the first that it
-        serves. timeout: seconds without a byte."""
+        serves."""
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.key, self.stateful, self.timeout = key, stateful, timeout
+        self.key, self.stateful = key, stateful
         self.clock = time.monotonic
         self.worker = SimpleNamespace(vocab_size=len(WORDS))        # `drive` draws prompts from this many
         with self.open("/v1/models") as answer:
@@ -149,7 +149,7 @@ class RemoteEngine:
         data = json.dumps(body).encode() if body else None
         try:
             request = urllib.request.Request(self.url + path, data, headers)
-            return urllib.request.urlopen(request, timeout=self.timeout)
+            return urllib.request.urlopen(request, timeout=SILENCE_SECONDS)
         except urllib.error.HTTPError as error:
             reason = error.read(500).decode(errors="replace")
             raise ValueError(f"{self.url}{path} answers {error.code}: {reason}") from error

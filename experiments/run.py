@@ -50,31 +50,7 @@ class Served(NamedTuple):
     ended: float
     output_tokens: int
     usage: dict
-    recomputed_seconds: float = 0.0     # what the batches needed for its recomputed tokens, see Recomputation
-
-
-class Recomputation:
-    """The seconds that each turn's recomputed tokens cost. The retention value keeps their sum low."""
-
-    def __init__(self, cost: RecomputeCost, chunk_size: int, max_context: int):
-        ends = range(chunk_size, max_context + chunk_size, chunk_size)
-        self.ends = [0, *ends]
-        self.until = np.cumsum([0.0, *map(cost, ends)])         # [chunks + 1], in seconds
-        self.seconds: dict[str, float] = {}                     # conversation -> of its present turn
-
-    def count(self, batch):
-        """Count what the batch recomputes: of each span the positions that had KV in an earlier turn. If the
-        conversation had KV for 64 tokens, the span [48, 70) recomputes 48 to 63. A decode recomputes nothing.
-        """
-        for request, start, end in batch.spans:
-            if not request.prefilling:
-                continue
-            usage = request.usage
-            seen = usage["gpu"] + usage["cpu"] + usage["recomputed"]
-            if start < seen:
-                begin, done = np.interp([start, min(end, seen)], self.ends, self.until)
-                name = request.conversation.name
-                self.seconds[name] = self.seconds.get(name, 0.0) + float(done - begin)
+    recomputed_seconds: float = 0.0     # see watch_recomputation
 
 
 class Users:
@@ -143,11 +119,26 @@ def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Ca
 
 def watch_recomputation(engine: Engine) -> dict[str, float]:
     """Conversation -> the seconds that its present turn's recomputed tokens have cost. It grows as the engine
-    steps."""
-    policy = engine.cache.policy
-    recomputation = Recomputation(policy.cost, policy.chunk_size, engine.scheduler.limit)
-    engine.watchers.append(recomputation.count)
-    return recomputation.seconds
+    steps. The retention value keeps the sum of all these low.
+
+    Of each span the positions count that had KV in an earlier turn. If the conversation had KV for 64 tokens,
+    the span [48, 70) recomputes 48 to 63. A decode recomputes nothing."""
+    policy, seconds = engine.cache.policy, {}
+    size, limit = policy.chunk_size, engine.scheduler.limit
+    ends = [0, *range(size, limit + size, size)]
+    until = np.cumsum([0.0, *map(policy.cost, ends[1:])])       # [chunks + 1], in seconds
+
+    def count(batch):
+        for request, start, end in batch.spans:
+            if not request.prefilling:
+                continue
+            seen = request.usage["gpu"] + request.usage["cpu"] + request.usage["recomputed"]
+            if start < seen:
+                begin, done = np.interp([start, min(end, seen)], ends, until)
+                name = request.conversation.name
+                seconds[name] = seconds.get(name, 0.0) + float(done - begin)
+    engine.watchers.append(count)
+    return seconds
 
 
 def progress_bar(turns: int) -> tqdm:

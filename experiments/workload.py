@@ -42,11 +42,6 @@ class PlannedConversation(NamedTuple):
         """Length of the context at the end of the last reply."""
         return sum(turn.tokens for turn in self.turns)
 
-    @property
-    def thinks(self) -> bool:
-        """Has it think times?"""
-        return any(turn.think_seconds for turn in self.turns)
-
 
 def numbered(turn_lists: Iterable[list[PlannedTurn]]) -> Iterator[PlannedConversation]:
     """Name conversations by their number in the source; leave out those without turns."""

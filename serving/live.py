@@ -20,7 +20,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from queue import Empty, Queue
 
@@ -56,23 +56,17 @@ def portrait(conversation: Conversation, policy: Policy, now: float, leaving: Ch
                 leaves_next=leaving.index if leaving in conversation.chunks else None)
 
 
-def portrait_of(engine: Engine, name: str) -> dict | None:
-    """The picture of the conversation with this name. None if it has no KV in a tier."""
+def portraits(engine: Engine, names: Iterable[str]) -> list[dict]:
+    """The pictures of those of these conversations that have KV in a tier. For the engine's owner."""
     cache, now = engine.cache, engine.clock()
-    conversation = cache.conversations.get(name)
-    if not (conversation and any(conversation.sources())):
-        return None
-    return portrait(conversation, cache.policy, now, cache.next_to_leave(now))
+    leaving, named = cache.next_to_leave(now), map(cache.conversations.get, names)
+    return [portrait(one, cache.policy, now, leaving) for one in named if one and any(one.sources())]
 
 
 def picture(engine: Engine) -> dict:
     """The engine's stats, and every conversation that has KV in a tier."""
-    def read() -> list[dict]:
-        cache, now = engine.cache, engine.clock()
-        leaving = cache.next_to_leave(now)
-        return [portrait(conversation, cache.policy, now, leaving)
-                for conversation in cache.conversations.values() if any(conversation.sources())]
-    return dict(stats=engine.stats(), conversations=engine.call(read))
+    conversations = engine.call(lambda: portraits(engine, engine.cache.conversations))
+    return dict(stats=engine.stats(), conversations=conversations)
 
 
 def part_for(prefix: str, whole: dict, private: bool) -> dict:

@@ -50,10 +50,8 @@ COUNTERS = {
     "chunks_swapped_in": "Chunks copied from the CPU to the GPU.",
     "chunks_swapped_out": "Chunks copied from the GPU to the CPU.",
     "chunks_dropped": "Chunks that left both tiers.",
-    "bytes_swapped_in": "Size of the chunks copied from the CPU to the GPU.",
-    "bytes_swapped_out": "Size of the chunks copied from the GPU to the CPU.",
-    "swap_in_bytes": "Bytes whose copy from the CPU to the GPU was timed.",
-    "swap_out_bytes": "Bytes whose copy from the GPU to the CPU was timed.",
+    "swap_in_bytes": "Bytes that were copied from the CPU to the GPU.",
+    "swap_out_bytes": "Bytes that were copied from the GPU to the CPU.",
     "swap_in_seconds": "Time that copies from the CPU to the GPU took.",
     "swap_out_seconds": "Time that copies from the GPU to the CPU took.",
     "steps": "Iterations of the engine.",
@@ -63,21 +61,19 @@ COUNTERS = {
 class StatsCollector(Collector):
     """Makes metrics of the engine's stats, or of one key's part of them, each time that Prometheus asks."""
 
-    def __init__(self, read_stats: Callable[[], dict], chunk_bytes: int, model: str):
-        self.read_stats, self.chunk_bytes, self.model = read_stats, chunk_bytes, model
+    def __init__(self, read_stats: Callable[[], dict], model: str):
+        self.read_stats, self.model = read_stats, model
 
     def collect(self):
         stats = self.read_stats()
         yield from self.vllm_tokens(stats)
         if "slots_total" in stats:                              # these are the engine's
             yield from self.vllm_engine(stats)
-            for way in ("in", "out"):
-                stats[f"bytes_swapped_{way}"] = stats[f"chunks_swapped_{way}"] * self.chunk_bytes
         for name, value in stats.items():
             if name in GAUGES:
                 yield self.metric(Gauge, "nano_pensieve:" + name.removesuffix("_total"), GAUGES[name], value)
             else:
-                yield self.metric(Counter, "nano_pensieve:" + name, COUNTERS.get(name, name), value)
+                yield self.metric(Counter, "nano_pensieve:" + name, COUNTERS[name], value)
 
     def vllm_engine(self, stats: dict):
         used = 1 - stats["slots_free"] / stats["slots_total"]
@@ -115,10 +111,8 @@ class Metrics:
     def __init__(self, engine: Engine, model: str, private: bool = False):
         """model: the name that all metrics bear. private: without the counts of the engine."""
         self.own = dict.fromkeys([*(f"prompt_tokens_{source}" for source in SOURCES), "generated_tokens"], 0)
-        cache = engine.worker.pool.gpu                          # [layers, 2, slots, heads, head size]
-        chunk_bytes = cache[:, :, 0].nbytes * engine.config.chunk_size
         self.registry = CollectorRegistry()
-        self.registry.register(StatsCollector(self.own.copy if private else engine.stats, chunk_bytes, model))
+        self.registry.register(StatsCollector(self.own.copy if private else engine.stats, model))
         answers = prometheus_client.Counter("vllm:request_success", "Turns answered, by how they ended.",
                                             ["model_name", "finished_reason"], registry=self.registry)
         self.answers = {reason: answers.labels(model, reason) for reason in ("stop", "length")}
@@ -133,15 +127,15 @@ class Metrics:
 
     def count(self, turn: LiveTurn, reply: Answer):
         """Counts a turn that has ended with "stop" or "length"."""
-        request, times = turn.request, turn.request.times
+        submitted, request = turn.handle.submitted, turn.handle.request
         for source in SOURCES:
             self.own[f"prompt_tokens_{source}"] += reply.usage[source]
         self.own["generated_tokens"] += reply.usage["completion_tokens"]
         self.answers[reply.finish_reason].inc()
-        self.queued.observe(request.admitted - turn.submitted)
-        self.first_token.observe(times[0] - turn.submitted)
-        self.end_to_end.observe(times[-1] - turn.submitted)
-        for earlier, later in pairwise(times):
+        self.queued.observe(request.admitted - submitted)
+        self.first_token.observe(request.times[0] - submitted)
+        self.end_to_end.observe(request.times[-1] - submitted)
+        for earlier, later in pairwise(request.times):
             self.inter_token.observe(later - earlier)
 
     def text(self) -> str:

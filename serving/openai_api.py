@@ -233,8 +233,8 @@ class API:
     def _cache_of(self, prefix: str, found: ConversationRecord) -> dict:
         """Where the conversation's tokens are, as live.py shows it."""
         id = found.name.removeprefix(prefix)
-        if portrait := self.engine.call(partial(live.portrait_of, self.engine, found.name)):
-            return dict(portrait, id=id)
+        if portraits := self.engine.call(partial(live.portraits, self.engine, [found.name])):
+            return dict(portraits[0], id=id)
         head = self.history.head(found.name)
         return dict(id=id, tokens=head.length if head else 0, gpu=0, cpu=0, running=False, waiting=False,
                     chunks="", idle_seconds=round(time.time() - found.active, 3))
@@ -349,14 +349,14 @@ def response(turn_id: str, model: str, conversation: str | None, note: dict, sta
 def logprobs_of(turn: LiveTurn, start: int = 0, end: int | None = None) -> list[dict]:
     """The log probabilities of the turn's tokens [start, end), if the client has asked for them. Special
     tokens, which have no text, are left out."""
-    pieces = turn.tokenizer.pieces
+    pieces, token_ids, logprobs = turn.tokenizer.pieces, turn.handle.token_ids, turn.handle.logprobs or []
 
     def entry(token: int, logprob: float) -> dict:
         piece = pieces[token]
         return dict(token=piece.decode(errors="replace"), logprob=max(logprob, -9999.0), bytes=list(piece))
 
     entries = []
-    for token, (logprob, most_likely) in zip(turn.token_ids[start:end], (turn.logprobs or [])[start:end]):
+    for token, (logprob, most_likely) in zip(token_ids[start:end], logprobs[start:end]):
         if token in pieces:
             top = [entry(*other) for other in most_likely if other[0] in pieces]
             entries.append(dict(entry(token, logprob), top_logprobs=top))
@@ -418,19 +418,19 @@ class ChatWriter(Writer):
         return dict(self.envelope, object="chat.completion.chunk", choices=[choice], **usage)
 
     def logprobs(self, index: int, start: int, end: int | None) -> dict | None:
-        turn = self.turns[index]
-        return None if turn.logprobs is None else dict(content=logprobs_of(turn, start, end), refusal=None)
+        asked = self.turns[index].handle.logprobs is not None
+        return dict(content=logprobs_of(self.turns[index], start, end), refusal=None) if asked else None
 
     def usage(self, index: int = -1, end: int | None = None) -> dict | None:
         """The usage of all that we have sent: the first `end` tokens of choice `index`, and all tokens of the
         choices before it. The prompt counts once, with the sources that the first choice had. None before
         the engine has admitted the first choice."""
-        request = self.turns[0].request
+        request = self.turns[0].handle.request
         if not (request and request.usage):
             return None
         prompt = sum(request.usage.values())
-        generated = len(self.turns[index].token_ids[:end])
-        generated += sum(len(turn.token_ids) for turn in self.turns[:index])
+        generated = len(self.turns[index].handle.token_ids[:end])
+        generated += sum(len(turn.handle.token_ids) for turn in self.turns[:index])
         return dict(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated,
                     prompt_tokens_details=prompt_details(request.usage))
 

@@ -89,8 +89,7 @@ class Plan:
 
 
 class LiveTurn:
-    """A turn that has not settled yet. Read it as text with `pieces()`, as token ids by iterating, or whole
-    with `result()`.
+    """A turn that has not settled yet. Read it as it grows with `progress()`, or whole with `result()`.
 
     Any number of threads may read it, any number of times. Nobody has to: it is committed all the same."""
 
@@ -109,22 +108,13 @@ class LiveTurn:
         self.reply: Answer | None = None            # in the end either this
         self.error: Exception | None = None         # or this
 
-    def __iter__(self) -> Iterator[int]:
-        yield from self.handle
-        self.result()                               # the end is not told before the commit
-
-    def pieces(self) -> Iterator[str]:
-        """The text as it grows."""
-        for text, _ in self.progress():
-            yield text
-
     def progress(self) -> Iterator[tuple[str, int]]:
         """The text as it grows: (new text, number of tokens that all text so far stands for)."""
         tokens = 0
         for new in self.texts.news():
             tokens += len(new)
             if text := "".join(new):
-                yield text, min(tokens, len(self.token_ids))        # the last text has no token of its own
+                yield text, min(tokens, len(self.handle.token_ids))     # the last text has no token
         self.result()                               # raises the error, if there is one
 
     def result(self) -> Answer:
@@ -151,23 +141,6 @@ class LiveTurn:
     def text(self) -> str:
         """So far."""
         return "".join(self.texts.items)
-
-    @property
-    def token_ids(self) -> list[int]:
-        """So far."""
-        return self.handle.token_ids
-
-    @property
-    def logprobs(self) -> list | None:
-        return self.handle.logprobs
-
-    @property
-    def request(self):
-        return self.handle.request
-
-    @property
-    def submitted(self) -> float:
-        return self.handle.submitted
 
     def add(self, token: int) -> bool:
         """The engine calls this with each token but a stop token. True if a stop string is complete."""

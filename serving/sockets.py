@@ -166,7 +166,7 @@ class Server(ThreadingHTTPServer):
             return reply
         for metrics in {self.metrics[prefix], self.metrics[ALL_KEYS]}:      # it may be one and the same
             metrics.count(turn, reply)
-        milliseconds = round(1000 * (turn.request.times[0] - turn.submitted))
+        milliseconds = round(1000 * (turn.handle.request.times[0] - turn.handle.submitted))
         self.recent_turns.append(dict(
             conversation=turn.conversation, response=f"resp_{turn.id}", **reply.usage,
             first_token_ms=milliseconds, finish_reason=reply.finish_reason,
@@ -315,10 +315,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send(200, openapi())
 
     def chat_page(self, prefix):
-        file = Path(__file__).with_name("chat.html")
-        if not file.exists():
-            raise APIError(404, "there is no chat.html in serving/")
-        page = file.read_text("utf-8")
+        page = Path(__file__).with_name("chat.html").read_text("utf-8")
         self.send(200, page, "text/html; charset=utf-8", {"Content-Security-Policy": page_policy(page)})
 
     def cache(self, prefix):

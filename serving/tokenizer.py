@@ -244,7 +244,8 @@ class LibraryBackend:
 
     def encode(self, guarded: str) -> list[int]:
         """The ids of a text; only special tokens without a guard count as such."""
-        return self._library.encode(guarded, add_special_tokens=False).ids
+        # A batch, since for a single text the library would keep all other threads waiting.
+        return self._library.encode_batch_fast([guarded], add_special_tokens=False)[0].ids
 
 
 def read_config(directory: Path) -> dict:

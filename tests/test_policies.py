@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 from eviction import RecomputeCost
 from experiments.policies import ReturnChance, ReuseByCategory, TailOptimized
-from experiments.run import Recomputation
+from experiments.run import watch_recomputation
 
 COST = RecomputeCost({32: 0.03, 64: 0.05}, rest=0.01)       # chunks of 32: 40 ms, 60 ms, 80 ms, ...
 
@@ -66,6 +66,8 @@ def test_seconds_of_recomputation():
     """Of 70 tokens 64 were seen before; positions 16 to 48 are half of a chunk of 40 ms, half of 60 ms."""
     request = SimpleNamespace(conversation=SimpleNamespace(name="c"), prefilling=True,
                               usage=dict(gpu=0, cpu=32, recomputed=32, new=6))
-    counted = Recomputation(COST, 32, 100)
-    counted.count(SimpleNamespace(spans=[(request, 16, 48), (request, 64, 70)]))
-    assert counted.seconds == {"c": pytest.approx(0.5 * 0.040 + 0.5 * 0.060)}
+    engine = SimpleNamespace(cache=SimpleNamespace(policy=ReuseByCategory(COST, 32)), watchers=[],
+                             scheduler=SimpleNamespace(limit=100))
+    seconds = watch_recomputation(engine)
+    engine.watchers[0](SimpleNamespace(spans=[(request, 16, 48), (request, 64, 70)]))
+    assert seconds == {"c": pytest.approx(0.5 * 0.040 + 0.5 * 0.060)}

@@ -120,9 +120,9 @@ def test_turns_of_a_conversation_run_in_order_of_submission(started):
 
 def test_a_turn_can_be_read_again_and_as_text(sessions):
     turn = sessions.submit(ids(5), max_tokens=9, ignore_eos=True)
-    streamed = "".join(turn.pieces())
-    assert list(turn) == list(turn) == turn.result().token_ids and len(list(turn)) == 9
-    assert streamed == "".join(turn.pieces()) == turn.result().text
+    streamed = "".join(text for text, _ in turn.progress())
+    assert list(turn.handle) == turn.result().token_ids and len(list(turn.handle)) == 9
+    assert streamed == "".join(text for text, _ in turn.progress()) == turn.result().text
     assert streamed == sessions.tokenizer.decode(turn.result().token_ids)
 
 
@@ -131,9 +131,9 @@ def test_progress_tells_the_tokens_of_a_text(started):
     sessions, seen, before = opened(started, **TINY), [], 0
     turn = sessions.respond([user("What can you do?")], "c", **talkative(sessions, 40))
     for text, tokens in turn.progress():
-        assert tokens <= len(turn.token_ids)
+        assert tokens <= len(turn.handle.token_ids)
         seen.append(text)
-        assert sessions.tokenizer.decode(turn.token_ids[before:tokens]) == text
+        assert sessions.tokenizer.decode(turn.handle.token_ids[before:tokens]) == text
         before = tokens
     assert "".join(seen) == turn.result().text and len(seen) > 1
     sessions.close()
@@ -143,7 +143,7 @@ def test_a_cancelled_turn_leaves_no_trace(sessions):
     sessions.generate(ids(9), "c", max_tokens=4, ignore_eos=True)
     before = sessions.history.head("c")
     turn = sessions.submit(ids(20, seed=3), "c", max_tokens=50, ignore_eos=True)
-    assert next(iter(turn)) is not None
+    assert next(iter(turn.handle)) is not None
     turn.cancel()
     assert turn.result().finish_reason == "cancelled"
     assert sessions.history.head("c") == before
@@ -179,7 +179,7 @@ def test_a_cold_conversation_lives_in_the_history_alone(sessions):
 def test_forget_frees_both_tiers_and_the_history(sessions):
     sessions.generate(ids(30), "c", max_tokens=4, ignore_eos=True)
     running = sessions.submit(ids(5), "c", max_tokens=50, ignore_eos=True)
-    next(iter(running))
+    next(iter(running.handle))
     sessions.forget("c")
     assert running.result().finish_reason == "cancelled"
     assert sessions.history.head("c") is None and "c" not in sessions.engine.cache.conversations
@@ -204,7 +204,7 @@ def test_a_resent_history_is_recognised_and_an_edited_one_branches(sessions):
     # and copies the rest, with the tokens that begin both new messages.
     branch = sessions.respond([user("Hello"), said, user("Or else?")], hint="mine", max_tokens=6)
     assert branch.conversation != "mine"
-    known = first.result().usage["prompt_tokens"] + len(first.token_ids) - 1
+    known = first.result().usage["prompt_tokens"] + len(first.handle.token_ids) - 1
     usage = branch.result().usage
     assert usage["gpu"] >= known and usage["recomputed"] == 0
     fresh = sessions.respond([user("Howdy"), said, user("And now?")], hint="mine", max_tokens=6)
@@ -339,7 +339,8 @@ def test_a_turn_has_one_stream_of_text(sessions, monkeypatch, stop):
     monkeypatch.setattr(TextStream, "push", lambda stream, token, *may_stop:
                         pushed.append(token) or push(stream, token, *may_stop))
     turn = sessions.respond([user("Hi")], "c", max_tokens=20, stop=stop)
-    assert "".join(turn.pieces()) == turn.result().text and pushed == turn.token_ids
+    assert "".join(text for text, _ in turn.progress()) == turn.result().text
+    assert pushed == turn.handle.token_ids
 
 
 @pytest.mark.parametrize("options, message", [
@@ -751,8 +752,8 @@ def test_waiting_for_a_turn_takes_nothing_from_its_reader():
     sessions.engine.worker.execute = unhurried
     first, second = sessions.respond([user("Hi")], "c", **talkative(sessions, 60)), []
     waiting = in_thread(lambda: second.append(sessions.chat("And?", "c", max_tokens=4)))
-    pieces = list(first.pieces())
-    assert len(pieces) > 40 and "".join(pieces) == first.result().text and list(first) == first.token_ids
+    texts = [text for text, _ in first.progress()]
+    assert len(texts) > 40 and "".join(texts) == first.result().text
     join([waiting])
     assert [item["role"] for item in sessions.history.items("c")] == ["user", "assistant"] * 2
     sessions.close()
@@ -774,7 +775,7 @@ def test_while_another_process_holds_the_history_all_streams_go_on(tmp_path, mon
     sessions.chat("Hello", "cold", max_tokens=4)
     sessions.engine.forget("cold")
     running = sessions.respond([user("Hi")], "running", **talkative(sessions, 400))
-    stream = running.pieces()
+    stream = running.progress()
     next(stream)
     with closing(sqlite3.connect(tmp_path / "history", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -787,9 +788,9 @@ def test_while_another_process_holds_the_history_all_streams_go_on(tmp_path, mon
         for _ in range(20):
             next(stream)                                    # a running turn goes on,
         fresh = sessions.respond([user("Hey")], "fresh", max_tokens=20, ignore_eos=True)
-        assert next(fresh.pieces())                         # a new one begins,
+        assert next(fresh.progress())                         # a new one begins,
         back = sessions.respond([user("And?")], "cold", max_tokens=20, ignore_eos=True)
-        assert next(back.pieces()) and len(sessions.history.messages(back.plan.after.id)) == 2
+        assert next(back.progress()) and len(sessions.history.messages(back.plan.after.id)) == 2
         assert sessions.generate(ids(3), **two).finish_reason == "length"       # a one-off ends,
         assert len(sessions.history.conversations()) == 1   # and the history can be read
         assert time.monotonic() - begin < 30
@@ -924,7 +925,7 @@ def test_everything_at_once(seed, deletes, tmp_path, monkeypatch):
         if turn.conversation is None or not history.turn(turn.id):
             assert deletes
             continue
-        tokens, reply = history.tokens(turn.id).tolist(), turn.token_ids
+        tokens, reply = history.tokens(turn.id).tolist(), turn.handle.token_ids
         assert tokens[-len(reply):] == reply
         if checked < 40 and len(tokens) < 250:              # an engine of its own gives the same answer
             checked += 1
