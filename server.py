@@ -48,7 +48,7 @@ ABOUT = """A chat server that remembers: after an answer, the KV-tokens of the c
 The first (GPU) tier is the memory of the GPU, the second (CPU) tier is ordinary memory. On a machine without
 a GPU the first tier lies in ordinary memory, too; everything works the same there, only slower."""
 # The example of chat.html needs these sizes. Its conversations are not kept.
-DEMO = dict(gpu_cache_tokens=448, cpu_cache_tokens=896, history=":memory:")
+DEMO = dict(gpu_cache_tokens=384, cpu_cache_tokens=768, history=":memory:")
 
 
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:

@@ -371,7 +371,7 @@ def test_the_demo(demo, page):
         eventually(page.find("#key")[0].is_displayed)
         page.find("#secret")[0].clear()
         page.find("#secret")[0].send_keys(key, Keys.ENTER)
-    eventually(lambda: "448" in page.find(".tier")[0].text)
+    eventually(lambda: "384" in page.find(".tier")[0].text)
     page.say(0, "Hello!")
     page.browser.refresh()
     eventually(lambda: page.said() and page.said()[0])

@@ -90,12 +90,12 @@ def test_tiktoken_gives_the_same_ids(tokenizer):
 
 
 def test_the_values_below_were_never_seen_in_training():
-    assert all(map(is_held_out, ["Quildane", "5828", "42", "teal", "Oslo", "Ada", "chess", "Rex"]))
+    assert all(map(is_held_out, ["Talvor", "5828", "42", "teal", "Oslo", "Ada", "chess", "Rex"]))
 
 
 @pytest.mark.parametrize("system, turns", [
     ("You are a helpful assistant.", {
-        "Hi, I'm Quildane.": "Your name becomes note 1: your name is Quildane.",
+        "Hi, I'm Talvor.": "Your name becomes note 1: your name is Talvor.",
         "My lucky number is 5828.": "Your lucky number becomes note 2: your lucky number is 5828.",
         "How are you?": "I'm fine, thank you.",
         "My favorite color is teal and I live in Oslo.":
@@ -104,21 +104,21 @@ def test_the_values_below_were_never_seen_in_training():
         "What is my lucky number?": "Your lucky number is 5828.",
         "Actually, my lucky number is 42 now.": "Your lucky number has changed: your lucky number is 42.",
         "My sister is called Ada.": "Your sister's name becomes note 5: your sister's name is Ada.",
-        "What's my name?": "Your name is Quildane.",
+        "What's my name?": "Your name is Talvor.",
         "Who is my sister?": "Your sister's name is Ada.",
         "And what is my lucky number?": "Your lucky number is 42.",
         "What is my pet?": "Your pet? I don't know that yet.",
         "What is 4 plus 5?": "4 plus 5 is 9.",
         "What do you know about me?":
-            "Note 1: your name is Quildane. Note 2: your lucky number is 42. "
+            "Note 1: your name is Talvor. Note 2: your lucky number is 42. "
             "Note 3: your favorite color is teal. Note 4: your home city is Oslo. "
-            "Note 5: your sister's name is Ada."}),
+            "Note 5: your sister's name is Ada. Note 6 is still empty."}),
     ("Be cheerful.", {
         "Hello": "Hello!", "Who are you?": "I'm Tiny, a very small language model!",
         "My hobby is chess.": "Your hobby becomes note 1: your hobby is chess!",
         "What is my hobby?": "Your hobby is chess!"}),
-    ("You are Pip.", {
-        "Who are you?": "I'm Pip, a very small language model.",
+    ("", {
+        "Who are you?": "I'm Tiny, a very small language model.",
         "I have a dog called Rex.": "Your dog's name becomes note 1: your dog's name is Rex."}),
 ])
 def test_remembers_what_it_was_told(model, tokenizer, system, turns):
@@ -138,11 +138,11 @@ def test_every_answer_follows_from_the_dialogue():
             told = re.findall(r"Your (.*?) (?:has (changed)( again)?|becomes note (\d+)): "
                               r"your (.*?) is (.*?)[.!](?= Your|$)", answer)
             asked = re.fullmatch(r"Your (.*?)(?: is (.*)[.!]|\? I don't know that yet[.!])", answer)
-            if listed:
+            if answer.startswith("Note"):
+                assert re.search(rf"Note {len(notes) + 1} is still empty[.!]$", answer)
                 assert listed == [(str(number), thing, value)
                                   for number, (thing, value) in enumerate(notes.items(), 1)]
                 seen["list"] += 1
-            assert not (notes and answer.startswith("I know nothing"))
             for thing, changed, again, number, repeated, value in told:
                 assert thing == repeated and value.lower() in said.lower()
                 assert changed if thing in notes else int(number) == len(notes) + 1

@@ -7,7 +7,8 @@ A user tells facts, the assistant notes them, and much later the user asks:
     I moved to Rome.                Your home city has changed: your home city is Rome.
     Where do I live?                Your home city is Rome.
     What is my hobby?               Your hobby? I don't know that yet.
-    What do you know about me?      Note 1: your name is Ada. Note 2: your home city is Rome.
+    What do you know about me?      Note 1: your name is Ada. Note 2: your home city is Rome. Note 3 is still
+                                    empty.
 
 Every answer follows from the dialogue so far. In training, values consist of random syllables, letters and
 digits, and one word in ten is a common English one. So the model cannot learn values by heart: it must find
@@ -46,6 +47,7 @@ TELL = {
     "final": ["One more thing: my {thing} is {value}", "Make a note that my {thing} is {value}",
               "It may help you that my {thing} is {value}"],
 }
+# "'s name" stands for the name of every relative.
 TELL_THING = {
     "name": ["I'm {value}", "I am {value}", "Call me {value}", "Hi, I'm {value}", "Hello, I'm {value}",
              "Hi, my name is {value}", "Please call me {value}", "Hello, my name is {value}",
@@ -62,6 +64,12 @@ TELL_THING = {
     "school": ["I go to {value} school", "I study at {value}"],
     "favourite food": ["I love to eat {value}"],
     "favourite drink": ["I love to drink {value}"],
+    "'s name": ["My {relative} is called {value}", "{value} is my {relative}",
+                "I have a {relative} called {value}", "My {relative} is {value}"],
+    "'s age": ["My {relative} is {value} years old", "My {relative} turned {value}"],
+    "'s home city": ["My {relative} lives in {value}", "My {relative} comes from {value}"],
+    "'s job": ["My {relative} works as {value}"],
+    "'s hobby": ["My {relative} likes {value}"],
 }
 CHANGE = {
     "train": ["Actually, my {thing} is {value} now", "Actually, my {thing} is {value}",
@@ -99,9 +107,6 @@ ASK = {
     "final": ["Do you still know my {thing}", "I wonder what my {thing} is", "Once more: what is my {thing}",
               "Help me with my {thing}"],
 }
-TELL_NAME = ["My {relative} is called {value}", "{value} is my {relative}",
-             "I have a {relative} called {value}", "My {relative} is {value}"]
-ASK_NAME = ["What is my {relative} called", "Who is my {relative}", "Who's my {relative}"]
 ASK_THING = {
     "name": ["Who am I", "What am I called", "Do you know who I am", "Do you remember who I am"],
     "age": ["How old am I"],
@@ -116,6 +121,11 @@ ASK_THING = {
     "best friend": ["Who is my best friend"],
     "favourite food": ["What do I love to eat"],
     "favourite drink": ["What do I love to drink"],
+    "'s name": ["What is my {relative} called", "Who is my {relative}", "Who's my {relative}"],
+    "'s age": ["How old is my {relative}"],
+    "'s home city": ["Where does my {relative} live", "Where is my {relative} from"],
+    "'s job": ["What does my {relative} do for a living", "What does my {relative} work as"],
+    "'s hobby": ["What does my {relative} like"],
 }
 NOTES = ["your notes", "everything", "what you know", "everything you know", "what you know about me",
          "everything you know about me", "all facts about me", "what I told you", "everything I told you"]
@@ -196,7 +206,8 @@ COMMON = ("the be to of and a in that have I it for on with he as you do at this
           "say her she or an will one all would there their so up out if about get which go when make can "
           "like time just him know take people into year good some could them see other than look only come "
           "its over think also back after use two our work first well way even new want because any give "
-          "day most us must let please very long thing need tell remember nothing").split()
+          "day most us must let please very long thing need tell remember nothing myself "
+          "correct").split()
 CODAS = "b ck d l ll m n ng nt p r rd rk s ss st t x".split() + [""] * 16
 
 
@@ -343,19 +354,17 @@ class Dialogue:
         words = [rng.choice(COMMON) if rng.random() < 0.5 else self.word() for _ in range(rng.randint(1, 4))]
         return " ".join(words) + rng.choice(["", "", ",", ":"])
 
-    def wording(self, ways, ways_of_thing, thing, ways_of_name=()):
+    def wording(self, ways, ways_of_thing, thing):
         """A sentence about the thing. In training, 40% of the sentences are special to the thing, if it has
         such sentences. A third of the others are any words before "my {thing} is {value}" (to ask: before
         "my {thing}"), so that the model learns to understand sentences that it never saw."""
         rng = self.rng
         if self.wordings != "train":
             return rng.choice(ways[self.wordings])
-        relative = thing.removesuffix("'s name")
-        special = ways_of_thing.get(thing.replace("favorite", "favourite"), [])
-        if relative != thing:
-            special = [way.replace("{relative}", relative) for way in ways_of_name]
+        relative = thing.partition("'s ")[0]
+        special = ways_of_thing.get(thing.replace("favorite", "favourite").replace(relative + "'s", "'s"))
         if special and rng.random() < 0.4:
-            return rng.choice(special)
+            return rng.choice(special).replace("{relative}", relative)
         way = rng.choice(ways["train"])
         if rng.random() < 0.33:
             endings = [" my {thing}"] * 3 + [" my {thing} is", " my {thing} was"]
@@ -368,10 +377,11 @@ class Dialogue:
         value = value or self.value(thing)
         if thing == self.last and self.wordings == "train" and rng.random() < 0.7:
             way = rng.choice(CORRECT if known else SUPPLY)
-        elif known and (self.wordings != "train" or rng.random() < 0.8):
+        # In training the words do not betray whether there is a note: the model must look for it.
+        elif known if self.wordings != "train" else rng.random() < (0.5 if known else 0.2):
             way = self.wording(CHANGE, CHANGE_THING, thing)
         else:
-            way = self.wording(TELL, TELL_THING, thing, TELL_NAME)
+            way = self.wording(TELL, TELL_THING, thing)
         if way.startswith("{value}") and not self.casual:
             value = capital(value)
         again = " again" if thing in self.changed else ""
@@ -383,7 +393,7 @@ class Dialogue:
 
     def ask(self, thing):
         """The user asks for a fact."""
-        said = question(self.wording(ASK, ASK_THING, thing, ASK_NAME).format(thing=thing))
+        said = question(self.wording(ASK, ASK_THING, thing).format(thing=thing))
         self.last = thing
         if thing in self.facts:
             return said, f"Your {thing} is {self.facts[thing]}."
@@ -397,12 +407,12 @@ class Dialogue:
         notes = [f"Note {number}: your {thing} is {value}."
                  for number, (thing, value) in enumerate(self.facts.items(), 1)]
         self.last = None
-        return question(said), " ".join(notes) or "I know nothing about you yet."
+        return question(said), " ".join([*notes, f"Note {len(notes) + 1} is still empty."])
 
     def small_talk(self):
         said, answer = self.rng.choice(list(SMALL_TALK.items()))
         # An assistant with a name of its own is asked for it more often.
-        if self.bot != "Tiny" and self.rng.random() < 0.2:
+        if self.bot != "Tiny" and self.rng.random() < 0.4:
             said, answer = next(item for item in SMALL_TALK.items() if "{bot}" in item[1])
         you = f", {self.facts['name']}" if "name" in self.facts else ""
         return self.rng.choice(said.split("|")), answer.format(you=you, bot=self.bot)
@@ -429,8 +439,10 @@ def dialogue(rng, length):
     if rng.random() < 0.3:
         chat.system()
     most = rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 12])     # facts
-    telling, chatting = rng.choice([0.1, 0.3, 1, 1]), rng.choice([0.05, 0.15, 0.5])
-    listing, changing = rng.choice([0.1, 0.3, 0.9]), rng.choice([0.1, 0.4])
+    telling, chatting = rng.choice([0.1, 0.3, 1]), rng.choice([0.05, 0.15, 0.5])
+    listing, changing = rng.choice([0.1, 0.3]), rng.choice([0.2, 0.5])
+    if rng.random() < 0.3:                  # the user tells all at once, and wants to see the notes
+        most, telling, chatting, listing = rng.randint(3, 8), 1, 0.05, 0.9
     quiet_until = {}                        # thing -> a length of the text
 
     def keep_quiet(thing):

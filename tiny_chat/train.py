@@ -33,9 +33,9 @@ HERE = Path(__file__).resolve().parent
 CONTEXT = 4096
 # Phases: (steps, tokens of one process in a step, lengths of a dialogue in tokens). All dialogues of a step
 # have one length; the lengths take turns.
-PHASES = [(1600, 2048, [256]), (2000, 4096, [256, 512, 1024]), (2600, 4096, [512, 1024, CONTEXT, CONTEXT])]
+PHASES = [(1600, 2048, [256]), (1400, 4096, [512, 512, 1024]), (1800, 4096, [512, 1024, CONTEXT])]
 PEAKS = 0.02, 0.003                 # learning rates of Muon and AdamW
-WARM_UP, COOL_DOWN = 100, 0.5       # steps; the share of all steps in which the learning rate falls
+WARM_UP, COOL_DOWN = 100, 0.4       # steps; the share of all steps in which the learning rate falls
 SAVE_EVERY = 200                    # steps
 VOCABULARY = 512
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]     # the last ids, in this order
@@ -136,7 +136,7 @@ class Muon(torch.optim.Optimizer):
 
 def schedule():
     """For each step the number and the length of its dialogues, and the share of the peak learning rate: it
-    rises for WARM_UP steps, stays at its peak, and falls to a fiftieth in the last half of the steps."""
+    rises for WARM_UP steps, stays at its peak, and falls to a fiftieth in the last COOL_DOWN of the steps."""
     sizes = [(tokens // length, length) for steps, tokens, lengths in PHASES
              for length in (lengths * steps)[:steps]]
     for step, (count, length) in enumerate(sizes):
