@@ -1,4 +1,4 @@
-"""The persistent store: the raw tokens of every turn, a tree in SQLite.
+r"""The persistent store: the raw tokens of every turn, a tree in SQLite.
 
 KV-tokens are only a cache. When a chunk was dropped, its tokens are read from here and computed again
 (the paper's persistent store of raw tokens, §4.3).
@@ -7,7 +7,7 @@ Turns are like commits in git. A turn has a parent and holds only the tokens tha
 conversation is a name for its last turn, its *head*. A branch is a second name.
 
     turn 1 ---- turn 2 ---- turn 3      <- conversation "main"
-                      \\
+                      \
                        ---- turn 4      <- conversation "side", a branch after turn 2
 
 A turn keeps the ids that the model sampled, because one text can be tokenised in several ways. A turn
@@ -18,7 +18,9 @@ A client that resends all its messages needs no name. Each turn stores a hash of
 to it, and `match` looks for that hash. If a turn's visible text does not determine its ids, then it has
 no hash, and neither has any turn after it.
 
-A conversation's name begins with its owner's prefix, so owners need no column.
+A conversation's name begins with its owner's prefix, so owners need no column. A prefix has one "/", at
+its end, where `count_bytes` cuts a name: "3f9a/my chat" belongs to the owner "3f9a/". A server without API
+keys has one owner, "".
 
 Invariants: every stored turn is needed by a conversation or by a later turn. A turn that `commit`
 returned survives a crash (WAL, synchronous=FULL). A commit that fails changes nothing; it fails if the
@@ -142,7 +144,8 @@ class History:
 
     def _connect(self, path: str | os.PathLike, fingerprint: str):
         """One connection writes, the other one reads, and each has a lock of its own. So reading never waits
-        for a write. A history in memory has one connection for both."""
+        for a write. A history in memory has one connection and one lock for both: `close` takes that lock
+        twice, hence an RLock."""
         def connect() -> sqlite3.Connection:
             connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._open.callback(connection.close)
@@ -155,7 +158,7 @@ class History:
         count_bytes(self._db)
         self._reader, self._read_lock = self._db, self._write_lock
         if path != ":memory:":
-            self._reader, self._read_lock = connect(), threading.RLock()
+            self._reader, self._read_lock = connect(), threading.Lock()
             self._reader.execute("PRAGMA query_only = ON")
 
     # ---- turns
@@ -196,8 +199,8 @@ class History:
             wait for the conversation's next turn go on waiting.
         exact: decoding `reply` gives `text`. If not (a stop string was cut off), a client that resends
             its messages never matches this turn.
-        carried: None continues the cached context. A number restarts from an empty one; that many of
-            `messages` come from earlier turns. They are the first ones, instructions included:
+        carried: None continues the context of the parent. A number restarts from an empty one; so many of
+            `messages`, the first ones, are not new: instructions, and messages of earlier turns:
 
                 carried=3   [instructions, "Hi", "Hello", "More"]   only "More" is new in this turn
 
@@ -535,10 +538,10 @@ def chain(db: sqlite3.Connection, way: str, turn_id: str, columns: str) -> list[
 
     way: CONTEXT, ANCESTRY or ALONE. StaleTurn if the turn is gone."""
     rows = db.execute(f"""
-        WITH RECURSIVE chain(link, above, depth) AS (
+        WITH RECURSIVE chain(turn_id, previous, depth) AS (
             SELECT id, {way}, 0 FROM turn WHERE id = ?
-            UNION ALL SELECT id, {way}, depth + 1 FROM turn JOIN chain ON id = above)
-        SELECT {columns} FROM chain JOIN turn ON id = link ORDER BY depth DESC""",
+            UNION ALL SELECT id, {way}, depth + 1 FROM turn JOIN chain ON id = previous)
+        SELECT {columns} FROM chain JOIN turn ON id = turn_id ORDER BY depth DESC""",
         (turn_id,)).fetchall()
     if not rows:
         raise StaleTurn(f"turn {turn_id} is gone")

@@ -18,13 +18,18 @@ Commits are made in a thread of their own. While another process holds the histo
 waits: all streams go on, and new turns begin. Without `start()` there is no such thread, and whoever steps
 the engine commits, too.
 
-A request ends (scheduler); its handle closes (readers of tokens); its turn settles (committed, readers of
-text). A LiveTurn has a Handle, which has a Request; a commit makes a Turn.
+One turn is four objects. A LiveTurn has a Handle, which has a Request. They end in this order:
+
+    Request     scheduler.py    ends: no more tokens are computed
+    Handle      engine.py       closes: the readers of token ids are told
+    LiveTurn    here            settles: it is committed, then the readers of text are told
+    Turn        history.py      is what the commit has stored
 
 Invariants:
 - A turn is committed before its readers are told that it is done, and before the next turn of its
   conversation starts.
-- A turn that fails, is cancelled, or cannot be committed leaves no trace in the history or in the cache.
+- A turn that fails, is cancelled, or cannot be committed leaves no trace in the history, and none of its
+  tokens in the cache. (If it restarted the context, the next turn computes the old context again.)
 - The messages of a turn and those before it, rendered by the template, are the text of the tokens before the
   turn's reply.
 """
@@ -71,9 +76,11 @@ class Plan:
     prompt: list[int]
     messages: list[dict]        # the visible messages that `prompt` stands for
     after: Turn | None          # the turn before this one, if there is one
-    # None: the prompt continues the context of `after`. A number: the prompt starts a context of its own,
-    # which is computed from nothing, and that many of `messages` come from earlier turns. For example:
-    # context [sys, u1, a1], new system message: prompt = [sys', u1, a1, u2], carried = 3.
+    # None: the prompt continues the context of `after`, so all of `messages` are new. For example, `after`
+    # ends the context [sys, u1, a1]: messages = [u2].
+    # A number: the prompt is a whole context of its own. So many of `messages`, the first ones, are not new:
+    # the system message, and those of earlier turns. For example, the system message has changed:
+    # messages = [sys', u1, a1, u2], carried = 3.
     carried: int | None
     note: dict                  # is kept with the turn
 
@@ -175,6 +182,8 @@ class Sessions:
             engine = Engine(engine, **flags)
         self.engine, self.name = engine, name
         self.tokenizer = load_tokenizer(engine.directory) if engine.directory else None
+        # Before the history: a prompt that cannot be used must not leave the history's file locked.
+        self.system = self._designate(system_prompt) if system_prompt else []
         if not isinstance(history, History):
             raw = f"raw token ids below {engine.worker.vocab_size}"
             fingerprint = self.tokenizer.fingerprint if self.tokenizer else raw
@@ -183,7 +192,6 @@ class Sessions:
         self.turns: dict[str, LiveTurn] = {}        # by the conversation that each of them has claimed
         self.claiming = threading.Lock()
         self.writer: ThreadPoolExecutor | None = None       # the writing thread
-        self.system = self._designate(system_prompt) if system_prompt else []
         engine.forgets_cold = True                  # since the history has the tokens
         self.clock_offset = time.time() - time.monotonic()  # at the start; later the clock may jump
 
@@ -217,7 +225,7 @@ class Sessions:
         for both."""
         with self._beginning(stop) as live:
             if turn.conversation is not None:
-                self._claim(live, f"{prefix}conv_{self.new_id()}")
+                self._claim(live, self._new_name(None, prefix))
             return self._submit(live, turn.plan, like=turn.handle, **options)
 
     def respond(self, messages: list[dict], conversation: str | None = None, *, exists: bool = False,
@@ -225,7 +233,7 @@ class Sessions:
                 instructions: str | None = None, truncate: bool = False, note: dict | None = None,
                 wait: bool = True, stop: str | list[str] = (), max_tokens: int | None = None,
                 template_options: dict | None = None, **options) -> LiveTurn:
-        """A client says in one of three ways which turn comes before this one:
+        """Begin a turn that answers messages. A client says in one of three ways what comes before them:
 
             conversation    `messages` are new. The conversation may be busy, or not exist yet.
             after           `messages` are new. Two answers to the same turn are two branches.
@@ -235,15 +243,20 @@ class Sessions:
         In the last two ways, the turn goes on in the conversation that ends with the turn before it, if that
         is idle; else in a new one.
 
-        exists: True: StaleTurn if the conversation does not exist. hint: the client's name for its
-        conversation. It decides between equals and names a new conversation; it opens nothing. prefix: the
-        names of this client's conversations begin with it; we look at no other. keep: False: the history
-        keeps nothing of this turn, which may use what is kept already. It needs conversation=None.
-        wait: True: wait while the conversation is busy. False: raise Answering instead.
-        instructions: the system message of this turn alone; by default the system prompt.
-        truncate: drop old messages if less than max_tokens (by default a quarter of the limit) would be left
-        for the reply. note: kept with the turn. template_options: see Tokenizer.turn. options: see
-        `submit`."""
+            exists              True: StaleTurn if `conversation` does not exist.
+            wait                False: raise Answering if `conversation` is busy, instead of waiting.
+            hint                the client's name for its conversation. Among equal matches, one in this
+                                conversation is taken; a new conversation gets this name. It opens nothing.
+            prefix              the names of this client's conversations begin with it; we see no others.
+            keep                False: the history keeps nothing of this turn, though the turn may go on from
+                                what is kept. Only without `conversation`.
+            instructions        the system message of this turn alone; by default the system prompt.
+            truncate            True: drop the oldest messages until max_tokens (by default a quarter of the
+                                limit) are left for the reply.
+            max_tokens          of the reply, at most; by default as many as fit.
+            template_options    see Tokenizer.turn.
+            note                is kept with the turn, for the caller.
+            stop, options       see `submit`."""
         with self._beginning(stop) as live:
             if conversation is not None:
                 self._claim(live, conversation, wait)       # now we see how the reply before has ended
@@ -277,7 +290,7 @@ class Sessions:
              after: Turn | None = None, hint: str | None = None, prefix: str = "",
              instructions: str | None = None, truncate: bool = False, max_tokens: int | None = None,
              note: dict | None = None, template_options: dict | None = None) -> Plan:
-        """The turn that `respond` would begin now.
+        """The turn that `respond` would begin now, with the same arguments.
 
         Every token sees the system message. If it is the one that the turn before had, and there is room, the
         cached context goes on, and only the new messages are tokenised. In all other cases the context starts
@@ -295,7 +308,7 @@ class Sessions:
             after, known = found or (None, len(system))
             earlier, new = messages[:known - len(system)], messages[known - len(system):]
         else:                                                       # the client shows only new messages
-            cached_system = instructed(json.loads(after.note).get("system")) if after else []
+            cached_system = as_messages(json.loads(after.note).get("system")) if after else []
             earlier = self.history.messages(after.id)[len(cached_system):] if after else []
             system, new = self._system(earlier + messages, instructions), messages
         note = dict(note or {}, system=system[0]["content"] if system else None)
@@ -333,7 +346,9 @@ class Sessions:
         """The system prompt as a message. The tokens that all contexts under it begin with are computed once,
         and never evicted."""
         content = Path(prompt).read_text("utf-8") if os.path.isfile(prompt) else prompt
-        system = instructed(content)
+        system = as_messages(content)
+        # Two chats that differ from the first letter of the user's message on: what their contexts have in
+        # common belongs to the system prompt.
         a, b = ([dict(role="user", content=text)] for text in "ab")
         try:
             contexts = [self._tokenize([], system + user, None) for user in (a, b)]
@@ -349,7 +364,7 @@ class Sessions:
         """The instructions as a message. By default the system prompt, unless the messages bring a system
         message of their own."""
         if instructions is not None:
-            return instructed(instructions)
+            return as_messages(instructions)
         return self.system if messages and messages[0].get("role") != "system" else []
 
     # ---- the life of a turn: claim, submit, commit, tell
@@ -401,7 +416,7 @@ class Sessions:
         return record.name if goes_on else None
 
     def _new_name(self, hint: str | None, prefix: str) -> str:
-        """`hint`, if that name is free."""
+        """`hint` if that name is free, else a name that nobody has."""
         taken = hint is None or hint in self.turns or self.history.record(hint)
         return f"{prefix}conv_{self.new_id()}" if taken else hint
 
@@ -440,25 +455,33 @@ class Sessions:
 
     def _settle(self, live: LiveTurn, handle: Handle, commits: bool):
         """The one place where turns are committed, and where their readers are told."""
-        answer, error, committed = None, None, False
+        answer, error, coherent = None, None, False     # does the cache hold what the history has?
         try:
             live.finish(handle.token_ids)
             live.settled = time.time()
             answer = Answer(**vars(handle.result()), text=live.text)
             if commits:
                 self._commit(live, handle, answer)
-                committed = True
+            coherent = commits or self._continues(live)
         except StaleTurn:                           # the turn before it was deleted
             answer = replace(answer, finish_reason="cancelled")
-        except Exception as failure:
+        except BaseException as failure:            # Ctrl-C, too: nobody may wait for this turn for ever
             answer, error = None, failure
         try:
             # The scheduler takes a cancelled or failed turn out of the cache. What it cannot take out: a
-            # complete turn that the history refused, and a context that was made for this turn alone.
-            if not committed and (commits or live.plan.restarts or live.branches) and not self.engine.failure:
+            # complete turn that the history refused, and a context that the conversation does not have.
+            if not (coherent or self.engine.failure):
                 self.engine.forget(live.conversation)
         finally:
             self._release(live, answer, error)
+        if error and not isinstance(error, Exception):
+            raise error
+
+    def _continues(self, live: LiveTurn) -> bool:
+        """Does the turn continue the context that its conversation has in the history? Not if it restarts, if
+        it begins a branch, or if the turn before it was deleted meanwhile."""
+        head, after = self.history.head(live.conversation), live.plan.after
+        return not live.plan.restarts and (head and head.id) == (after and after.id)
 
     def _commit(self, live: LiveTurn, handle: Handle, answer: Answer):
         name, plan, after = live.conversation, live.plan, live.plan.after
@@ -466,9 +489,10 @@ class Sessions:
             raise StaleTurn(f"conversation {name!r} had other tokens in the cache than in the history")
         exact = live.stream is not None and not live.stream.stopped         # the text is that of all tokens
         note = dict(plan.note, usage=answer.usage, finish_reason=answer.finish_reason)
-        turn = self.history.commit(name, after.id if after else None, plan.prompt, answer.token_ids,
-                                   plan.messages, answer.text if plan.messages else None, exact, plan.carried,
-                                   note, live.id, live.branches)
+        turn = self.history.commit(
+            name, after and after.id, plan.prompt, answer.token_ids, plan.messages,
+            text=answer.text if plan.messages else None, exact=exact, carried=plan.carried, note=note,
+            id=live.id, branches=live.branches)
         live.settled = turn.created
 
     # ---- conversations
@@ -504,19 +528,18 @@ class Sessions:
         return True
 
     def _cancel_orphans(self):
-        """Cancel every turn that branches off a turn that is gone now: it cannot be committed any more."""
+        """Cancel every turn that goes on from a turn that is gone now: it cannot be committed any more."""
         for live in list(self.turns.values()):
-            if live.branches and not self.history.turn(live.plan.after.id):
+            after = live.plan and live.plan.after
+            if after and not self.history.turn(after.id):
                 live.cancel()
 
     def delete(self, turn: Turn):
-        """Cancel every turn that goes on from this one; free both tiers and the history of it. If later turns
+        """Free both tiers and the history of a turn; cancel every turn that goes on from it. If later turns
         build on it, it is only hidden, and goes with the last of them. A turn that begins at this very moment
         in a conversation that becomes shorter may be cancelled, too."""
-        for live in list(self.turns.values()):
-            if live.plan and live.plan.after and live.plan.after.id == turn.id:
-                live.cancel()
         self._write(lambda: [self.engine.forget(name) for name in self.history.delete(turn.id)])
+        self._cancel_orphans()
 
     def prune(self, max_age: float, max_bytes: float, owner: str = ""):
         """Forget idle conversations of an owner (see History.oldest), the least recently active first, until
@@ -579,6 +602,6 @@ class Sessions:
         return self.engine.call(change)
 
 
-def instructed(text: str | None) -> list[dict]:
-    """Instructions as messages."""
-    return [] if text is None else [dict(role="system", content=text)]
+def as_messages(instructions: str | None) -> list[dict]:
+    """Instructions as a list with one system message, or with none."""
+    return [] if instructions is None else [dict(role="system", content=instructions)]

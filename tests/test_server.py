@@ -509,7 +509,7 @@ def test_who_hangs_up_leaves_the_queue(server):
 
 
 def test_nothing_is_done_before_it_is_committed(server, client, monkeypatch):
-    def full(*args):
+    def full(*args, **options):
         raise RuntimeError("the disk is full")
     monkeypatch.setattr(server.sessions.history, "commit", full)
     with pytest.raises(openai.InternalServerError, match="disk is full"):

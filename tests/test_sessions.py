@@ -306,6 +306,12 @@ def test_a_system_prompt_that_cannot_be_used(monkeypatch):
         prompted()
 
 
+def test_a_system_prompt_that_cannot_be_used_leaves_the_history_free(tmp_path):
+    with pytest.raises(ValueError, match="more than half of 160 slots"):
+        prompted(history=tmp_path / "h", system_prompt="word " * 100)
+    prompted(history=tmp_path / "h").close()
+
+
 def test_a_failed_worker_takes_the_shared_prefix_with_it():
     sessions = prompted()
     reply, worker = sessions.chat("Hi!", "a", max_tokens=6), sessions.engine.worker
@@ -381,7 +387,7 @@ def test_without_its_cached_kv_the_embedded_model_forgets(sessions):
 
 # ---- commits
 
-def disk_full(*arguments):
+def disk_full(*arguments, **options):
     raise OSError("disk full")
 
 
@@ -395,6 +401,17 @@ def test_a_turn_that_cannot_be_committed_fails_and_is_forgotten(started, monkeyp
     reply = sessions.generate(ids(5), "c", max_tokens=4)
     assert reply.usage["prompt_tokens"] == 9 + len(first.token_ids) + 5
     sessions.close()
+
+
+def test_nobody_waits_for_a_turn_whose_commit_was_interrupted(sessions, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt                             # Ctrl-C, in a program that calls no start()
+
+    monkeypatch.setattr(History, "commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sessions.chat("Hi", "c", max_tokens=2)
+    with pytest.raises(RuntimeError, match="has stopped"):
+        sessions.respond([user("Hi")], "c", wait=False)
 
 
 def test_a_branch_that_cannot_be_committed_leaves_no_name(sessions, monkeypatch):
@@ -421,9 +438,9 @@ def test_a_conversation_forgotten_at_the_wrong_moment_stays_coherent(started, mo
     sessions = opened(started, **TINY)
     sessions.generate(ids(9), "c", max_tokens=4, ignore_eos=True)
     commit = History.commit
-    def forgotten_first(history, *arguments):
+    def forgotten_first(history, *arguments, **options):
         history.forget("c")
-        return commit(history, *arguments)
+        return commit(history, *arguments, **options)
     with monkeypatch.context() as patch:
         patch.setattr(History, "commit", forgotten_first)
         turn = sessions.submit(ids(5), "c", max_tokens=4, ignore_eos=True)
@@ -635,6 +652,29 @@ def test_a_turn_beside_the_deletion_of_the_turn_before_it(started, moment, monke
     sessions.close()
 
 
+def test_a_turn_that_is_cancelled_after_the_deletion_of_the_turn_before_it(started, monkeypatch):
+    """It reads its context before the deletion, and submits it afterwards. The cancellation takes back the
+    tokens of the turn, but the conversation does not have that context any more."""
+    sessions, tokens = opened(started, **ROOMY), History.tokens
+    for text in ("one", "two"):
+        sessions.chat(text, "c", max_tokens=4)
+    second = sessions.history.head("c")
+
+    def read_then_delete(history, turn_id):
+        context = tokens(history, turn_id)
+        sessions.delete(second)
+        return context
+
+    with monkeypatch.context() as patch:
+        patch.setattr(History, "tokens", read_then_delete)
+        third = sessions.respond([user("three")], "c", max_tokens=200, ignore_eos=True)
+    next(iter(third.handle))
+    third.cancel()
+    coherent(sessions)
+    assert sessions.chat("four", "c", max_tokens=4).finish_reason != "cancelled"
+    sessions.close()
+
+
 def test_a_cancelled_branch_leaves_no_trace(sessions):
     """Not even the context that it shares with others: nobody knows the name of the branch."""
     for text in ("one", "two"):
@@ -706,10 +746,10 @@ def test_close_settles_everything(started, moment, monkeypatch):
     """Turns in the queue, and one that is being committed."""
     sessions, commit, committing = opened(started, **TINY), History.commit, threading.Event()
     if moment == "committing" and started:
-        def slow(*arguments):
+        def slow(*arguments, **options):
             committing.set()
             time.sleep(0.2)
-            return commit(*arguments)
+            return commit(*arguments, **options)
         monkeypatch.setattr(History, "commit", slow)
         first = sessions.submit(ids(3), "first", max_tokens=1, ignore_eos=True)
         committing.wait(30)
@@ -727,10 +767,10 @@ def test_close_settles_everything(started, moment, monkeypatch):
 def test_a_turn_starts_after_the_one_before_is_committed(monkeypatch, started):
     """Even where a commit takes long. Its reader is told later still."""
     sessions, log, commit = opened(started, **TINY), [], History.commit
-    def slow(history, name, *rest):
+    def slow(*arguments, **options):
         log.append("commits")
         time.sleep(0.02)
-        turn = commit(history, name, *rest)
+        turn = commit(*arguments, **options)
         log.append("committed")
         return turn
     monkeypatch.setattr(History, "commit", slow)
@@ -849,10 +889,10 @@ def test_everything_at_once(seed, deletes, tmp_path, monkeypatch):
         if batch.spans and chance.random() < 0.01 and not engine.worker_failures:
             raise RuntimeError("a cosmic ray")
         return execute(batch)
-    def full(*arguments):
+    def full(*arguments, **options):
         if chance.random() < 0.05:
             raise OSError("disk full")
-        return commit(*arguments)
+        return commit(*arguments, **options)
     engine.worker.execute = flaky
     monkeypatch.setattr(History, "commit", full)
     sessions.start()
