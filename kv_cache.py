@@ -268,8 +268,7 @@ class KVCache:
         Its own chunks are no help: they are pinned before any slot is taken. Example: 100 slots are
         available, 20 of them in chunks of this conversation, which holds 50 slots. With total = 200 and
         reserve = 10 it needs 150 more slots and finds 80, so the shortfall is 150 + 10 - 80 = 80."""
-        idle = [holder for holder in conversation.holders if not holder.pins]
-        own = sum(holder.reclaimable for holder in idle)
+        own = sum(holder.reclaimable for holder in conversation.holders if not holder.pins)
         return total - self._slots_held(conversation) + reserve - (self.available - own)
 
     def admit(self, conversation: Conversation, total: int, now: float) -> list[Ticket]:

@@ -407,8 +407,6 @@ class Scheduler:
             length = len(request.conversation.tokens) - 1
             self.cache.truncate(request.conversation, length, length - 1)
         self.cache.policy.ended(request.conversation)
-        if self.stateless:
-            self.cache.drop_all(request.conversation)
         self._end(request, reason)
 
     # ---- the small steps
@@ -422,8 +420,9 @@ class Scheduler:
             gpu 64, cpu 0, recomputed 99 - 64 = 35, new 120 - 99 = 21        120 in all"""
         cpu = sum(ticket.filled for ticket in swap_in)
         gpu = sum(request.conversation.sources()) - cpu         # what is copied on the GPU counts, too
-        # A conversation that shares a beginning with others finds KV that it has not computed itself.
-        known = max(request.before[1], gpu + cpu)
+        # A conversation that shares a beginning with others finds KV that it has not computed itself. Then
+        # everything before its last missing run has been computed before, by it or by another one.
+        known = max(request.before[1], request.missing()[-1][0])
         request.usage = dict(zip(SOURCES, (gpu, cpu, known - gpu - cpu, request.total - known)))
         self.stats.update({"prompt_tokens_" + source: n for source, n in request.usage.items()})
 
@@ -446,6 +445,8 @@ class Scheduler:
         """Take the request off the books. The conversation's next turn, if there is one, joins the queue at
         its own arrival."""
         request.finish_reason = reason
+        if self.stateless and request.joined:           # else an earlier turn may be running
+            self.cache.drop_all(request.conversation)
         self.stats["cancelled" if reason in ("cancelled", "failed") else "finished"] += 1
         requests = self.unfinished[request.conversation.order]
         was_first = requests[0] is request
@@ -453,7 +454,7 @@ class Scheduler:
         if not requests:
             del self.unfinished[request.conversation.order]
             self.cache.set_waiting(request.conversation, False)
-            if request.conversation.one_off:
+            if request.conversation.one_off or not request.conversation.tokens:
                 self.cache.forget(request.conversation)
         elif was_first:
             self._enqueue(requests[0])

@@ -227,9 +227,7 @@ class SharingCache(KVCache):
                 self._note_cold(user)
 
     def _is_cold(self, conversation: Conversation) -> bool:
-        """No stem is cold, and no conversation while a chunk that it shares is cached and may be evicted."""
-        if isinstance(conversation, Stem):
-            return False
+        """No conversation is cold while a chunk that it shares is cached and may be evicted."""
         shares = any(stem.present and stem.pins < math.inf for stem in conversation.holders[1:])
         return super()._is_cold(conversation) and not shares
 

@@ -100,12 +100,12 @@ def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Ca
     """
     users, served = Users(engine, conversations, seed, foresee), []
     recomputed = watch_recomputation(engine) if isinstance(engine, Engine) else {}
-    begin, now = engine.clock(), 0.0
+    begin, now, batch = engine.clock(), 0.0, None
     with progress_bar(sum(len(conversation.turns) for conversation in conversations)) as progress:
         while (users.due or users.serving) and now < until:
             users.submit_due(now)
-            if users.serving:
-                engine.step()
+            if users.serving or batch:          # as in Engine._run: copies begin after the last reply, too
+                batch = engine.step()
             else:
                 sleep(users.due[0][0] - now)
             now = engine.clock() - begin

@@ -101,6 +101,13 @@ def test_a_cancelled_turn_leaves_no_trace(engine):
     assert engine.generate(ids(7), "c", max_tokens=6) == untouched.generate(ids(7), "c", max_tokens=6)
 
 
+def test_a_cancelled_first_turn_leaves_no_empty_conversation(engine):
+    """It would hide the context that the next turn brings."""
+    engine.submit(ids(5), "c", max_tokens=50).cancel()
+    assert engine.stats()["conversations"] == 0
+    assert engine.generate(ids(3), "c", context=ids(12), max_tokens=1).usage["prompt_tokens"] == 15
+
+
 def test_forget_frees_both_tiers(engine):
     engine.generate(ids(30), "c", max_tokens=4, ignore_eos=True)
     running = engine.submit(ids(5), "c", max_tokens=50, ignore_eos=True)

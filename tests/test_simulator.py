@@ -11,8 +11,10 @@ from eviction import RecomputeCost
 from kv_cache import Chunk, Ticket
 from checkpoint import PRESETS
 from scheduler import Batch, Span
+from experiments.run import drive
 from experiments.simulator import (HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker, VirtualClock,
                                    kv_token_bytes)
+from experiments.workload import PlannedConversation, PlannedTurn
 
 ROUND = Hardware(flops=1e12, memory=1e9, host_link=1e6, peer_link=1e6)
 IDEAL = Operators(matmul=1.0, attention=1.0, memory=1.0, link=1.0, per_layer=0.0, per_step=0.0)
@@ -152,6 +154,16 @@ def test_a_simulated_engine_decides_as_a_real_one():
     steps = [step for step in real if isinstance(step, str)]
     assert any(" in " in step for step in steps) and any(" out " in step for step in steps)
     assert ours == real
+
+
+def test_copies_begin_while_nobody_waits_for_a_reply():
+    """a leaves 8 of 64 slots free, b needs 12; 100 s pass between them. (A copy of a chunk takes 512 us.)"""
+    sim = worker(ROUND._replace(memory=1e12))
+    engine = Engine(worker=sim, clock=sim.clock, chunk_size=4)
+    users = [PlannedConversation("a", [PlannedTurn(53, 4)]),
+             PlannedConversation("b", [PlannedTurn(12, 2)], 100.0)]
+    _, b = drive(engine, users, seed=0, sleep=sim.clock.sleep)
+    assert b.first_token - b.due < 512e-6
 
 
 def test_a_context_shorter_than_a_chunk_has_a_cost():
