@@ -5,7 +5,8 @@ import sys
 
 from serving.sessions import Sessions
 
-print("process", os.environ.get("RANK"), os.getpid(), flush=True)
+# Under torchrun `print` writes each word for itself, and the lines of two processes would mix.
+sys.stdout.write(f"process {os.environ.get('RANK')} {os.getpid()}\n")
 history, turns = sys.argv[1:]
 sessions = Sessions("tiny_chat", history=history, device="cpu", gpu_cache_tokens=1024, cpu_cache_tokens=0)
 sessions.start()
