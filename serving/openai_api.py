@@ -52,7 +52,7 @@ class API:
         options["max_tokens"] = body.max_completion_tokens or body.max_tokens
         if body.logprobs:
             options["logprobs"] = body.top_logprobs or 0
-        elif body.top_logprobs is not None:
+        elif body.top_logprobs:
             raise APIError(400, "top_logprobs needs logprobs: true", "top_logprobs")
         messages = [plain(message) for message in body.messages]
         first_options, *other_options = options_of_choices(options, body.n)
@@ -70,7 +70,7 @@ class API:
 
     def create_response(self, prefix: str, body: ResponseBody) -> "ResponseWriter":
         options = body.engine_options()
-        if "message.output_text.logprobs" in body.include or body.top_logprobs is not None:
+        if "message.output_text.logprobs" in body.include or body.top_logprobs:
             options["logprobs"] = body.top_logprobs or 0
         note = body.model_dump(include=set(ECHOED), exclude_unset=True)
         turn = self.sessions.respond(**self._question(prefix, body), keep=body.store,
@@ -236,7 +236,8 @@ class API:
         if portraits := self.engine.call(partial(live.portraits, self.engine, [found.name])):
             return dict(portraits[0], id=id)
         head = self.history.head(found.name)
-        return dict(id=id, tokens=head.length if head else 0, gpu=0, cpu=0, running=False, waiting=False,
+        return dict(id=id, tokens=head.length if head else 0, gpu=0, cpu=0, running=False,
+                    waiting=self.sessions.answering(found.name) is not None,
                     chunks="", idle_seconds=round(time.time() - found.active, 3))
 
 
@@ -277,8 +278,10 @@ def options_of_choices(options: dict, n: int) -> list[dict]:
 
 
 def plain(message: Message | Item) -> dict:
-    """The message as the engine knows it: its parts joined into one text."""
-    return dict(role=message.role, content="".join(part.text for part in message.content))
+    """The message as the engine knows it: its parts joined into one text. "developer" is OpenAI's newer name
+    for "system". Many chat templates do not know it: Qwen's would leave the message out."""
+    role = "system" if message.role == "developer" else message.role
+    return dict(role=role, content="".join(part.text for part in message.content))
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -153,6 +153,10 @@ class TextOptions(Fields):
 
 
 class StreamOptions(Fields):
+    include_obfuscation: Literal[False] = False     # padding that would hide the length of each piece
+
+
+class ChatStreamOptions(StreamOptions):
     include_usage: bool = False
     continuous_usage_stats: bool = False        # the usage so far in every chunk
 
@@ -218,7 +222,7 @@ class ChatBody(ReplyBody):
     messages: list[Message] = Field(min_length=1, max_length=10_000)
     max_tokens: int = Field(None, ge=1)
     max_completion_tokens: int = Field(None, ge=1)          # the newer name of max_tokens
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: ChatStreamOptions = ChatStreamOptions()
     chat_template_kwargs: TemplateOptions = None            # vLLM's, such as {"enable_thinking": false}
     n: int = Field(1, ge=1, le=16)
     logprobs: bool = False
@@ -235,6 +239,7 @@ class ResponseBody(ReplyBody):
     include: list[Text] = []            # what we do not have is never part of a response
     text: TextOptions = None
     background: Literal[False] = False
+    stream_options: StreamOptions = None
 
 
 class ConversationBody(Fields):

@@ -225,6 +225,7 @@ class Handler(BaseHTTPRequestHandler):
                 given = self.read_json(operation)
             else:
                 given = dict(parse_qsl(query, keep_blank_values=True))
+                given.pop("include[]", None)        # as in a body: what we do not have is never in an answer
             self.server.deadlines.pop(self.connection, None)
             self.perform(prefix, operation, names, given)
         except HUNG_UP:
@@ -243,7 +244,8 @@ class Handler(BaseHTTPRequestHandler):
         if operation.method == "POST":                  # it may write: first make room in this key's share
             self.server.sessions.prune(float("inf"), self.server.bytes_of_each_key, prefix)
         arguments = [prefix, *names, fields] if operation.fields.model_fields else [prefix, *names]
-        turns = getattr(fields, "n", 1) if isinstance(fields, ReplyBody) else 0
+        generates = operation.name in ("create_chat_completion", "create_response")
+        turns = getattr(fields, "n", 1) if generates else 0
         with self.server.counted(turns):
             answer = self.when_free(getattr(self.server.api, operation.name), *arguments)
             if isinstance(answer, Writer):
@@ -279,20 +281,39 @@ class Handler(BaseHTTPRequestHandler):
 
     def read_body(self, operation: Operation) -> bytes:
         """The whole body. APIError if its length is unclear, or if the client has sent less."""
-        if_absent = [] if operation.needs_body else ["0"]
+        coding = ", ".join(self.headers.get_all("Transfer-Encoding", [])).lower()
+        if_absent = [] if coding or operation.needs_body else ["0"]
         lengths = self.headers.get_all("Content-Length", if_absent)
-        if "Transfer-Encoding" in self.headers or not lengths:
-            raise APIError(411, "send the whole body with its Content-Length: we do not read chunked bodies")
+        if coding == "chunked" and not lengths:
+            return self.read_chunks()
+        if coding or not lengths:
+            raise APIError(411, "send the body either with its Content-Length, or in chunks")
         given = ", ".join(lengths)
         if not re.fullmatch("[0-9]{1,18}", given):
             raise APIError(400, f"Content-Length must be one number of bytes, got {given:.100}")
-        length = int(given)
-        if length > MAX_BODY_BYTES:
-            raise APIError(413, f"the body has {length} bytes; we accept at most {MAX_BODY_BYTES}")
-        body = self.rfile.read(length)
-        if len(body) < length:
-            raise APIError(400, f"the body ended after {len(body)} of {length} bytes")
-        return body
+        return self.read_bytes(int(given))
+
+    def read_chunks(self) -> bytes:
+        """A body whose client did not know its length: "2\\r\\nHi\\r\\n0\\r\\n\\r\\n" is "Hi"."""
+        body, size = bytearray(), None
+        while size != 0:
+            head = self.rfile.readline(1000)
+            if not (match := re.fullmatch(rb"([0-9a-fA-F]{1,8})[ \t]*(;.*)?\r\n", head)):
+                raise APIError(400, f"a chunk of the body must begin with its size, got {head!r:.100}")
+            size = int(match[1], 16)
+            body += self.read_bytes(size, len(body))
+            if self.read_bytes(2) != b"\r\n":
+                raise APIError(400, f"a chunk of the body has not the size that it names, {size} bytes")
+        return bytes(body)
+
+    def read_bytes(self, length: int, before: int = 0) -> bytes:
+        """So many bytes of a body, of which we have read `before` bytes."""
+        if before + length > MAX_BODY_BYTES:
+            raise APIError(413, f"the body has {before + length} bytes; we accept at most {MAX_BODY_BYTES}")
+        data = self.rfile.read(length)
+        if len(data) < length:
+            raise APIError(400, f"the body ended after {before + len(data)} of {before + length} bytes")
+        return data
 
     def read_target(self) -> tuple[str, str]:
         """The path and the query. A client that takes us for a proxy asks for http://NAME/path: then NAME

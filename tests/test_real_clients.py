@@ -99,7 +99,8 @@ def test_an_agents_session_that_keeps_its_items_with_us(server):
 NEUTRAL = dict(
     tools=[], functions=None, tool_choice="auto", parallel_tool_calls=True, store=True, service_tier="auto",
     safety_identifier="me", prompt_cache_key="mine", prompt_cache_retention="24h", modalities=None,
-    reasoning=dict(effort=None, summary=None), moderation={}, prediction=[None], logit_bias={}, stop=[])
+    reasoning=dict(effort=None, summary=None), moderation={}, prediction=[None], logit_bias={}, stop=[],
+    stream_options=dict(include_obfuscation=False), top_logprobs=0)
 
 
 @pytest.mark.parametrize("path, fields", [

@@ -225,6 +225,29 @@ def test_input_items_and_their_tokens(client):
         client.responses.input_items.list("resp_never")
 
 
+def test_asking_in_a_query_for_what_we_do_not_have(client):
+    made, include = respond(client, "Hi"), ["reasoning.encrypted_content"]
+    assert client.responses.retrieve(made.id, include=include) == made
+    assert client.responses.input_items.list(made.id, include=include).data
+
+
+def test_counting_tokens_is_no_turn(server, monkeypatch):
+    monkeypatch.setattr(server, "most_turns", 0)
+    assert fetch(server, "POST", "/v1/responses/input_tokens", dict(input="Hi"))[0] == 200
+
+
+def test_the_first_turn_of_a_conversation_waits(client, server):
+    conversation = client.conversations.create().id
+    streams = [begun(client)[0] for _ in range(4)]          # as many as may run
+    turn = threading.Thread(target=respond, args=(client, "Hi"), kwargs=dict(conversation=conversation))
+    turn.start()
+    eventually(lambda: server.engine.stats()["waiting"])
+    assert client.conversations.retrieve(conversation).cache["waiting"]
+    for stream in streams:
+        stream.close()
+    turn.join()
+
+
 REQUIRED = """id object created_at completed_at status incomplete_details model previous_response_id
     instructions output error tools tool_choice truncation parallel_tool_calls text top_p presence_penalty
     frequency_penalty top_logprobs temperature reasoning user usage max_output_tokens max_tool_calls store

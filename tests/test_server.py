@@ -223,6 +223,13 @@ def test_parts_of_text_are_one_content(client):
     assert ask(client, [dict(role="user", content=parts)])[:3] == ask(client, [user("one text")])[:3]
 
 
+def test_a_developers_message_is_a_system_message(client):
+    """OpenAI's newer name for the role, which many chat templates do not know."""
+    system, developer = (ask(client, [dict(role=role, content="Be brief."), user("Hi")])
+                         for role in ("system", "developer"))
+    assert developer[0] == system[0] and developer[2].prompt_tokens == system[2].prompt_tokens
+
+
 def test_models_and_names(server, client, checkpoint):
     model, = client.models.list()
     assert (model.id, model.root) == ("ascii", str(checkpoint))
@@ -375,13 +382,24 @@ def test_unknown_paths_and_wrong_methods(server):
 
 
 @pytest.mark.parametrize("headers, status", [
-    (b"", b"411"), (b"Transfer-Encoding: chunked\r\n", b"411"), (b"Content-Length: -5\r\n", b"400"),
+    (b"", b"411"), (b"Transfer-Encoding: gzip\r\n", b"411"), (b"Content-Length: -5\r\n", b"400"),
+    (b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n", b"411"),
     (b"Content-Length: many\r\n", b"400"),
     (b"Content-Length: %d\r\n" % (MAX_BODY_BYTES + 1), b"413"),
     (b"Content-Length: " + b"9" * 50_000 + b"\r\n", b"400")])
 def test_lengths(server, headers, status):
     answer = raw(server, b"POST /v1/chat/completions HTTP/1.1\r\n" + headers + b"\r\n")
     assert answer.startswith(b"HTTP/1.1 " + status)
+
+
+@pytest.mark.parametrize("chunks, status", [
+    (b'7\r\n{"input\r\n7;x=y\r\n":"Hi"}\r\n0\r\n\r\n', b"200"), (b'3\r\n{"input":"Hi"}\r\n0\r\n\r\n', b"400"),
+    (b"+7\r\n", b"400"), (b"1\r\n{\r\n%x\r\n" % MAX_BODY_BYTES, b"413")])
+def test_a_body_in_chunks(server, chunks, status):
+    """As Spring AI sends it."""
+    head = (b"POST /v1/responses/input_tokens HTTP/1.1\r\nConnection: close\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n")
+    assert raw(server, head, chunks).startswith(b"HTTP/1.1 " + status)
 
 
 def test_a_body_of_100_megabytes(server):
