@@ -280,7 +280,8 @@ class Sessions:
             if conversation is not None:
                 self._claim(live, conversation)
                 after = self.history.head(conversation) or base
-            return self._submit(live, Plan(prompt, [], after, None, {}), **options)
+            system = json.loads(after.note).get("system") if after else None    # the context still begins so
+            return self._submit(live, Plan(prompt, [], after, None, dict(system=system)), **options)
 
     def generate(self, prompt: list[int], conversation: str | None = None, **options) -> Answer:
         """Submit, and wait for the answer."""
@@ -302,12 +303,13 @@ class Sessions:
                 messages = record.waiting + messages
             elif exists:
                 raise StaleTurn("the conversation was deleted meanwhile")
-        if conversation is None and after is None:                  # the client shows all of its messages
+        shows_all = conversation is None and after is None          # the client shows all of its messages
+        if shows_all:
             system = cached_system = self._system(messages, instructions)
             found = self.history.match(system + messages, hint, prefix)
             after, known = found or (None, len(system))
             earlier, new = messages[:known - len(system)], messages[known - len(system):]
-        else:                                                       # the client shows only new messages
+        else:
             cached_system = as_messages(json.loads(after.note).get("system")) if after else []
             earlier = self.history.messages(after.id)[len(cached_system):] if after else []
             system, new = self._system(earlier + messages, instructions), messages
@@ -317,14 +319,16 @@ class Sessions:
             prompt = self._tokenize(system + earlier, new, after.last_token, template_options)
             if self._fits(after.length + len(prompt), room):
                 return Plan(prompt, new, after, None, note)
-        return self._plan_anew(after, system, earlier, new, room, note, template_options)
+        droppable = len(earlier + new) if shows_all else len(earlier)
+        return self._plan_anew(after, system, earlier, new, droppable, room, note, template_options)
 
     def _plan_anew(self, after: Turn | None, system: list[dict], earlier: list[dict], new: list[dict],
-                   room: int | None, note: dict, template_options: dict | None) -> Plan:
+                   droppable: int, room: int | None, note: dict, template_options: dict | None) -> Plan:
         """A context of its own: the system message, then as many messages as leave `room`. We cut only before
-        a user's message. If even the shortest prompt is too long, the engine will say so."""
+        a user's message, and only among the first `droppable`: the history has them, or the client has. If
+        even the shortest prompt is too long, the engine will say so."""
         messages = earlier + new
-        cuts = [i for i, message in enumerate(messages) if i > 0 and message["role"] == "user"]
+        cuts = [i for i in range(1, len(messages)) if messages[i]["role"] == "user" and i <= droppable]
         for start in [0, *cuts]:
             prompt = self._tokenize([], system + messages[start:], None, template_options)
             if self._fits(len(prompt), room):
