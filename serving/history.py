@@ -208,6 +208,8 @@ class History:
         prompt, reply, shown = array("i", prompt), array("i", reply), list(messages)
         if text is not None:
             shown.append({"role": "assistant", "content": text})
+        if not prompt and not reply:
+            raise ValueError("a turn needs at least one token")
         with self._writing() as db:
             expect_head(db, conversation, None if branches else parent)
             before = find_turn(db, "id = :id AND NOT hidden", id=parent)
@@ -280,10 +282,13 @@ class History:
     # ---- conversations
 
     def create(self, conversation: str, metadata: dict, messages: Iterable[dict] = ()):
-        """Create a conversation, whose name must be new, without a turn. Its first turn will begin with
-        `messages`."""
-        now = time.time()
+        """Create a conversation without a turn. Its first turn will begin with `messages`.
+
+        ValueError if it exists."""
         with self._writing() as db:
+            if find_record(db, conversation):
+                raise ValueError(f"conversation {conversation!r} exists already: use a new name")
+            now = time.time()
             db.execute("INSERT INTO conversation VALUES (?, NULL, ?, ?, ?, ?)",
                        (conversation, json.dumps(metadata), json.dumps(list(messages)), now, now))
 

@@ -54,6 +54,8 @@ def test_commit_and_read_back(history):
 def test_token_ids_take_32_bits(history):
     turn = history.commit("c", None, [2 ** 31 - 1], [], [HI], "")
     assert history.tokens(turn.id).tolist() == [2 ** 31 - 1] and turn.last_token == 2 ** 31 - 1
+    with pytest.raises(ValueError, match="one token"):
+        history.commit("d", None, [], [])
 
 
 def test_raw_tokens_leave_messages_waiting(history):
@@ -284,6 +286,8 @@ def test_a_conversation_that_was_asked_for(history):
     assert [item["content"] for item in history.items("c")] == ["Hi", "More", "Hello", "Bye"]
     assert history.delete(turn.id) == ["c"] and history.head("c") is None
     assert history.items("c") == [dict(BYE, id="msg_2")] and history.conversations() == ["c"]
+    with pytest.raises(ValueError, match="exists"):
+        history.create("c", {})
 
 
 def test_what_is_oldest_and_what_it_takes(tmp_path):

@@ -665,7 +665,7 @@ def test_the_cache_as_it_changes(checkpoint):
     """Someone watches while three conversations share tiers that are too small: every kind of move is
     told, and the last picture is that of GET /cache."""
     sessions = Sessions(checkpoint, gpu_cache_tokens=256, cpu_cache_tokens=128, chunk_size=16, debug=True)
-    engine, events = sessions.engine, []
+    engine, events, between = sessions.engine, [], []          # between: pictures between the turns
     with serving(sessions) as server, connect(server.url) as client:
         def watch():
             with urllib.request.urlopen(server.url + "/cache/events", timeout=30) as feed:
@@ -678,7 +678,8 @@ def test_the_cache_as_it_changes(checkpoint):
         for turn in range(5):
             for name in names:
                 respond(client, f"this is message {turn}", conversation=name, max_output_tokens=8)
-        final = fetch(server, "GET", "/cache")[1]
+                between.append(fetch(server, "GET", "/cache")[1])
+        final = between[-1]
         eventually(lambda: events and events[-1]["conversations"])
         time.sleep(1.2)                                     # the picture is sent without a step, too
         server.drain()
@@ -687,8 +688,9 @@ def test_the_cache_as_it_changes(checkpoint):
     moves = [move for event in events for move in event["transfers"]]
     assert {move["kind"] for move in moves} == {"swap_in", "swap_out", "recompute", "reclaim", "drop"}
     assert all(0 <= move["start"] < move["end"] and move["conversation"] in names for move in moves)
-    letters = {letter for event in events for entry in event["conversations"] for letter in entry["chunks"]}
-    assert letters and letters <= set("GBCR.")              # ten pictures a second: which of them is chance
+    letters = {letter for picture in events + between for entry in picture["conversations"]
+               for letter in entry["chunks"]}
+    assert {"G", "C", "."} <= letters <= set("GBCR.")
     still = [{entry["id"]: (entry["chunks"], entry["tokens"]) for entry in picture["conversations"]}
              for picture in (events[-1], final)]
     assert still[0] == still[1] and events[-1]["stats"]["finished"] == final["stats"]["finished"] == 15

@@ -16,10 +16,10 @@ def no_hanging():
     """A schedule that never finds anything to do would loop for ever."""
     def stop(number, frame):
         raise TimeoutError("the scheduler goes round in circles")
-    signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, 20)     # seconds of this process: others may have the machine
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(20)
     yield
-    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    signal.alarm(0)
 
 
 class Landing:
