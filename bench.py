@@ -85,7 +85,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tokenizer", metavar="MODEL", default="gpt2",
         help="counts the tokens of a file of texts (default: gpt2)")
     add("--dataset", choices=SHAPES, help="synthetic conversations with the lengths of this dataset")
-    add("--rates", type=rates, metavar="R,R,...", help="turns per second")
+    add("--rates", type=rates, metavar="R,R,...", help="turns per second; where systems are "
+        "compared at a latency, only some of them are played")
     add("--think", type=think, metavar="SECONDS",
         help="mean think time; or \"reading\": 100 ms per token of the reply, at least 5 s")
     add("--seconds", type=positive, default=1500.0,

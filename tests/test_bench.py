@@ -154,6 +154,16 @@ def test_throughput_is_read_where_the_curve_crosses():
         assert name.endswith("any / any") if not doubt else doubt in name
 
 
+@pytest.mark.parametrize("at_ms, played", [
+    (55, [1, 5, 6, 7, 8]), (5, [1]), (999, [1, 8, 12, 14]), (None, list(range(1, 15)))])
+def test_only_the_rates_around_a_latency_are_played(monkeypatch, at_ms, played):
+    """Of a system that takes 10 ms times the rate."""
+    monkeypatch.setattr(curves, "play", lambda system, panel, rate, options: dict(
+        request_rate=rate, normalized_latency_ms=10 * rate))
+    panel = run.Panel("opt-13b", "sharegpt", tuple(range(1, 15)), at_ms)
+    assert [row["request_rate"] for row in curves.play_curve((panel, "pensieve", None))] == played
+
+
 def test_seeds_give_the_spread():
     def run(options):
         return curves.Found([dict(x=options.seed)], [dict(name="r", paper=None, ours=options.seed, how="")])
