@@ -266,11 +266,12 @@ class ItemsQuery(Fields):
 
 class Operation(NamedTuple):
     """name: the method that answers, of API or of the server. fields: those of the body, or for GET of the
-    query."""
+    query. generates: its answer is the model's."""
     method: str
     path: str
     name: str
     fields: type[Fields] = Fields       # none
+    generates: bool = False
 
     @property
     def needs_body(self) -> bool:
@@ -278,8 +279,8 @@ class Operation(NamedTuple):
 
 
 OPERATIONS = [
-    Operation("POST", "/v1/chat/completions", "create_chat_completion", ChatBody),
-    Operation("POST", "/v1/responses", "create_response", ResponseBody),
+    Operation("POST", "/v1/chat/completions", "create_chat_completion", ChatBody, generates=True),
+    Operation("POST", "/v1/responses", "create_response", ResponseBody, generates=True),
     Operation("POST", "/v1/responses/input_tokens", "count_input_tokens", ResponseBody),
     Operation("GET", "/v1/responses/{id}", "retrieve_response"),
     Operation("DELETE", "/v1/responses/{id}", "delete_response"),

@@ -202,7 +202,7 @@ def test_the_framed_chunk_leaves_the_gpu_next(page, url):
         departures += len(gone)
     assert departures >= 2, pictures
     log = page.find("#log")[0]
-    for _ in range(8):          # a chunk that leaves both tiers between two pictures is only said to be dropped
+    for _ in range(8):          # a chunk that leaves both tiers between two pictures is "dropped", not "left"
         if "left the GPU" not in log.text:
             page.say(2, "Hello!")
     assert "left the GPU" in log.text

@@ -652,21 +652,26 @@ def test_a_turn_beside_the_deletion_of_the_turn_before_it(started, moment, monke
     sessions.close()
 
 
-def test_a_turn_that_is_cancelled_after_the_deletion_of_the_turn_before_it(started, monkeypatch):
-    """It reads its context before the deletion, and submits it afterwards. The cancellation takes back the
-    tokens of the turn, but the conversation does not have that context any more."""
-    sessions, tokens = opened(started, **ROOMY), History.tokens
-    for text in ("one", "two"):
-        sessions.chat(text, "c", max_tokens=4)
-    second = sessions.history.head("c")
+def delete_when_read(sessions, turn, patch):
+    """From now on, who reads a context deletes the turn as soon as it has read."""
+    tokens = History.tokens
 
     def read_then_delete(history, turn_id):
         context = tokens(history, turn_id)
-        sessions.delete(second)
+        sessions.delete(turn)
         return context
 
+    patch.setattr(History, "tokens", read_then_delete)
+
+
+def test_a_turn_that_is_cancelled_after_the_deletion_of_the_turn_before_it(started, monkeypatch):
+    """It reads its context before the deletion, and submits it afterwards. The cancellation takes back the
+    tokens of the turn, but the conversation does not have that context any more."""
+    sessions = opened(started, **ROOMY)
+    for text in ("one", "two"):
+        sessions.chat(text, "c", max_tokens=4)
     with monkeypatch.context() as patch:
-        patch.setattr(History, "tokens", read_then_delete)
+        delete_when_read(sessions, sessions.history.head("c"), patch)
         third = sessions.respond([user("three")], "c", max_tokens=200, ignore_eos=True)
     next(iter(third.handle))
     third.cancel()
@@ -711,15 +716,8 @@ def test_what_a_turn_follows_is_hidden_at_that_moment(sessions, way, monkeypatch
     sessions.chat("one", "c", max_tokens=4)
     first = sessions.history.head("c")
     sessions.generate(ids(3), "branch", base=first, max_tokens=2)
-    tokens = History.tokens
-
-    def read_then_delete(history, turn_id):
-        context = tokens(history, turn_id)
-        sessions.delete(first)
-        return context
-
     with monkeypatch.context() as patch:
-        patch.setattr(History, "tokens", read_then_delete)
+        delete_when_read(sessions, first, patch)
         follows = {way: dict(after=first, conversation="c")[way]}
         turn = sessions.respond([user("two")], max_tokens=4, **follows)
     assert turn.result().finish_reason == "cancelled" and sessions.history.conversations() == ["branch"]

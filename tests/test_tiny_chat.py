@@ -90,7 +90,7 @@ def test_tiktoken_gives_the_same_ids(tokenizer):
 
 
 def test_the_values_below_were_never_seen_in_training():
-    assert all(map(is_held_out, ["Talvor", "5828", "42", "teal", "Oslo", "Ada", "chess", "Rex"]))
+    assert all(map(is_held_out, ["Talvor", "Quildane", "5828", "42", "teal", "Oslo", "Ada", "chess", "Rex"]))
 
 
 @pytest.mark.parametrize("system, turns", [
@@ -122,6 +122,18 @@ def test_the_values_below_were_never_seen_in_training():
         "I have a dog called Rex.": "Your dog's name becomes note 1: your dog's name is Rex."}),
 ])
 def test_remembers_what_it_was_told(model, tokenizer, system, turns):
+    assert chat(model, tokenizer, turns, system) == list(turns.values())
+
+
+@pytest.mark.xfail(strict=True, reason="mistakes of the present weights; tiny_chat/README.md names them")
+@pytest.mark.parametrize("system, turns", [
+    ("You are Pip.", {"Who are you?": "I'm Pip, a very small language model."}),
+    ("You are a helpful assistant.", {
+        "Hi, I'm Quildane.": "Your name becomes note 1: your name is Quildane.",
+        "My sister is called Ada.": "Your sister's name becomes note 2: your sister's name is Ada.",
+        "What's my name?": "Your name is Quildane."}),
+])
+def test_what_better_weights_would_do(model, tokenizer, system, turns):
     assert chat(model, tokenizer, turns, system) == list(turns.values())
 
 

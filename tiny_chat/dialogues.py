@@ -377,8 +377,7 @@ class Dialogue:
         value = value or self.value(thing)
         if thing == self.last and self.wordings == "train" and rng.random() < 0.7:
             way = rng.choice(CORRECT if known else SUPPLY)
-        # In training the words do not betray whether there is a note: the model must look for it.
-        elif known if self.wordings != "train" else rng.random() < (0.5 if known else 0.2):
+        elif self.sounds_like_a_change(known):
             way = self.wording(CHANGE, CHANGE_THING, thing)
         else:
             way = self.wording(TELL, TELL_THING, thing)
@@ -390,6 +389,13 @@ class Dialogue:
         self.facts[thing], self.last = value, thing
         note = f"has changed{again}" if known else f"becomes note {len(self.facts)}"
         return way.format(thing=thing, value=value), f"Your {thing} {note}: your {thing} is {value}."
+
+    def sounds_like_a_change(self, known):
+        """In training, half of the changes do, and a fifth of the new facts: so the words alone do not tell
+        whether there is a note, and the model must look for it."""
+        if self.wordings != "train":
+            return known
+        return self.rng.random() < (0.5 if known else 0.2)
 
     def ask(self, thing):
         """The user asks for a fact."""

@@ -136,7 +136,8 @@ class Muon(torch.optim.Optimizer):
 
 def schedule():
     """For each step the number and the length of its dialogues, and the share of the peak learning rate: it
-    rises for WARM_UP steps, stays at its peak, and falls to a fiftieth in the last COOL_DOWN of the steps."""
+    rises for WARM_UP steps, stays at its peak, and falls to a fiftieth in the last 40% of the steps
+    (COOL_DOWN)."""
     sizes = [(tokens // length, length) for steps, tokens, lengths in PHASES
              for length in (lengths * steps)[:steps]]
     for step, (count, length) in enumerate(sizes):
