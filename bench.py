@@ -212,8 +212,8 @@ def plot(figure: Figure, rows: list[dict], path: str):
     from matplotlib.figure import Figure as Canvas          # here, since only --plot needs it
     rows = [row for row in rows if figure.x in row]
     canvas = Canvas(layout="constrained")
-    if figure.bars:
-        draw_bars(canvas, rows, figure.bars)
+    if figure.bars or all(row[figure.x] is None for row in rows):       # a trace has one load: its own
+        draw_bars(canvas, rows, figure.bars or (figure.y,))
     else:
         draw_lines(canvas, by_panel(rows), figure.x, figure.y)
     canvas.savefig(path, dpi=100, format="png")
@@ -223,7 +223,7 @@ def draw_bars(canvas, rows: list[dict], fields: tuple):
     """A diagram for each field, and in it a bar for each row."""
     canvas.set_size_inches(3.5 * len(fields), 4)
     canvas.suptitle(panel_of(rows[0]))
-    for ax, field in zip(canvas.subplots(1, len(fields)), fields):
+    for ax, field in zip(canvas.subplots(1, len(fields), squeeze=False)[0], fields):
         values = [row[field] for row in rows]
         bars = ax.bar([row["system"] for row in rows], values)
         ax.bar_label(bars, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values])

@@ -33,7 +33,7 @@ def find_checkpoint(model: str | Path) -> Path:
     for directory in (Path(model), Path(__file__).parent / model):
         if directory.is_dir():
             return directory
-    if str(model).endswith(".gguf"):
+    if str(model).lower().endswith("gguf"):         # a file, or a name on the hub
         raise ValueError(f"model {str(model)!r} is in GGUF, which is quantised: take the original in "
                          f"safetensors; {WORKING}")
     download = partial(snapshot_download, model)
@@ -58,7 +58,14 @@ def load_model(directory: str | Path, device, dtype: torch.dtype, ranks: Alone =
     by one into parameters that exist already, so a model is never in memory twice. ValueError, with
     the name of the file and of the tensor or field, if anything is missing, unexpected, corrupt, of
     a wrong shape, or of a kind that we do not implement."""
-    directory = Path(directory)
+    try:
+        return read_model(Path(directory), device, dtype, ranks)
+    except ValueError as error:
+        raise ValueError(f"{error}; {WORKING}") from error
+
+
+def read_model(directory: Path, device, dtype: torch.dtype, ranks: Alone) -> Model:
+    """What load_model promises, but for its refusals' hint at models that work."""
     refuse_other_formats(directory)
     architecture, config = read_config(directory)
     model = empty_model(config, device, dtype, ranks)
@@ -83,13 +90,13 @@ def load_model(directory: str | Path, device, dtype: torch.dtype, ranks: Alone =
 # ---- reading files -------------------------------------------------------------------------------
 
 def refuse_other_formats(directory: Path):
-    """ValueError for a directory that holds an adapter or GGUF files, and no model that we can read."""
-    if (directory / "config.json").is_file():
+    """ValueError for a directory that holds an adapter or GGUF files, and no weights that we can read."""
+    if any(directory.glob("model*.safetensors*")) or any(directory.glob("pytorch_model*.bin*")):
         return
     for pattern, kind in (("adapter_config.json", "an adapter (LoRA) without its model: merge the two"),
                           ("*.gguf", "GGUF, which is quantised: take the original in safetensors")):
         if any(directory.glob(pattern)):
-            raise ValueError(f"{directory} holds {kind}; {WORKING}")
+            raise ValueError(f"{directory} holds {kind}")
 
 
 def read_config(directory: Path) -> "tuple[Architecture, ModelConfig]":
@@ -109,7 +116,7 @@ def read_config(directory: Path) -> "tuple[Architecture, ModelConfig]":
     except KeyError as error:
         raise ValueError(f"{file}: field {error} is missing") from error
     except (TypeError, ValueError, AttributeError, OverflowError) as error:     # a field of a wrong type
-        raise ValueError(f"{file}: {error}; {WORKING}") from error
+        raise ValueError(f"{file}: {error}") from error
 
 
 def ids_of(entry: int | list | None) -> frozenset[int]:

@@ -80,7 +80,6 @@ TURNS = ("SELECT id, parent, coalesce(name, conversation), length, last_token, n
 # SQL for the turn before a turn. `chain` follows one of them back to its end.
 CONTEXT = "CASE WHEN carried IS NULL THEN parent END"       # as far as the model reads
 ANCESTRY = "parent"                                         # as far as the conversation goes
-ALONE = "NULL"                                              # nowhere: the turn alone
 
 
 class Turn(NamedTuple):
@@ -312,13 +311,30 @@ class History:
         with self._reading() as db:
             if (record := find_record(db, conversation)) is None:
                 return []
-            return items_after(items_one_by_one(db, record, after, newest_first), after, limit)
+            items = items_one_by_one(db, record.head, record.waiting, after, newest_first)
+            return items_after(items, after, limit)
 
-    def items_of(self, turn_id: str, way: str = ANCESTRY) -> list[dict]:
-        """The visible messages of a turn, its reply included, and of all turns before it; or those of the
-        turn ALONE. StaleTurn if the turn is gone."""
+    def item(self, conversation: str, item_id: str) -> dict | None:
+        """One of these messages."""
         with self._reading() as db:
-            return items_of(db, way, turn_id)
+            if (record := find_record(db, conversation)) is None:
+                return None
+            items = items_one_by_one(db, record.head, record.waiting, item_id, newest_first=True)
+            return next((item for item in items if item["id"] == item_id), None)
+
+    def input_items(self, turn_id: str, after: str | None = None, newest_first: bool = False,
+                    limit: int | None = None) -> list[dict]:
+        """The visible messages before the reply of a turn, those of earlier turns included. StaleTurn if the
+        turn is gone. after, limit: see `items_after`."""
+        with self._reading() as db:
+            items = items_one_by_one(db, turn_id, [], after, newest_first)
+            inputs = (item for item in items if item["id"] != f"msg_{turn_id}")
+            return items_after(inputs, after, limit)
+
+    def items_of(self, turn_id: str) -> list[dict]:
+        """The visible messages that were new in a turn, its reply included. StaleTurn if the turn is gone."""
+        with self._reading() as db:
+            return items_of(db, turn_id)
 
     def delete_item(self, conversation: str, item_id: str) -> bool:
         """Delete one of a conversation's visible messages. False if there is no such message.
@@ -330,7 +346,7 @@ class History:
                 return False
             head, items = record.head, record.waiting
             while head and item_id not in [item["id"] for item in items]:
-                items = items_of(db, ALONE, head) + items
+                items = items_of(db, head) + items
                 head = find_turn(db, "id = :id", id=head).parent
             remaining = [item for item in items if item["id"] != item_id]
             if remaining == items:
@@ -541,7 +557,7 @@ def delete_unneeded(db: sqlite3.Connection, turn_id: str | None):
 def chain(db: sqlite3.Connection, way: str, turn_id: str, columns: str) -> list[tuple]:
     """These columns of a turn and of all turns before it, the first turn first.
 
-    way: CONTEXT, ANCESTRY or ALONE. StaleTurn if the turn is gone."""
+    way: CONTEXT or ANCESTRY. StaleTurn if the turn is gone."""
     rows = db.execute(f"""
         WITH RECURSIVE chain(turn_id, previous, depth) AS (
             SELECT id, {way}, 0 FROM turn WHERE id = ?
@@ -553,18 +569,19 @@ def chain(db: sqlite3.Connection, way: str, turn_id: str, columns: str) -> list[
     return rows
 
 
-def items_one_by_one(db: sqlite3.Connection, record: ConversationRecord, after: str | None,
+def items_one_by_one(db: sqlite3.Connection, head: str | None, waiting: list[dict], after: str | None,
                      newest_first: bool) -> Iterator[dict]:
-    """The items of a conversation. We read each turn only when somebody asks for its items.
+    """The items of all turns up to `head`, then the waiting ones. We read each turn only when somebody asks
+    for its items.
 
     after: nobody asks for items before this one. Most ids name a turn: then we begin with that turn."""
-    places = [id for id, in chain(db, ANCESTRY, record.head, "id")] if record.head else []
+    places = [id for id, in chain(db, ANCESTRY, head, "id")] if head else []
     places.append(None)                 # for the messages that wait for the next turn
     if newest_first:
         places.reverse()
     turn_id = (after or "").removeprefix("msg_").partition("_")[0]
     for place in places[places.index(turn_id) if turn_id in places else 0:]:
-        items = record.waiting if place is None else items_of(db, ALONE, place)
+        items = waiting if place is None else items_of(db, place)
         yield from reversed(items) if newest_first else items
 
 
@@ -577,17 +594,16 @@ def items_after(items: Iterable[dict], after: str | None, limit: int | None) -> 
     return list(islice(items, limit))
 
 
-def items_of(db: sqlite3.Connection, way: str, turn_id: str) -> list[dict]:
-    """The visible messages that were new in a turn and in the turns before it, with their ids.
-
-    way: ANCESTRY or ALONE."""
-    items = []
-    columns = "id, messages, coalesce(carried, 0), hidden"
-    for name, text, carried, hidden in chain(db, way, turn_id, columns):
-        messages = [] if hidden else json.loads(text)[carried:]
-        ids = [f"msg_{name}_{i}" for i in range(len(messages) - 1)] + [f"msg_{name}"]
-        items += [dict(id=id) | message for id, message in zip(ids, messages)]
-    return items
+def items_of(db: sqlite3.Connection, turn_id: str) -> list[dict]:
+    """The visible messages that were new in a turn, with their ids. StaleTurn if the turn is gone."""
+    row = db.execute("SELECT messages, coalesce(carried, 0), hidden FROM turn WHERE id = ?",
+                     (turn_id,)).fetchone()
+    if row is None:
+        raise StaleTurn(f"turn {turn_id} is gone")
+    text, carried, hidden = row
+    messages = [] if hidden else json.loads(text)[carried:]
+    ids = [f"msg_{turn_id}_{i}" for i in range(len(messages) - 1)] + [f"msg_{turn_id}"]
+    return [dict(id=id) | message for id, message in zip(ids, messages)]
 
 
 def new_id() -> str:

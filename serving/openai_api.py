@@ -24,7 +24,7 @@ from itertools import count
 from sampling import LIMITS
 from scheduler import SOURCES, TooLong
 from serving import live
-from serving.history import ALONE, ConversationRecord, StaleTurn, Turn, items_after
+from serving.history import ConversationRecord, StaleTurn, Turn
 from serving.operations import (APIError, ChatBody, ConversationBody, Item, ItemReference, ItemsBody,
                                 ItemsQuery, Message, MetadataBody, ResponseBody)
 from serving.sessions import Answer, Busy, LiveTurn, Sessions
@@ -97,10 +97,9 @@ class API:
 
     def list_input_items(self, prefix: str, id: str, query: ItemsQuery) -> dict:
         """All messages before the reply, those of earlier responses included."""
-        items = self.history.items_of(self._finished(prefix, id).id)[:-1]
-        if query.order == "desc":
-            items.reverse()
-        return first_items(items_after(items, query.after, query.limit + 1), query.limit)
+        turn_id = self._finished(prefix, id).id
+        items = self.history.input_items(turn_id, query.after, query.order == "desc", query.limit + 1)
+        return first_items(items, query.limit)
 
     def delete_response(self, prefix: str, id: str) -> dict:
         turn = self._unfinished(prefix, id)
@@ -155,10 +154,10 @@ class API:
         return first_items(items, query.limit)
 
     def retrieve_item(self, prefix: str, id: str, item_id: str) -> dict:
-        for message in self.history.items(self._conversation(prefix, id).name):
-            if message["id"] == item_id:
-                return item(message)
-        raise missing("item", item_id)
+        found = self.history.item(self._conversation(prefix, id).name, item_id)
+        if not found:
+            raise missing("item", item_id)
+        return item(found)
 
     def delete_item(self, prefix: str, id: str, item_id: str) -> dict:
         if not self.sessions.delete_item(prefix + id, item_id):
@@ -202,7 +201,7 @@ class API:
         if isinstance(entry, Item):
             return plain(entry)
         turn = self._turn(prefix, entry.id.removeprefix("msg_").partition("_")[0])
-        for message in self.history.items_of(turn.id, ALONE) if turn else ():
+        for message in self.history.items_of(turn.id) if turn else ():
             if message["id"] == entry.id:
                 return dict(role=message["role"], content=message["content"])
         raise missing("item", entry.id)

@@ -37,7 +37,8 @@ SENTINEL = GUARD * 2     # guarded text never has two guards in a row
 ROLES = ("system", "developer", "user", "assistant", "tool")
 GPT2_SPLIT = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 MOST_BLANKS = 100_000
-TOO_BLANK = re.compile(r"\s{%d}" % MOST_BLANKS)
+# It looks where a run of blanks begins, and nowhere else: one look at each character.
+TOO_BLANK = re.compile(r"(?<!\s)\s{%d}" % MOST_BLANKS)
 PLAIN_TEMPLATE = (       # for checkpoints without a chat template
     "{{ bos_token if add_bos_token }}"
     "{% for message in messages %}"

@@ -1,5 +1,6 @@
 """The laboratory: every turn at its time, figures that add up and repeat, one clear line for bad input."""
 import json
+import re
 import sys
 
 import numpy as np
@@ -180,6 +181,31 @@ def test_a_plot_is_drawn(tmp_path):
     for name, drawn in (("fig10", rows), ("default", bars)):
         bench.plot(bench.FIGURES[name], drawn, str(tmp_path / name))
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_policies_on_a_trace_are_bars(tmp_path, monkeypatch):
+    """There is one load, the trace's own: nothing that lines could be drawn over."""
+    pytest.importorskip("matplotlib")
+    rows = [dict(system=system, model="m", dataset="trace", request_rate=None, recomputed_seconds=1.5)
+            for system in "ab"]
+    drawn, draw = [], bench.draw_bars
+
+    def draw_and_note(canvas, *arguments):
+        drawn.append(arguments)
+        draw(canvas, *arguments)
+
+    monkeypatch.setattr(bench, "draw_bars", draw_and_note)
+    bench.plot(bench.FIGURES["fig14"], rows, str(tmp_path / "plot"))
+    assert drawn == [(rows, ("recomputed_seconds",))]
+
+
+def test_help_describes_each_figure_with_its_time(capsys):
+    with pytest.raises(SystemExit):
+        bench.parse_flags(["--help"])
+    told = capsys.readouterr().out
+    for name, figure in bench.FIGURES.items():
+        assert f"  {name:12}{figure.about}\n" in told
+        assert re.search(r"\(.*\b([0-9]+ s|minutes?|hours?)\b.*\)$", figure.about), name
 
 
 def test_every_figure_can_be_plotted():

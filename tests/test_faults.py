@@ -1,6 +1,7 @@
 """A server that keeps its promises: full queues, slow, silent and vanishing clients, signals, kill -9, full
 disks, and nonsense."""
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -18,11 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from statistics import quantiles
+from types import SimpleNamespace
 from urllib.parse import quote
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from server import prune_by_age
 from serving import live, sockets
 from serving.operations import OPERATIONS, ChatBody, ReplyBody, ResponseBody
 from serving.output import MOST_PIECES, PatientStream
@@ -216,6 +219,40 @@ def test_out_of_descriptors_is_no_hang_up(zygote, checkpoint, tmp_path):
     assert zygote.exit_code() == 0
 
 
+def test_a_connection_with_a_high_number_is_no_hang_up():
+    """As the connections of a busy server have: select.select would take none beyond 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        ours, theirs = socket.socketpair()
+        with ours, theirs, socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD, 1024)) as high:
+            assert not sockets.has_hung_up(high)
+            theirs.close()
+            assert sockets.has_hung_up(high)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_server_that_has_settled_in():
+    """It may open as many files as the system allows, and the collector skips what was there at the start."""
+    program = ("import gc, resource, sys, server; server.settle_in()\n"
+               "soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+               "sys.exit(soft != hard or gc.get_freeze_count() < 10_000)")
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+def test_in_the_first_hour_nothing_is_too_old(monkeypatch):
+    """So that somebody can set a clock right that was wrong at the start."""
+    engine, done = SimpleNamespace(failure=None), []
+
+    def prune(max_age, max_bytes):
+        done.append("prune")
+        engine.failure = "this ends the loop"
+    monkeypatch.setattr("server.time", SimpleNamespace(sleep=done.append))
+    prune_by_age(SimpleNamespace(engine=engine, prune=prune), 30 * 86400)
+    assert done == [3600, "prune", 60]
+
+
 def processor_seconds(pid):
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -252,6 +289,17 @@ def test_one_picture_for_all_watchers(server, client, monkeypatch):
         assert len(set(map(last_seen, files))) == 1
     assert all(later - earlier > 0.09 for earlier, later in pairwise(pictures))
     eventually(lambda: not server.engine.watchers and not server.broadcast.drawing)
+
+
+def test_one_conversation_is_drawn_alone(server, client, monkeypatch):
+    names, drawn, portrait = [ask(client, [user(text)])[3] for text in "abc"], [], live.portrait
+
+    def count(conversation, *arguments):
+        drawn.append(conversation.name)
+        return portrait(conversation, *arguments)
+
+    monkeypatch.setattr(live, "portrait", count)
+    assert client.conversations.retrieve(names[1]).cache["gpu"] and drawn == [names[1]]
 
 
 def test_too_many_watchers(server, monkeypatch):
@@ -409,6 +457,16 @@ def test_what_cannot_be_printed_is_lost(output):
     for n in range(3 * MOST_PIECES):
         print("gpu 96 · cpu 64", file=stream, flush=True)
     assert time.monotonic() - begin < 10
+
+
+def test_after_a_failure_printing_goes_on():
+    (reading, writing), file = os.pipe(), open("/dev/full", "w")
+    stream = PatientStream(file)
+    print("lost", file=stream)
+    eventually(lambda: not stream._waiting.unfinished_tasks)
+    os.dup2(writing, file.fileno())             # as if the disk had space again
+    print("kept", file=stream)
+    assert os.fdopen(reading, "rb").readline() == b"kept\n"
 
 
 def test_what_can_be_printed_is_printed():

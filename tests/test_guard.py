@@ -3,13 +3,14 @@ import base64
 import hashlib
 import json
 import re
+import socket
 from email.message import Message
 
 import pytest
 
 from serving.guard import Guard
 from serving.sessions import Sessions
-from clients import CONTEXT, ask, connect, fetch, raw, serving, user
+from clients import CONTEXT, ask, connect, eventually, fetch, raw, serving, user
 
 openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
 CHAT = dict(messages=[user("Hi")], max_tokens=2)
@@ -172,6 +173,27 @@ def test_a_key_learns_nothing_about_the_turns_of_another(checkpoint):
         used = cache["stats"]["slots_total"] - cache["stats"]["slots_free"]
         assert used == cache["conversations"][0]["gpu"]
         assert f'vllm:prompt_tokens_total{{model_name="ascii"}} {usage.prompt_tokens}.0' in metrics
+
+
+def test_the_live_picture_shows_a_key_its_own_conversations_alone(checkpoint):
+    sessions = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0)
+    with (serving(sessions, api_keys=["ada", "bob"]) as server, connect(server.url, "ada") as ada,
+          connect(server.url, "bob") as bob,
+          socket.create_connection(server.server_address, timeout=30) as connection):
+        connection.sendall(b"GET /cache/events HTTP/1.1\r\nHost: localhost\r\n"
+                           b"Authorization: Bearer bob\r\n\r\n")
+        eventually(lambda: server.broadcast.queues)
+        ask(ada, [user("a secret")], extra_body=dict(conversation_id="diary"))
+        ask(bob, [user("Hi")], extra_body=dict(conversation_id="mine"))
+        for line in connection.makefile("rb"):
+            if not line.startswith(b"data: "):
+                continue
+            event = json.loads(line[6:])
+            seen = {entry["id"] for entry in event["conversations"]}
+            assert seen <= {"mine"} and {move["conversation"] for move in event["transfers"]} <= {"mine"}
+            assert set(event["stats"]) == {"slots_total", "slots_free", "cpu_chunks_total", "cpu_chunks_free"}
+            if seen:
+                break
 
 
 def test_the_metrics_key_reads_the_counts_of_all_keys_and_nothing_else(checkpoint):

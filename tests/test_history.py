@@ -584,3 +584,22 @@ def test_pages_of_a_long_conversation():
                 items, after = items + page, page[-1]["id"]
             assert items == (whole[::-1] if newest_first else whole)
     assert history.items("c", "msg_unknown") == [] == history.items("nobody", limit=3)
+
+
+def test_a_page_reads_its_own_turns_alone():
+    """Of a conversation of 300 turns. A page of 4 items has 2 turns, or 3 without the last reply."""
+    history, turn, queries = History(), None, []
+    for n in range(300):
+        turn = history.commit("c", turn and turn.id, [n], [n], [HI], str(n))
+    whole = history.items("c")
+    history._reader.set_trace_callback(queries.append)
+    for read, items in ((history.items, whole), (history.input_items, whole[:-1])):
+        for newest_first in (False, True):
+            for after in (0, 200, 500):
+                ordered = items[::-1] if newest_first else items
+                queries.clear()
+                page = read("c" if read == history.items else turn.id, ordered[after]["id"], newest_first, 4)
+                assert page == ordered[after + 1:after + 5] and len(queries) < 10
+    queries.clear()
+    assert history.item("c", whole[7]["id"]) == whole[7] and len(queries) < 10
+    assert history.item("c", "msg_unknown") is None is history.item("nobody", whole[7]["id"])

@@ -240,7 +240,9 @@ def edit_json(file, **fields):
 def refusal(directory):
     with pytest.raises(ValueError) as error:
         load_model(directory, "cpu", torch.float32)
-    return str(error.value)
+    message = str(error.value)
+    assert message.count(WORKING) == 1
+    return message
 
 
 @pytest.mark.parametrize("kind, field, value", [
@@ -265,8 +267,18 @@ def test_unsupported_variants_are_refused_by_name(kind, field, value, tmp_path):
             "hidden_act": "activation", "hidden_size": "width", "intermediate_size": "ffn_width",
             "quantization_config": "quantised", "rope_parameters": ""}.get(field, field)
     message = refusal(tmp_path)
-    assert ours.removesuffix("_function") in message and "config.json" in message and WORKING in message
+    assert ours.removesuffix("_function") in message and "config.json" in message
     assert str(value) in message or field == "rope_parameters"
+
+
+def test_a_window_that_is_stated_but_unused(tmp_path):
+    """As in the config.json of Qwen2.5."""
+    theirs = randomised(CHECKPOINTS["qwen2"]())
+    theirs.save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", sliding_window=16, use_sliding_window=False)
+    assert_same(load_model(tmp_path, "cpu", torch.float32), theirs, 40)
+    edit_json(tmp_path / "config.json", use_sliding_window=True)
+    assert "sliding_window = 16" in refusal(tmp_path)
 
 
 def test_a_field_that_is_missing_is_named(tmp_path):
@@ -362,13 +374,19 @@ def test_missing_files_are_named(tmp_path):
     assert "model.safetensors" in refusal(tmp_path)
 
 
+@pytest.mark.parametrize("config", [False, True], ids=["alone", "with a config.json"])
 @pytest.mark.parametrize("file, named", [("adapter_config.json", "adapter"), ("model-q4.gguf", "GGUF")])
-def test_an_adapter_and_gguf_are_named(file, named, tmp_path):
+def test_an_adapter_and_gguf_are_named(file, named, config, tmp_path):
     (tmp_path / file).write_text("{}")
-    assert named in refusal(tmp_path) and WORKING in refusal(tmp_path)
-    if named == "GGUF":
-        with pytest.raises(ValueError, match="GGUF.*three that work"):
-            find_checkpoint(tmp_path / file)
+    if config:
+        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert named in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("model", ["no/such/dir/model-q4.gguf", "someone/Qwen3-0.6B-GGUF"])
+def test_gguf_is_named_before_anything_is_downloaded(model):
+    with pytest.raises(ValueError, match="GGUF.*three that work"):
+        find_checkpoint(model)
 
 
 def test_a_pointer_of_git_lfs_is_named(tmp_path):

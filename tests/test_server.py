@@ -18,8 +18,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving.history import History
 from serving.sessions import Sessions
 from serving.sockets import MAX_BODY_BYTES, Handler
+from serving.tokenizer import compile_template
 from server import parse_flags
-from clients import CONTEXT, ROOT, ask, connect, eventually, fetch, hang_up_after, program, raw, serving, user
+from clients import (CONTEXT, ROOT, TEMPLATE, ask, connect, eventually, fetch, hang_up_after, program, raw,
+                     serving, user)
 
 openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
 
@@ -228,6 +230,18 @@ def test_a_developers_message_is_a_system_message(client):
     system, developer = (ask(client, [dict(role=role, content="Be brief."), user("Hi")])
                          for role in ("system", "developer"))
     assert developer[0] == system[0] and developer[2].prompt_tokens == system[2].prompt_tokens
+
+
+def test_options_of_the_chat_template(server, client, monkeypatch):
+    template = compile_template(TEMPLATE + "{{ 'Think!' if enable_thinking }}")
+    monkeypatch.setattr(server.sessions.tokenizer, "_template", template)
+    def prompt(**options):
+        return ask(client, [user("Hi")], store=False, extra_body=dict(options))[2].prompt_tokens
+    thinking, not_thinking = (prompt(chat_template_kwargs=dict(enable_thinking=value))
+                              for value in (True, False))
+    assert thinking == not_thinking + len("Think!") == prompt() + len("Think!")
+    with pytest.raises(openai.BadRequestError, match="chat_template_kwargs"):
+        prompt(chat_template_kwargs=dict(tools=[1]))
 
 
 def test_models_and_names(server, client, checkpoint):

@@ -1,6 +1,7 @@
 """Oracles: the tokenizers library, and transformers' apply_chat_template."""
 import json
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from serving.sessions import Sessions
-from serving.tokenizer import GUARD, LibraryBackend, TextStream, TiktokenBackend, load_tokenizer
+from serving.tokenizer import GUARD, TOO_BLANK, LibraryBackend, TextStream, TiktokenBackend, load_tokenizer
 
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 OWN_TEMPLATE = ("{% for message in messages %}"
@@ -341,6 +342,13 @@ def test_a_million_blanks():
         assert tokenizer.decode(tokenizer.encode(text)) == text
         with pytest.raises(ValueError, match="blanks in a row"):
             tokenizer.encode(f"a{blank * 1_000_000}b")
+
+
+def test_many_blanks_hold_nobody_up():
+    """The search for too many of them looks at each character once."""
+    begin = time.thread_time()
+    assert not TOO_BLANK.search(3 * (40_000 * " " + "a") + 100_000 * "a")
+    assert time.thread_time() - begin < 0.5
 
 
 def test_refusals(tmp_path):

@@ -1,0 +1,61 @@
+"""Other people's clients, as they are (requirements-dev.txt; one that is missing is skipped).
+Each chats for three turns in its own way. From the second turn on, all tokens fed before are cached."""
+import pytest
+
+from clients import CONTEXT, serving
+from serving.sessions import Sessions
+
+USUAL = dict(max_tokens=20, extra_body=dict(ignore_eos=True))
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    with serving(Sessions(checkpoint, gpu_cache_tokens=4 * CONTEXT, cpu_cache_tokens=0)) as server:
+        yield server
+
+
+def chat(server, say):
+    """say(text): the client sends one more message of the same chat."""
+    length = 0
+    for n in range(3):
+        say(f"Message {n}")
+        turn = server.recent_turns[-1]
+        assert turn["gpu"] + turn["cpu"] == max(length - 1, 0)
+        length = turn["prompt_tokens"] + turn["completion_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+def test_llm(server, stream, tmp_path, monkeypatch):
+    llm = pytest.importorskip("llm")
+    models = f"- model_id: ours\n  model_name: ascii\n  api_base: {server.url}/v1\n"
+    (tmp_path / "extra-openai-models.yaml").write_text(models)
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    conversation = llm.get_model("ours").conversation()
+    chat(server, lambda text: conversation.prompt(text, stream=stream, max_tokens=20).text())
+
+
+@pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
+def test_langchain(server, responses):
+    library = pytest.importorskip("langchain_openai")
+    model = library.ChatOpenAI(model="ascii", base_url=server.url + "/v1", api_key="none",
+                               use_responses_api=responses, **USUAL)
+    history = [("system", f"Be brief, {responses}.")]
+
+    def say(text):
+        history.append(("user", text))
+        history.append(model.invoke(history))
+    chat(server, say)
+
+
+@pytest.mark.parametrize("kind", ["OpenAIChatModel", "OpenAIResponsesModel"])
+def test_pydantic_ai(server, kind):
+    library = pytest.importorskip("pydantic_ai")
+    from pydantic_ai.models import openai
+    from pydantic_ai.providers.openai import OpenAIProvider
+    provider = OpenAIProvider(base_url=server.url + "/v1", api_key="none")
+    agent = library.Agent(getattr(openai, kind)("ascii", provider=provider), instructions=f"Be {kind}.")
+    history = []
+
+    def say(text):
+        history[:] = agent.run_sync(text, message_history=history, model_settings=USUAL).all_messages()
+    chat(server, say)
