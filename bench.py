@@ -252,8 +252,9 @@ def main():
         found = over_seeds(figure.run, seeds, options)
         print_rows(figure, found.rows)
         if any("too_short" in row for row in found.rows):
-            print("too_short: the run was too short. This tier never filled up, or the hits still change.\n"
-                  "Give --seconds a larger number, or the tiers fewer tokens.\n")
+            print("too_short: the run was too short. This tier never filled up, or the hits still change,\n"
+                  "or contexts still grow (load). Give --seconds a larger number, or the tiers fewer "
+                  "tokens.\n")
         # Some figures' ratios also have the spread over the seeds, or the value that they must reach.
         more = [name for name in ("spread", "must") if any(name in ratio for ratio in found.ratios)]
         print_table(found.ratios, ("name", "paper", "ours", "how", *more))

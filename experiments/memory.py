@@ -34,10 +34,15 @@ SIGMAS = 1.2, 0.8               # of the logarithms of these lengths
 MAX_RUNNING = 256               # requests at a time, as in our other simulations
 WASTE_TOKENS, SHARING_REQUESTS = 400_000, 300           # how much of each dataset is played
 
-# What the paper reports, in percent: Figure 2, and Figure 15 by (system, replies).
-PUBLISHED_USE = {"whole context": 20.4, "true length": 38.2, "chunks of 16": 96.3}
-PUBLISHED_SAVING = {("parallel sampling", 2): 6.1, ("parallel sampling", 6): 9.8,
-                    ("beam search", 2): 37.6, ("beam search", 6): 55.2}
+# What the paper reports: shares of slots in percent (Figure 2), requests at once (Figure 13, at 2 and at 30
+# requests per second), and slots saved in percent (Figure 15) by (system, replies).
+PUBLISHED_USE = {"whole context": 20.4, "power of two": 26.8, "true length": 38.2, "chunks of 16": 96.3}
+PUBLISHED_RUNNING = {
+    "sharegpt": {"whole context": 7.00, "power of two": 9.81, "true length": 13.62, "chunks of 16": 30.42},
+    "alpaca": {"whole context": 7.00, "power of two": 43.24, "true length": 72.75, "chunks of 16": 132.44}}
+PUBLISHED_SAVING = {("parallel sampling", 2): 6.09, ("parallel sampling", 4): 8.53,
+                    ("parallel sampling", 6): 9.79, ("beam search", 2): 37.56, ("beam search", 4): 53.13,
+                    ("beam search", 6): 55.16}
 
 
 def lengths_of(dataset: str, requests: int, seed: int) -> list[tuple[int, int]]:
@@ -203,6 +208,8 @@ def waste(seed: int) -> tuple[list[dict], list[dict]]:
     for (dataset, name), row in by_name.items():
         paper = PUBLISHED_USE.get(name) if dataset == "sharegpt" else None
         ratios.append(ratio(f"{dataset}, {name}: slots that hold KV, %", 100 * row["kv_share"], paper))
+        ratios.append(ratio(f"{dataset}, {name}: requests at once", row["running"],
+                            PUBLISHED_RUNNING[dataset].get(name), how="simulated"))
     for dataset in MEANS:
         best = by_name[dataset, "chunks of 16"]["tokens_per_second"]
         for name in ("whole context", "power of two", "true length", *OURS):

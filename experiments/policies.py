@@ -105,14 +105,18 @@ class ReturnHazard(ByTurns):
 class TailOptimized(LeastRecentlyUsed):
     """Tail-Optimized LRU (arXiv 2510.15152).
 
-    If a conversation returns and must recompute no more than 200 ms, its first token still comes in time.
-    Chunks within that budget are free: they leave first, in the order of LRU."""
+    If a conversation returns, and its next prompt and all that must be recomputed take no more than 200 ms,
+    its first token still comes in time. Chunks within that budget are free: they leave first, in the order of
+    LRU. (The paper's server can use a prefix only, so there the trailing blocks are free; here the leading
+    ones are.)"""
     BUDGET = 0.2        # seconds
+    PROMPT = 200        # tokens that we expect of the next prompt, as vLLM's implementation does
     FREE = 1e-9         # of the value of other chunks
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
         super().__init__(cost, chunk_size)
-        self.free, spent = 0, cost(chunk_size)          # free: so many leading chunks fit into the budget
+        self.free = 0                                   # so many leading chunks fit into the budget
+        spent = cost(chunk_size) * (1 + self.PROMPT / chunk_size)
         while spent <= self.BUDGET and self.free < 4096:        # the bound ends the loop if the cost is 0
             self.free += 1
             spent += cost((self.free + 1) * chunk_size)

@@ -37,7 +37,7 @@ from experiments.policies import EXPERIMENTS, Oracle
 from experiments.simulator import (HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker, VirtualClock,
                                    kv_token_bytes)
 from experiments.workload import (SHAPES, PlannedConversation, exponential_think, many_turns, reading_think,
-                                  synthetic, with_arrivals, within_context)
+                                  synthetic, under_way, with_arrivals, within_context)
 from scheduler import SOURCES
 
 
@@ -176,7 +176,8 @@ def summary(served: list[Served], begin: float = 0.0) -> dict:
         row[f"prompt_tokens_{source}"] = count
     row["recomputed_tokens"] = tokens["recomputed"]
     row["recomputed_seconds"] = sum(turn.recomputed_seconds for turn in served)
-    # An infinite cache has every token that was seen before. So these rates are shares of the attainable.
+    # An infinite cache keeps all that a conversation has said. So these rates are shares of the attainable.
+    # (Prefixes that the conversations of a trace have in common do not count: a replay does not share them.)
     row["gpu_hit_rate"] = tokens["gpu"] / seen_before
     row["cpu_hit_rate"] = tokens["cpu"] / seen_before
     row["hits_of_attainable"] = row["gpu_hit_rate"] + row["cpu_hit_rate"]
@@ -252,6 +253,10 @@ def at_scale(options) -> bool:
     return options.simulate and options.hardware in (None, *HARDWARE)
 
 
+# Mean think times. So long after the first arrival the mean context grows no more.
+PAST = 100
+
+
 def planned(panel: Panel, rate: float | None, options) -> list[PlannedConversation]:
     """The panel's conversations with their arrival times. rate: None keeps the times of the trace."""
     if panel.think in THINKING:
@@ -265,9 +270,11 @@ def planned(panel: Panel, rate: float | None, options) -> list[PlannedConversati
     elif panel.dataset == "many turns":
         return many_turns(3500, rate, think, options.seed)
     else:
-        # As many as arrive during the run.
-        count = math.ceil(rate * options.seconds / SHAPES[panel.dataset].turns) + 1
-        conversations = synthetic(panel.dataset, count, options.seed)
+        # As many as arrive during the run and in a long time before it, and some more: arrivals are random.
+        past = PAST * (60.0 if panel.think == "reading" else panel.think)
+        count = rate * (past + options.seconds) / SHAPES[panel.dataset].turns
+        conversations = synthetic(panel.dataset, math.ceil(count + 4 * math.sqrt(count)) + 1, options.seed)
+        return list(under_way(with_arrivals(conversations, rate, options.seed, think), past))
     return with_arrivals(conversations, rate, options.seed, think)
 
 
@@ -304,7 +311,8 @@ def play(name: str, panel: Panel, rate: float | None, options) -> dict:
     if reason := too_short(engine, served, begin, until):
         row["too_short"] = reason
     stats = engine.stats()
-    row["turnovers"] = stats["chunks_dropped"] / max(1, stats["cpu_chunks_total"])      # of the CPU tier
+    if places := stats["cpu_chunks_total"]:
+        row["turnovers"] = stats["chunks_dropped"] / places             # of the CPU tier
     for counter, value in stats.items():        # of the whole run, so the fields of the summary win
         row.setdefault(counter, value)
     engine.close()
@@ -312,22 +320,23 @@ def play(name: str, panel: Panel, rate: float | None, options) -> dict:
 
 
 STEADY = 0.02           # hit rates that differ by less are the same
+GROWTH = 1.2            # contexts that have grown by less are the same
 
 
 def too_short(engine: Engine, served: list[Served], begin: float, until: float) -> str | None:
     """Why the run was too short to tell, if it was.
 
-    "GPU" or "CPU": no chunk had to leave this tier. "hits": the tiers still fill, because the hit rates of
-    the first and the second half of the turns that count differ by more than 2 points. A run that ends by
-    itself (until is inf) is all there is of its load: it may leave the CPU tier partly empty."""
-    stats = engine.stats()
-    if engine.config.stateless:
-        return None
-    if not stats["chunks_dropped"] and not stats["chunks_swapped_out"]:
+    "GPU" or "CPU": no chunk had to leave this tier. The other two reasons compare the first and the second
+    half of the turns that count. "hits": the tiers still fill, because the hit rates differ by more than 2
+    points. "load": the mean context still grows, by a fifth or more, because the first long conversations
+    are not over yet; this holds for stateless systems, too. A run that ends by itself (until is inf) is all
+    there is of its load: it may leave the CPU tier partly empty."""
+    stats, stateful = engine.stats(), not engine.config.stateless
+    if stateful and not stats["chunks_dropped"] and not stats["chunks_swapped_out"]:
         return "GPU"
     if until == math.inf:
         return None
-    if not stats["chunks_dropped"]:
+    if stateful and not stats["chunks_dropped"]:
         return "CPU"
     middle = (begin + until) / 2
     halves = [[turn for turn in served if begin < turn.ended <= middle],
@@ -335,7 +344,10 @@ def too_short(engine: Engine, served: list[Served], begin: float, until: float) 
     if not all(halves):
         return "hits"
     first, second = (summary(half)["hits_of_attainable"] for half in halves)
-    return "hits" if abs(second - first) > STEADY else None
+    if abs(second - first) > STEADY:
+        return "hits"
+    first, second = (np.mean([turn.usage["prompt_tokens"] for turn in half]) for half in halves)
+    return "load" if second > GROWTH * first else None
 
 
 def build(system: System, panel: Panel, conversations: list[PlannedConversation], options) -> Engine:

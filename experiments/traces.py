@@ -18,6 +18,7 @@ Traces do not tell when a reply ended (only a `delay` counts from there). So we 
 requests for a think time, and a replay falls behind by the time that the answers take.
 """
 import json
+import math
 from contextlib import contextmanager
 from itertools import cycle, groupby, pairwise
 from typing import Callable, Iterable, Iterator, NamedTuple
@@ -92,7 +93,7 @@ class TraceRequest(NamedTuple):
 
 def trace_request(seconds: float, prompt: int, reply: int, ids: list[int], piece: int) -> TraceRequest:
     """ids: one for every `piece` tokens of the prompt, the last one perhaps for fewer."""
-    if min(prompt, reply) < 1 or seconds < 0:
+    if min(prompt, reply) < 1 or not 0 <= seconds < math.inf:
         raise ValueError(f"lengths must be at least 1 and times at least 0, got {prompt}, {reply}, {seconds}")
     return TraceRequest(float(seconds), int(prompt), int(reply), ids[:int(prompt) // piece])
 
@@ -120,7 +121,7 @@ def check_unit(path: str, arrivals: list[float], unit: str):
     if unit == "s" and covered > 30 * 86400:
         raise ValueError(f"{path}: its times cover {covered / 86400:,.0f} days. This kind of trace has "
                          "seconds; they look like milliseconds: divide them by 1,000")
-    if unit == "ms" and len(arrivals) > max(100, 1000 * covered):
+    if unit == "ms" and len(arrivals) > max(20, 100 * covered):
         raise ValueError(f"{path}: {len(arrivals):,} requests come in {covered:.3g} s. This kind of trace "
                          "has milliseconds; they look like seconds: multiply them by 1,000")
 
@@ -182,7 +183,7 @@ def bailian(path: str) -> list[PlannedConversation]:
     ValueError: a chat_id is there twice, a parent is unknown, or parents form a loop."""
     def parse(record):
         request = trace_request(record["timestamp"], record["input_length"], record["output_length"],
-                                record.get("hash_ids", []), piece=16)
+                                record["hash_ids"], piece=16)
         return record["chat_id"], record["parent_chat_id"], request
 
     requests, parents = {}, {}
@@ -286,19 +287,20 @@ def continued_end(request: TraceRequest, ends: dict[int, list[TraceRequest]]) ->
 
 class Kind(NamedTuple):
     name: str
-    fields: set[str]                # that its first record must have
+    fields: set[str]                # any of them in its first record tells the kind
     read: Callable                  # (path) or (path, count_tokens) -> conversations
     has_text: bool = False
 
 
-# A file is of the first kind all of whose fields are in its first record.
+# A file is of the first kind that has a field in common with its first record. So a record of Bailian's that
+# lacks its chat_id is refused, and not read as Mooncake's.
 KINDS = [
     Kind("ShareGPT", {"conversations"}, sharegpt, has_text=True),
     Kind("UltraChat", {"data"}, ultrachat, has_text=True),
     Kind("LMSYS-Chat-1M", {"conversation"}, lmsys, has_text=True),
     Kind("Weka", {"requests"}, weka),
-    Kind("Qwen-Bailian", {"chat_id"}, bailian),
-    Kind("Mooncake with sessions", {"session_id"}, sessions),
+    Kind("Qwen-Bailian", {"chat_id", "parent_chat_id"}, bailian),
+    Kind("Mooncake with sessions", {"session_id", "delay"}, sessions),
     Kind("Mooncake", {"hash_ids"}, mooncake),
 ]
 
@@ -311,9 +313,9 @@ def load(path: str, tokenizer: str) -> list[PlannedConversation]:
     """
     with naming(path):
         fields = first_record(path).keys()
-    kind = next((kind for kind in KINDS if kind.fields <= fields), None)
+    kind = next((kind for kind in KINDS if kind.fields & fields), None)
     if kind is None:
-        known = "; ".join(f"{kind.name} has {', '.join(kind.fields)}" for kind in KINDS)
+        known = "; ".join(f"{kind.name} has {' or '.join(sorted(kind.fields))}" for kind in KINDS)
         found = ", ".join(fields) or "no field"
         raise ValueError(f"cannot read {path}: its first record has {found}, so it is of no kind that we "
                          f"know ({known})")

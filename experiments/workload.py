@@ -16,6 +16,7 @@ Invariants: turns of one conversation never overlap, because the next turn comes
 the reply, however late the reply is; a turn's context is the sum of all tokens before it; the same seed
 gives the same load.
 """
+from bisect import bisect_left
 from itertools import accumulate, pairwise
 from typing import Callable, Iterable, Iterator, NamedTuple
 
@@ -107,6 +108,21 @@ def with_arrivals(conversations: Iterable[PlannedConversation], request_rate: fl
                                  for previous, turn in pairwise(turns)]
         arrived.append(PlannedConversation(name, turns, arrival))
     return arrived
+
+
+def under_way(conversations: Iterable[PlannedConversation], begin: float) -> Iterator[PlannedConversation]:
+    """The same load for somebody who comes `begin` seconds later, and so meets conversations of every age.
+
+    What a conversation has said before is a part of its first prompt, and counts as new tokens there. (We do
+    not know how long the replies take, and count think times only.) Turns of 10 tokens at 0, 50 and 90 s, and
+    begin 60: one turn is left, at 30 s, with 20 tokens more in its prompt."""
+    for name, turns, arrival in conversations:
+        times = list(accumulate((turn.think_seconds for turn in turns[1:]), initial=arrival))
+        first = bisect_left(times, begin)
+        if first < len(turns):
+            said = sum(turn.tokens for turn in turns[:first])
+            prompt = PlannedTurn(said + turns[first].input_tokens, turns[first].output_tokens)
+            yield PlannedConversation(name, [prompt, *turns[first + 1:]], times[first] - begin)
 
 
 # ---- synthetic conversations

@@ -28,9 +28,11 @@ def learnt(policy):
 
 
 def test_chunks_that_can_be_recomputed_in_time_leave_first():
-    policy = TailOptimized(COST, 32)
-    assert policy.free == 3                                 # 40 + 60 + 80 ms are within 200 ms
-    assert [policy.key(None, index, 9) for index in range(5)] == [0, 0, 0, 1, 1]
+    patient = type("Patient", (TailOptimized,), dict(PROMPT=0))
+    assert patient(COST, 32).free == 3                      # 40 + 60 + 80 ms are within 200 ms
+    policy = type("Prompts", (TailOptimized,), dict(PROMPT=40))(COST, 32)
+    assert policy.free == 2                                 # 40 + 60 ms, and 50 ms for a prompt of 40 tokens
+    assert [policy.key(None, index, 9) for index in range(5)] == [0, 0, 1, 1, 1]
     assert policy.value(0, 1.0) < policy.value(1, 1e6)
     assert policy.value(0, 2.0) < policy.value(0, 1.0)
 

@@ -96,20 +96,22 @@ def test_copies_end_when_the_link_has_carried_them():
     begin = sim.clock()
     assert begin < 1e-6
     assert sim.execute(batch((request(1), 0, 1), swap_in=[back], swap_out=[second])).landed == [first, back]
-    assert sim.clock() == pytest.approx(begin + 512e-6 + 0.19 * 512e-6, rel=1e-3)      # both ways at once
+    assert sim.clock() == pytest.approx(begin + 512e-6 / 0.81, rel=1e-3)       # both ways at once
     assert sim.execute(batch()).landed == [second]          # with nothing to compute it waits
-    assert sim.clock() == pytest.approx(1121e-6, rel=1e-2)
+    assert sim.clock() == pytest.approx(1144e-6, rel=1e-2)
     assert sim.execute(batch()).landed == []
 
 
 def test_copies_both_ways_slow_each_other_down():
-    """4 tokens take 512 us, or 512 / 0.81 = 632 us while others go out."""
-    sim = worker(ROUND._replace(memory=1e12))
-    assert sim.arriving_seconds([ticket("in")]) == pytest.approx(512e-6)
-    sim.out_ends = 1.0
-    assert sim.arriving_seconds([ticket("in")]) == pytest.approx(632e-6, rel=1e-3)
-    sim.out_ends = 100e-6
-    assert sim.arriving_seconds([ticket("in")]) == pytest.approx(512e-6 + 19e-6)
+    """4 tokens take 512 us, or 512 / 0.81 = 632 us while others go the other way."""
+    for earlier, seconds, out_ends in ((0.0, 632e-6, 632e-6), (256e-6, 572e-6, 316e-6), (1.0, 512e-6, 0.0)):
+        sim = worker(ROUND._replace(memory=1e12))
+        sim.execute(batch((request(1), 0, 1), swap_out=[ticket("out")]))
+        sim.clock.sleep(earlier)
+        begin = sim.clock()
+        sim.execute(batch((request(1), 0, 1), swap_in=[ticket("in")]))
+        assert sim.clock() - begin == pytest.approx(seconds, rel=1e-2)
+        assert max(sim.out_ends - begin, 0.0) == pytest.approx(out_ends, rel=1e-2)
 
 
 def test_the_profile_is_what_one_more_chunk_adds_to_a_full_batch():

@@ -1,5 +1,6 @@
 """Formats by hand, Mooncake's conversations by writing a trace and reading it back."""
 import json
+import math
 from itertools import accumulate
 from pathlib import Path
 
@@ -261,8 +262,9 @@ ASKED = {"t": 0, "type": "n", "in": 9, "out": 1, "hash_ids": [1]}
     ([chat(1, 1, 0, 9, 1)], "parents of chat_id 1 form a loop"),
     ([chat(1, -1, 0, 9, 1), chat(1, -1, 1, 20, 1)], "two lines have the chat_id 1"),
     ([chat(n, -1, ms, 9, 1) for n, ms in enumerate(HOUR)], "cover 42 days.*divide them by 1,000"),
-    ([request(ms / 1e6, 9, 1, n) for n, ms in enumerate(HOUR)], "121 requests come in .*multiply them"),
-    ([dict(session_id=1, input_length=9, output_length=1, timestamp=ms / 1e6) for ms in HOUR], "multiply"),
+    ([request(3 * n, 9, 1, n) for n in range(1200)], "1,200 requests come in 3.6 s.*multiply them"),
+    ([dict(session_id=1, input_length=9, output_length=1, timestamp=3 * n) for n in range(1200)], "multiply"),
+    ([chat(1, -1, math.nan, 9, 1)], "times at least 0"),
     ([{"requests": [ASKED | {"t": ms} for ms in HOUR]}], "cover 42 days"),
     ([dict(session_id=1, input_length=9, output_length=1)] * 2, "line 2: the field 'timestamp' is missing"),
     ([dict(session_id=1, input_length=9, output_length=1, context_mode="message_array_with_responses")],
@@ -271,7 +273,10 @@ ASKED = {"t": 0, "type": "n", "in": 9, "out": 1, "hash_ids": [1]}
                                                                 output_length=1, delay=-5)], "line 2.*waits"),
     ([dict(timestamp=1, input_length=9, output_length=1)], "no kind that we know .ShareGPT has"),
     *[([record], "line 1: the field '.*' is missing") for record in (
-        *without_each(chat(1, -1, 0, 9, 1), "parent_chat_id", "timestamp", "input_length", "output_length"),
+        *without_each(chat(1, -1, 0, 9, 1), "chat_id", "parent_chat_id", "timestamp", "input_length",
+                      "output_length", "hash_ids"),
+        *without_each(dict(session_id=1, input_length=9, output_length=1, delay=5, hash_ids=[1]),
+                      "session_id", "input_length", "output_length"),
         *without_each(request(0, 9, 1, 1), "timestamp", "input_length", "output_length"),
         *({"requests": [asked]} for asked in without_each(ASKED, *ASKED)))]])
 def test_a_bad_trace_is_one_clear_line(tmp_path, records, message):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from experiments.workload import (SHAPES, PlannedConversation, PlannedTurn, Shape, cut_to_context, draw,
-                                  means_of_all, reading_think, synthetic, with_arrivals,
+                                  means_of_all, reading_think, synthetic, under_way, with_arrivals,
                                   within_context)
 
 
@@ -106,6 +106,25 @@ def test_as_many_conversations_are_too_long_as_the_paper_says():
 
 def test_the_drafts_conversations_have_five_turns():
     assert min(len(conversation.turns) for conversation in synthetic("lmsys-draft", 500, seed=0)) == 5
+
+
+def test_a_load_is_met_under_way():
+    users = [planned("a", (5, 5), (3, 7, 50.0), (2, 8, 40.0)), planned("b", (1, 1), arrival=60.0),
+             planned("c", (1, 1), arrival=59.0)]
+    assert list(under_way(users, 60.0)) == [planned("a", (22, 8), arrival=30.0), planned("b", (1, 1))]
+
+
+def test_contexts_do_not_grow_while_a_load_is_under_way():
+    load = under_way(with_arrivals(synthetic("sharegpt", 4_000, seed=1), 4.0, seed=1), 4000.0)
+    contexts_at = []
+    for name, turns, arrival in load:
+        context, now = 0, arrival
+        for turn in turns:
+            now, context = now + turn.think_seconds, context + turn.tokens
+            contexts_at.append((now, context))
+    early, late = (np.mean([context for now, context in contexts_at if begin <= now < begin + 500])
+                   for begin in (0, 1000))
+    assert late == pytest.approx(early, rel=0.15)
 
 
 def test_conversations_over_the_limit_are_left_out():
