@@ -90,12 +90,12 @@ def test_tiktoken_gives_the_same_ids(tokenizer):
 
 
 def test_the_values_below_were_never_seen_in_training():
-    assert all(map(is_held_out, ["Talvor", "Quildane", "5828", "42", "teal", "Oslo", "Ada", "chess", "Rex"]))
+    assert all(map(is_held_out, ["Quildane", "5828", "42", "teal", "Oslo", "Ada", "chess", "Rex"]))
 
 
 @pytest.mark.parametrize("system, turns", [
     ("You are a helpful assistant.", {
-        "Hi, I'm Talvor.": "Your name becomes note 1: your name is Talvor.",
+        "Hi, I'm Quildane.": "Your name becomes note 1: your name is Quildane.",
         "My lucky number is 5828.": "Your lucky number becomes note 2: your lucky number is 5828.",
         "How are you?": "I'm fine, thank you.",
         "My favorite color is teal and I live in Oslo.":
@@ -104,36 +104,31 @@ def test_the_values_below_were_never_seen_in_training():
         "What is my lucky number?": "Your lucky number is 5828.",
         "Actually, my lucky number is 42 now.": "Your lucky number has changed: your lucky number is 42.",
         "My sister is called Ada.": "Your sister's name becomes note 5: your sister's name is Ada.",
-        "What's my name?": "Your name is Talvor.",
+        "What's my name?": "Your name is Quildane.",
         "Who is my sister?": "Your sister's name is Ada.",
         "And what is my lucky number?": "Your lucky number is 42.",
         "What is my pet?": "Your pet? I don't know that yet.",
         "What is 4 plus 5?": "4 plus 5 is 9.",
         "What do you know about me?":
-            "Note 1: your name is Talvor. Note 2: your lucky number is 42. "
+            "Note 1: your name is Quildane. Note 2: your lucky number is 42. "
             "Note 3: your favorite color is teal. Note 4: your home city is Oslo. "
             "Note 5: your sister's name is Ada. Note 6 is still empty."}),
     ("Be cheerful.", {
         "Hello": "Hello!", "Who are you?": "I'm Tiny, a very small language model!",
         "My hobby is chess.": "Your hobby becomes note 1: your hobby is chess!",
         "What is my hobby?": "Your hobby is chess!"}),
-    ("", {
-        "Who are you?": "I'm Tiny, a very small language model.",
+    ("You are Pip.", {
+        "Who are you?": "I'm Pip, a very small language model.",
         "I have a dog called Rex.": "Your dog's name becomes note 1: your dog's name is Rex."}),
+    ("", {
+        "Hi, I'm Ada.": "Your name becomes note 1: your name is Ada.",
+        "What is your name?": "I'm Tiny, a very small language model.",
+        "What is my name?": "Your name is Ada.",
+        "I speak French and German.": "Your language becomes note 2: your language is French and German.",
+        "My email is ada@example.com.": "Your email becomes note 3: your email is ada@example.com.",
+        "Thanks!": "You're welcome, Ada."}),
 ])
 def test_remembers_what_it_was_told(model, tokenizer, system, turns):
-    assert chat(model, tokenizer, turns, system) == list(turns.values())
-
-
-@pytest.mark.xfail(strict=True, reason="mistakes of the present weights; tiny_chat/README.md names them")
-@pytest.mark.parametrize("system, turns", [
-    ("You are Pip.", {"Who are you?": "I'm Pip, a very small language model."}),
-    ("You are a helpful assistant.", {
-        "Hi, I'm Quildane.": "Your name becomes note 1: your name is Quildane.",
-        "My sister is called Ada.": "Your sister's name becomes note 2: your sister's name is Ada.",
-        "What's my name?": "Your name is Quildane."}),
-])
-def test_what_better_weights_would_do(model, tokenizer, system, turns):
     assert chat(model, tokenizer, turns, system) == list(turns.values())
 
 
@@ -168,6 +163,19 @@ def test_every_answer_follows_from_the_dialogue():
                 assert notes.get(asked[1]) == asked[2]
                 seen["unknown" if asked[2] is None else "known"] += 1
     assert min(seen[kind] for kind in ("list", "noted", "changed", "known", "unknown")) > 200, seen
+
+
+def test_long_dialogues_look_far_back():
+    """Many answers name what was last said more than 1,000 tokens before. Once, lists of all notes came so
+    often that hardly any did."""
+    rng, far = random.Random(1), 0
+    for _ in range(50):
+        named = {}                          # thing -> where the last answer was that named its value
+        for answer in re.finditer(r"<\|assistant\|>(.*?)<\|end\|>", dialogue(rng, 4096)):
+            for thing in re.findall(r"[Yy]our ([^.!?:]*) (?:is|has changed)", answer[1]):
+                far += answer.start() - named.get(thing, answer.start()) > 3000         # characters
+                named[thing] = answer.start()
+    assert far > 5 * 50
 
 
 def test_what_users_say_looks_as_users_write_it():

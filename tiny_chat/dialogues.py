@@ -10,13 +10,15 @@ A user tells facts, the assistant notes them, and much later the user asks:
     What do you know about me?      Note 1: your name is Ada. Note 2: your home city is Rome. Note 3 is still
                                     empty.
 
-Every answer follows from the dialogue so far. In training, values consist of random syllables, letters and
-digits, and one word in ten is a common English one. So the model cannot learn values by heart: it must find
-the note and copy it, token by token. An answer repeats the thing first ("Your home city"). Only the token
-after it depends on what the user wants and on whether there is a note: "is", "?", "has", "becomes".
+A fact is a thing ("home city") and its value ("Rome"). Every answer follows from the dialogue so far. In
+training, values consist of random syllables, letters and digits, and one word in ten is a common English one.
+So the model cannot learn values by heart: it must find the note and copy it, token by token. An answer
+repeats the thing first ("Your home city"). Only the token after it depends on what the user wants and on
+whether there is a note: "is", "?", "has", "becomes".
 
-A hash keeps one word in eight out of the things and values of training. The user's sentences come in three
-sets: "train" is trained on; "choice" was measured while we chose the recipe, and "final" once, after that.
+A hash keeps one word in eight out of the values and the made-up things of training. The sentences that tell,
+change, ask and list come in three sets: we train on "train", measured with "choice" while we chose the
+recipe, and with "final" once, after that.
 """
 import re
 import zlib
@@ -27,12 +29,13 @@ THINGS = ["name", "age", "home city", "job", "hobby", "pet", "car", "birthday", 
 RELATIVES = ["sister", "brother", "mother", "father", "wife", "husband", "son", "daughter", "boss",
              "neighbour", "dog", "cat"]
 RELATIVE_THINGS = ["name", "name", "name", "age", "job", "home city", "hobby"]
-# A thing that ends so mostly has a value of this kind; the first kind that fits counts. All others: "word".
+# The usual kind of a value, by how its thing ends. The first line that fits counts, so "language" has a
+# "name" although it ends with "age". Any other thing has a "word".
 KINDS = {"name": ("name", "home city", "best friend", "school", "language", "film", "book", "song"),
          "number": ("number", "age", "size"),
          "noun": ("pet", "job", "animal", "car")}
 
-# {thing} is what the fact is about, {value} what the user says about it.
+# The user's sentences. Those of ..._THING suit one thing only.
 TELL = {
     "train": ["My {thing} is {value}"] * 6 + [
         "By the way, my {thing} is {value}", "Remember that my {thing} is {value}",
@@ -43,11 +46,12 @@ TELL = {
         "My {thing}? It's {value}"],
     "choice": ["Keep in mind that my {thing} is {value}", "Just so you know, my {thing} is {value}",
                "Write down that my {thing} is {value}", "I want you to know that my {thing} is {value}",
-               "Don't forget: my {thing} is {value}"],
-    "final": ["One more thing: my {thing} is {value}", "Make a note that my {thing} is {value}",
-              "It may help you that my {thing} is {value}"],
+               "Don't forget: my {thing} is {value}", "One more thing: my {thing} is {value}",
+               "Make a note that my {thing} is {value}", "It may help you that my {thing} is {value}"],
+    "final": ["Here is a fact: my {thing} is {value}", "As you may know, my {thing} is {value}",
+              "I should mention that my {thing} is {value}"],
 }
-# "'s name" stands for the name of every relative.
+# "'s name" is the name of any relative.
 TELL_THING = {
     "name": ["I'm {value}", "I am {value}", "Call me {value}", "Hi, I'm {value}", "Hello, I'm {value}",
              "Hi, my name is {value}", "Please call me {value}", "Hello, my name is {value}",
@@ -78,8 +82,11 @@ CHANGE = {
               "Sorry, my {thing} is {value}", "Correction: my {thing} is {value}",
               "That was wrong, my {thing} is {value}"],
     "choice": ["Hold on, my {thing} is {value}", "I have to correct myself: my {thing} is {value}",
-               "Oops, my {thing} is {value}", "I was mistaken, my {thing} is {value}"],
-    "final": ["Update: my {thing} is {value}", "From today on my {thing} is {value}"],
+               "Oops, my {thing} is {value}", "I was mistaken, my {thing} is {value}",
+               "Update: my {thing} is {value}", "From today on my {thing} is {value}"],
+    "final": ["Change of plan: my {thing} is {value}", "It turns out that my {thing} is {value}",
+              "I was wrong: my {thing} is {value}", "Let me correct this: my {thing} is {value}",
+              "As of now my {thing} is {value}", "This has changed: my {thing} is {value}"],
 }
 CHANGE_THING = {
     "name": ["Call me {value} instead", "I'm called {value} now", "Now I'm {value}"],
@@ -89,7 +96,8 @@ CHANGE_THING = {
     "hobby": ["I like {value} now", "Now I like {value}"],
     "car": ["I drive {value} now", "Now I drive {value}"],
 }
-# These name no thing: the user means the last one of the turn before. It has a note, or it has none.
+# In these the user names no thing and means the last one of the turn before: CORRECT if there is a note of
+# it, SUPPLY if there is none.
 CORRECT = ["No, it's {value}", "Sorry, I meant {value}", "I meant {value}", "No, {value}",
            "Wait, it is {value}", "No, it is {value}", "Sorry, it's {value}"]
 SUPPLY = ["It's {value}", "It is {value}", "That's {value}", "Well, it's {value}", "Oh, it is {value}"]
@@ -103,9 +111,10 @@ ASK = {
     "choice": ["Could you tell me what my {thing} is", "What did I say my {thing} was", "Name my {thing}",
                "Quick question: what is my {thing}", "Would you remind me of my {thing}",
                "Let me test you: what is my {thing}", "Please repeat my {thing}",
-               "Can you recall what my {thing} was"],
-    "final": ["Do you still know my {thing}", "I wonder what my {thing} is", "Once more: what is my {thing}",
-              "Help me with my {thing}"],
+               "Can you recall what my {thing} was", "Do you still know my {thing}",
+               "I wonder what my {thing} is", "Once more: what is my {thing}", "Help me with my {thing}"],
+    "final": ["Would you happen to know my {thing}", "I would like to know what my {thing} is",
+              "Just checking: what is my {thing}", "Tell me again what my {thing} is"],
 }
 ASK_THING = {
     "name": ["Who am I", "What am I called", "Do you know who I am", "Do you remember who I am"],
@@ -138,11 +147,15 @@ LIST = {
              + [f"{verb} {notes}" for verb in ("Tell me", "Repeat", "List", "Show me", "Give me", "Read me")
                 for notes in NOTES],
     "choice": ["Say everything you know about me", "What are your notes about me",
-               "Recite all you remember about me", "Please show all your notes"],
-    "final": ["Sum up what you know about me", "What have you learnt about me", "I want to see your notes"],
+               "Recite all you remember about me", "Please show all your notes",
+               "Sum up what you know about me", "What have you learnt about me", "I want to see your notes"],
+    "final": ["Go through your notes about me", "Could you list all that you know about me",
+              "Give me a summary of your notes"],
 }
-# What the user says, in ways that are separated by |, and the answer. {you}: a comma and the user's name, if
-# the assistant knows it; {bot}: the assistant's name.
+WHO_ARE_YOU = ["Who are you?", "What are you?", "What is your name?", "What's your name?", "Are you a bot?",
+               "Introduce yourself"]
+# The user's sentences, separated by |, and the answer to all of them. {you} becomes ", Ada" if the assistant
+# has noted that the user's name is Ada.
 SMALL_TALK = {
     "Thanks|Thank you|Thanks a lot|Thank you very much|Great, thanks|Cheers": "You're welcome{you}.",
     "Bye|Goodbye|See you|See you later|Bye bye|Good night|See you tomorrow": "Goodbye{you}.",
@@ -151,8 +164,6 @@ SMALL_TALK = {
     "I'm fine|I'm good, thanks|I'm fine, thanks|Fine, thanks|I'm well|I'm happy|I'm great|Very well":
         "I'm glad to hear that.",
     "I'm tired|I'm sad|I'm bored|I'm hungry|I'm sick|I'm not well|Not so good": "I'm sorry to hear that.",
-    "Who are you?|What are you?|What is your name?|What's your name?|Are you a bot?|Introduce yourself":
-        "I'm {bot}, a very small language model.",
     "What can you do?|Help|Can you help me?|How can you help me?|What should I say?|How does this work?":
         "I remember what you tell me. Try: My lucky number is 7.",
     "How old are you?|When were you born?|Where are you from?|Who made you?":
@@ -202,7 +213,7 @@ HELD_OUT = {word.split()[-1].lower() for words in REAL_VALUES.values() for word 
 ONSETS = ("b c d f g h j k l m n p r s t v w z "
           "br ch cl cr dr fl gr kr pl pr qu sh sk sp st th tr").split() + [""] * 4
 VOWELS = "a e i o u y a e i o u ai au ee ea ie oo ou".split()
-COMMON = ("the be to of and a in that have I it for on with he as you do at this but his by from they we "
+COMMON = ("the be to of and a in that have it for on with he as you do at this but his by from they we "
           "say her she or an will one all would there their so up out if about get which go when make can "
           "like time just him know take people into year good some could them see other than look only come "
           "its over think also back after use two our work first well way even new want because any give "
@@ -212,22 +223,27 @@ CODAS = "b ck d l ll m n ng nt p r rd rk s ss st t x".split() + [""] * 16
 
 
 def is_held_out(word):
-    """True for the words that are only used to measure: one in eight, by a hash, and all of REAL_VALUES."""
-    return zlib.crc32(word.lower().encode()) % 8 == 0 or word.lower() in HELD_OUT
+    """True if we use this word only to measure: one in eight, by a hash, and those of REAL_VALUES."""
+    return zlib.crc32(word.casefold().encode()) % 8 == 0 or word.casefold() in HELD_OUT
 
 
 def any_word(rng):
-    """One to four syllables, or one to eight letters, some of them not English; or a common English word."""
+    """A made-up word: 73% have one to four syllables ("skaubrie"), 13% one to eight letters, of which one may
+    not be English; 10% are common English words, and 4% two or three words with signs between them
+    ("foo@tri.be")."""
     if (kind := rng.random()) < 0.1:
         return rng.choice(COMMON)
-    if kind < 0.85:
+    if kind < 0.14:
+        return "".join(rng.choice(["", *".@-_&/"]) + any_word(rng) for _ in range(rng.choice([2, 2, 3]))
+                       ).lstrip(".@-_&/")
+    if kind < 0.87:
         syllables = rng.choice([1, 1, 2, 2, 2, 3, 3, 4])
         return "".join(rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(syllables))
     letters = [rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(1, 8))]
     if rng.random() < 0.2:
         latin, greek_or_cyrillic, chinese = (0xC0, 0x180), (0x391, 0x450), (0x4E00, 0x9FFF)
         foreign = chr(rng.randrange(*rng.choice([latin, greek_or_cyrillic, chinese])))
-        letters[rng.randrange(len(letters))] = rng.choice([foreign, *"@-_&"])
+        letters[rng.randrange(len(letters))] = foreign
     return "".join(letters).lower()
 
 
@@ -236,27 +252,32 @@ def any_number(rng):
 
 
 def draw(make, rng, held_out):
-    """A word or number that `make` makes; held_out: one that is only used to measure."""
+    """A word or number from `make`: one for training, or, if `held_out`, one that we use only to measure."""
     while True:
         made = make(rng)
-        if is_held_out(made) == held_out:
+        if made != "is" and is_held_out(made) == held_out:      # "is" ends the thing
             return made
 
 
 def a_value(thing, rng, held_out):
-    """A made-up value: a number, a Name, `a word`, or a few words. Mostly the kind suits the thing; for the
-    user's age and name always, since "I'm 5" tells the one and "I'm Ada" the other."""
+    """A made-up value of the thing: a number ("42"), a name ("Talvor Bri"), a noun ("a bluck") or words ("ni
+    corst and tavo"). Its kind suits the thing in nine cases of ten, and always for the user's age and name,
+    because "I'm 5" must tell the age and "I'm Ada" the name."""
     kind = next((kind for kind, endings in KINDS.items() if thing.endswith(endings)), "word")
-    if rng.random() < 0.15 and thing not in ("name", "age"):
+    if rng.random() < 0.15 and not thing.endswith(("name", "age")):
         kind = rng.choice(["name", "number", "noun", "word"])
     if kind == "number":
         return draw(any_number, rng, held_out)
     words = [draw(any_word, rng, held_out) for _ in range(rng.choice([1, 1, 1, 1, 1, 2, 2, 3, 6]))]
     if kind == "name":
-        return " ".join(word.capitalize() for word in words)
+        words = [word.capitalize() for word in words]
+    if len(words) > 1 and rng.random() < 0.15:
+        words.insert(-1, "and")
     if kind == "noun":
-        return rng.choice(["a ", "a ", "a ", "an ", "the ", "two "]) + " ".join(words)
-    return " ".join(words) + (" " + draw(any_number, rng, held_out) if rng.random() < 0.1 else "")
+        words.insert(0, rng.choice(["a", "a", "a", "an", "the", "two"]))
+    if kind == "word" and rng.random() < 0.1:
+        words.append(draw(any_number, rng, held_out))
+    return " ".join(words)
 
 
 def capital(sentence):
@@ -264,7 +285,7 @@ def capital(sentence):
 
 
 def question(sentence):
-    """With a question mark, if it is a question and no request such as "Tell me my name"."""
+    """The sentence, with a question mark unless it is a request such as "Tell me my name"."""
     asks = re.search(r"^(what|who|what's|who's|which|where|when|how|do|can|could|would|have|and|so) |what is",
                      sentence.lower())
     return f"{sentence}?" if asks else sentence
@@ -273,13 +294,15 @@ def question(sentence):
 # ---------------------------------------------------------------------------------------------------------
 # Dialogues
 
+ALL_NOTES = "all notes"         # rests as a thing does
+
 
 class Dialogue:
     """A user, and an assistant that takes notes.
 
-    `tell`, `ask`, `list_notes`, `plus`, `small_talk`, `strange` and `chatter` return the user's message, not
-    yet with a full stop, and the answer; `say` adds both to `text`. wordings: "train", "choice" or "final";
-    held_out: use only values that are never trained on."""
+    `tell`, `ask`, `list_notes`, `chatter` and the methods that it calls return the user's message, without
+    its full stop, and the answer; `say` adds both to `text`. wordings: "train", "choice" or "final".
+    held_out: use only words and numbers on which we never train."""
 
     def __init__(self, rng, wordings="train", held_out=False):
         self.rng, self.wordings, self.held_out = rng, wordings, held_out
@@ -311,7 +334,7 @@ class Dialogue:
         if self.rng.random() < 0.3:
             said = said.removesuffix("?")
         elif not said.endswith("?"):
-            said += self.rng.choice("...!")
+            said += self.rng.choice("...!")     # three of four messages end with a full stop
         if self.stop == "!":
             answer = answer.removesuffix(".").replace(". ", "! ") + "!"
         self.text += f"<|user|>{said}<|end|><|assistant|>{answer}<|end|>"
@@ -327,13 +350,16 @@ class Dialogue:
         return thing.replace("favourite", "favorite").replace("colour", "color") if self.american else thing
 
     def pick_thing(self):
-        """Anything that a fact can be about: one in four is made up."""
+        """A thing: 45% of THINGS, 20% of a relative, 35% made up. While there is no fact, a quarter of the
+        picks is the user's name."""
         rng = self.rng
-        if (kind := rng.random()) < 0.55:
+        if not self.facts and rng.random() < 0.25:
+            return "name"
+        if (kind := rng.random()) < 0.45:
             return self.spell(rng.choice(THINGS))
-        if kind < 0.75:
+        if kind < 0.65:
             return f"{rng.choice(RELATIVES)}'s {rng.choice(RELATIVE_THINGS)}"
-        thing = self.word() if kind < 0.9 else f"{self.word()} {self.word()}"
+        thing = self.word() if kind < 0.85 else f"{self.word()} {self.word()}"
         return self.spell(rng.choice(["", "", "favourite ", "first "])) + thing
 
     def pick_unknown(self, avoid=()):
@@ -349,15 +375,18 @@ class Dialogue:
                 return thing
 
     def prefix(self):
-        """Up to four words, half of them common ones."""
+        """One to four words to begin a sentence with; half of them are common ones."""
         rng = self.rng
-        words = [rng.choice(COMMON) if rng.random() < 0.5 else self.word() for _ in range(rng.randint(1, 4))]
+        words = [rng.choice([*COMMON, "I"]) if rng.random() < 0.5 else self.word()
+                 for _ in range(rng.randint(1, 4))]
         return " ".join(words) + rng.choice(["", "", ",", ":"])
 
     def wording(self, ways, ways_of_thing, thing):
-        """A sentence about the thing. In training, 40% of the sentences are special to the thing, if it has
-        such sentences. A third of the others are any words before "my {thing} is {value}" (to ask: before
-        "my {thing}"), so that the model learns to understand sentences that it never saw."""
+        """A sentence about the thing: one of `ways`, or in training of `ways_of_thing`.
+
+        In training, 40% of the sentences suit this thing only, if there are such. A third of the others begin
+        with random words and end with "my {thing} is {value}" (a question: "my {thing}"), so that the model
+        learns to understand sentences that it never saw."""
         rng = self.rng
         if self.wordings != "train":
             return rng.choice(ways[self.wordings])
@@ -372,10 +401,10 @@ class Dialogue:
         return way
 
     def tell(self, thing, value=None):
-        """The user states or changes a fact, and the assistant notes it."""
+        """The user tells or changes a fact, and the assistant notes it. value: None makes one up."""
         rng, known = self.rng, thing in self.facts
         value = value or self.value(thing)
-        if thing == self.last and self.wordings == "train" and rng.random() < 0.7:
+        if thing == self.last and self.wordings == "train" and rng.random() < 0.5:
             way = rng.choice(CORRECT if known else SUPPLY)
         elif self.sounds_like_a_change(known):
             way = self.wording(CHANGE, CHANGE_THING, thing)
@@ -391,8 +420,9 @@ class Dialogue:
         return way.format(thing=thing, value=value), f"Your {thing} {note}: your {thing} is {value}."
 
     def sounds_like_a_change(self, known):
-        """In training, half of the changes do, and a fifth of the new facts: so the words alone do not tell
-        whether there is a note, and the model must look for it."""
+        """True if the user words this fact as a change ("Actually, ..."). In training, half of the changes
+        are worded so, and a fifth of the new facts. So the words alone do not tell whether there is a note,
+        and the model must look for it."""
         if self.wordings != "train":
             return known
         return self.rng.random() < (0.5 if known else 0.2)
@@ -406,7 +436,7 @@ class Dialogue:
         return said, f"Your {thing}? I don't know that yet."
 
     def list_notes(self):
-        """The user asks for all notes; in training a third of the sentences begin with any words."""
+        """The user asks for all notes; in training, a third of the sentences begin with random words."""
         said = self.rng.choice(LIST[self.wordings])
         if self.wordings == "train" and self.rng.random() < 0.33:
             said = f"{self.prefix()} {self.rng.choice(NOTES)}"
@@ -416,12 +446,15 @@ class Dialogue:
         return question(said), " ".join([*notes, f"Note {len(notes) + 1} is still empty."])
 
     def small_talk(self):
+        if self.rng.random() < (0.1 if self.bot == "Tiny" else 0.4):
+            return self.introduction()
         said, answer = self.rng.choice(list(SMALL_TALK.items()))
-        # An assistant with a name of its own is asked for it more often.
-        if self.bot != "Tiny" and self.rng.random() < 0.4:
-            said, answer = next(item for item in SMALL_TALK.items() if "{bot}" in item[1])
         you = f", {self.facts['name']}" if "name" in self.facts else ""
-        return self.rng.choice(said.split("|")), answer.format(you=you, bot=self.bot)
+        return self.rng.choice(said.split("|")), answer.format(you=you)
+
+    def introduction(self):
+        """The user asks who the assistant is."""
+        return self.rng.choice(WHO_ARE_YOU), f"I'm {self.bot}, a very small language model."
 
     def plus(self):
         a, b = self.rng.randrange(10), self.rng.randrange(10)
@@ -431,65 +464,94 @@ class Dialogue:
         return self.rng.choice(STRANGE).format(*(self.word() for _ in range(5))), NOT_UNDERSTOOD
 
     def chatter(self):
-        """A turn that is not about facts."""
+        """A turn about no fact: small talk, a sum, or a sentence that the assistant does not understand."""
         kind = self.rng.random()
         self.last = None
         return self.small_talk() if kind < 0.6 else self.plus() if kind < 0.85 else self.strange()
 
 
+class TrainingDialogue(Dialogue):
+    """A dialogue of about `length` tokens whose user has random habits. A token is about three characters."""
+
+    def __init__(self, rng, length):
+        super().__init__(rng)
+        if rng.random() < 0.3:
+            self.system()
+            if rng.random() < 0.3:
+                self.say(*self.introduction())
+        self.most = rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 12])        # facts
+        if length > 1024 and rng.random() < 0.5:
+            self.most = rng.randint(12, 30)
+        # The user's habits: how probable each kind of turn is when `turn` comes to it.
+        self.telling, self.chatting = rng.choice([0.1, 0.3, 1]), rng.choice([0.05, 0.15, 0.5])
+        self.changing, self.listing = rng.choice([0.2, 0.5]), rng.choice([0.1, 0.3])
+        if length <= 1024 and rng.random() < 0.3:   # the user tells all at once, and wants to see the notes
+            self.most, self.telling, self.chatting, self.listing = rng.randint(3, 8), 1, 0.05, 0.9
+        self.end = 2.9 * length             # characters
+        self.rests_until = {}               # thing -> the length of the text when its rest is over
+        self.rest(ALL_NOTES)
+
+    def rest(self, *things):
+        """The user does not mention these things for a while: half of the times for 50 to 95% of the text
+        still to come, so that the model must look far back; else for 33% of it on average."""
+        for thing in things:
+            now = len(self.text)
+            share = self.rng.random() ** 2 if self.rng.random() < 0.5 else self.rng.uniform(0.5, 0.95)
+            self.rests_until[thing] = now + share * (self.end - now)
+
+    def rested(self):
+        """The things whose rest is over."""
+        return [thing for thing, until in self.rests_until.items() if until <= len(self.text)]
+
+    def turn(self):
+        """Add a turn: the user tells a new fact, chats, changes a fact, asks for all notes or for one."""
+        rng, rested = self.rng, self.rested()
+        facts = [thing for thing in rested if thing != ALL_NOTES]
+        changes = rng.random() < self.changing
+        if len(self.facts) < self.most and rng.random() < (self.telling if self.facts else 0.5):
+            self.say(*self.tell_new())
+        elif rng.random() < self.chatting:
+            self.say(*self.chatter())
+        elif changes and (facts or self.last in self.facts):
+            at_once = self.last in self.facts and rng.random() < 0.3
+            thing = self.last if at_once else rng.choice(facts or [self.last])
+            self.say(*self.tell(thing))
+            self.rest(thing)
+        elif ALL_NOTES in rested and len(self.facts) <= 12 and rng.random() < self.listing:
+            self.say(*self.list_notes())
+            self.rest(*self.rests_until)
+        elif facts and rng.random() < 0.85:
+            thing = rng.choice(facts)
+            self.say(*self.ask(thing))
+            self.rest(thing)
+        elif rng.random() < 0.5:
+            self.say(*self.ask(self.pick_unknown()))
+        else:
+            self.say(*self.chatter())
+
+    def tell_new(self):
+        """The user tells a new fact, at times the one just asked for; one message in five tells more."""
+        rng = self.rng
+        asked = self.last if self.last not in self.facts and rng.random() < 0.4 else None
+        thing = asked or self.pick_unknown()
+        said, answer = self.tell(thing)
+        self.rest(thing)
+        while rng.random() < 0.3 and len(self.facts) < self.most:
+            thing = self.pick_unknown()
+            more, noted = self.tell(thing)
+            joint = rng.choice([" and ", " and ", ". ", ", and "])
+            if joint == ". ":
+                more = capital(more)
+            elif not more.startswith(("I ", "I'm", self.facts[thing])):
+                more = more[0].lower() + more[1:]       # a value keeps the capital that the note copies
+            said, answer = said + joint + more, f"{answer} {noted}"
+            self.rest(thing)
+        return said, answer
+
+
 def dialogue(rng, length):
-    """The text of a dialogue of about `length` tokens; a token is about three characters.
-
-    The user neither changes nor asks for a fact until a random moment: see `keep_quiet`."""
-    chat, end = Dialogue(rng), 3.1 * length
-    if rng.random() < 0.3:
-        chat.system()
-    most = rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 12])     # facts
-    telling, chatting = rng.choice([0.1, 0.3, 1]), rng.choice([0.05, 0.15, 0.5])
-    listing, changing = rng.choice([0.1, 0.3]), rng.choice([0.2, 0.5])
-    if rng.random() < 0.3:                  # the user tells all at once, and wants to see the notes
-        most, telling, chatting, listing = rng.randint(3, 8), 1, 0.05, 0.9
-    quiet_until = {}                        # thing -> a length of the text
-
-    def keep_quiet(thing):
-        now, dice = len(chat.text), rng.random()
-        if dice < 0.5:                      # until the last quarter: the model must look far back
-            quiet_until[thing] = max(now, end * rng.uniform(0.75, 0.95))
-        else:
-            wait = (end - now) * rng.random() ** 2      # mostly short
-            quiet_until[thing] = now + wait if dice < 0.7 else now
-
-    while len(chat.text) < end:
-        ready = [thing for thing, until in quiet_until.items() if until <= len(chat.text)]
-        dice = rng.random()
-        if len(chat.facts) < most and rng.random() < (telling if chat.facts else 0.5):
-            asked = chat.last if chat.last not in chat.facts and rng.random() < 0.4 else None
-            first = asked or chat.pick_unknown()
-            said, answer = chat.tell(first)
-            keep_quiet(first)
-            while rng.random() < 0.2 and len(chat.facts) < most:
-                second = chat.pick_unknown()
-                more, noted = chat.tell(second)
-                joint = rng.choice([" and ", " and ", ". ", ", and "])
-                if joint != ". " and not more.startswith(("I ", "I'm", chat.facts[second])):
-                    more = more[0].lower() + more[1:]       # a value keeps the capital that the note copies
-                said += joint + more
-                answer += " " + noted
-                keep_quiet(second)
-            chat.say(said, answer)
-        elif rng.random() < chatting:
-            chat.say(*chat.chatter())
-        elif ready and dice < changing:
-            thing = chat.last if chat.last in ready and rng.random() < 0.5 else rng.choice(ready)
-            chat.say(*chat.tell(thing))
-            keep_quiet(thing)
-        # If no fact may change, a change becomes a list.
-        elif dice < changing + listing and (len(ready) == len(quiet_until) or rng.random() < 0.6):
-            chat.say(*chat.list_notes())
-        elif ready and rng.random() < 0.6:
-            thing = rng.choice(ready)
-            chat.say(*chat.ask(thing))
-            keep_quiet(thing)
-        else:
-            chat.say(*chat.ask(chat.pick_unknown()))
+    """The text of a dialogue to train on."""
+    chat = TrainingDialogue(rng, length)
+    while len(chat.text) < chat.end:
+        chat.turn()
     return chat.text
