@@ -15,26 +15,22 @@ from experiments.run import HERE, STATELESS, Panel, System, at_scale, build, dri
 from experiments.workload import PlannedConversation, PlannedTurn
 
 # On the paper's machines, simulated. The rates are wide enough that every system crosses at_ms.
+SLOW = 0.5, 1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0
+FAST = 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 14.0, 16.0, 20.0, 24.0
 ONE_GPU = [
-    Panel("opt-13b", "sharegpt", (2.0, 3.0, 3.5, 4.0, 4.5, 5.0), at_ms=120, paper=1.36, paper_fused=1.14),
-    Panel("llama2-13b-gqa", "sharegpt",
-          (3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 12.0, 14.0, 16.0, 18.0, 20.0, 22.0),
-          at_ms=180, paper=1.70, paper_fused=1.58),
-    Panel("opt-13b", "ultrachat", (2.0, 3.0, 3.5, 4.0, 4.5), at_ms=120, paper=1.17,
-          paper_fused=1.14),
-    Panel("llama2-13b-gqa", "ultrachat", (3.0, 6.0, 7.0, 8.0, 9.0, 10.0, 12.0, 14.0, 16.0, 18.0, 20.0),
-          at_ms=100, paper=1.58, paper_fused=1.47),
+    Panel("opt-13b", "sharegpt", SLOW, at_ms=120, paper=1.36, paper_fused=1.14),
+    Panel("llama2-13b-gqa", "sharegpt", FAST, at_ms=180, paper=1.70, paper_fused=1.58),
+    Panel("opt-13b", "ultrachat", SLOW, at_ms=120, paper=1.17, paper_fused=1.14),
+    Panel("llama2-13b-gqa", "ultrachat", FAST, at_ms=100, paper=1.58, paper_fused=1.47),
 ]
 FOUR_GPUS = [
-    Panel("opt-66b", "sharegpt", (1.0, 2.0, 3.0, 4.0, 5.0, 6.0), at_ms=200, paper=2.04, gpus=4),
-    Panel("llama2-70b", "sharegpt", (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0, 18.0, 20.0, 24.0),
-          at_ms=400, paper=3.0, gpus=4),
+    Panel("opt-66b", "sharegpt", SLOW, at_ms=200, paper=2.04, gpus=4),
+    Panel("llama2-70b", "sharegpt", FAST, at_ms=400, paper=3.0, gpus=4),
 ]
 # Figures 13 and 15 are of Llama 2-13B; the paper gives no ratio for them.
 LLAMA = ONE_GPU[1]._replace(paper=None, paper_fused=None)
 DRAFT = [
-    Panel(model, dataset, (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 14.0), at_ms=120, think="reading",
-          latency="p90_normalized_latency_ms")
+    Panel(model, dataset, FAST, at_ms=120, think="reading", latency="p90_normalized_latency_ms")
     for dataset in ("sharegpt-draft", "lmsys-draft") for model in ("gpt3-6.7b", "gpt3-13b")
 ]
 BASELINES = "vllm then", "stateless", "stateless, fused", "gpu cache"
@@ -47,7 +43,7 @@ CPU_GB = 110.0, 165.0, 220.0        # the paper does not say how much of the mac
 
 def fig14(options) -> Found:
     """All policies under the same load, also those that no server has."""
-    panels = [Panel("opt-13b", "sharegpt", (4.0, 4.5), cpu_gb=size) for size in CPU_GB]
+    panels = [Panel("opt-13b", "sharegpt", (2.0, 2.5), cpu_gb=size) for size in CPU_GB]
     rows, _ = sweep((*POLICIES, *EXPERIMENTS), panels, HERE, options)
     by_load = {}                                # (model, CPU tier, rate) -> policy -> row
     for row in rows:
@@ -150,10 +146,10 @@ PAPER = {
         "context", "seconds", ("system", "context", "seconds")),
     "fig10": latency_figure(
         partial(sweep, BASELINES + ("pensieve",), ONE_GPU, HERE),
-        "latency over throughput of five systems, one GPU (4 minutes; simulated: hours)"),
+        "latency over throughput of five systems, one GPU (4 minutes; simulated: half an hour)"),
     "fig11": latency_figure(
         partial(sweep, BASELINES + ("pensieve",), FOUR_GPUS, HERE),
-        "latency over throughput of larger models, four GPUs (3 minutes; simulated: hours)"),
+        "latency over throughput of larger models, four GPUs (3 minutes; simulated: half an hour)"),
     "fig13": latency_figure(
         partial(sweep, ("separate phases", "pensieve"), [LLAMA], HERE),
         "prefill and decode in one batch or in batches of their own (2 minutes; simulated: 10)"),
@@ -167,5 +163,5 @@ PAPER = {
         "both stateless systems and Pensieve, by the users' think time (6 minutes; simulated: 40)"),
     "draft": latency_figure(
         partial(sweep, ("vllm then", "stateless", "pensieve", "draft"), DRAFT, HERE),
-        "the system of the paper's draft, on its datasets (3 minutes; simulated: hours)"),
+        "the system of the paper's draft, on its datasets (3 minutes; simulated: half an hour)"),
 }

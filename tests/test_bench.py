@@ -202,7 +202,7 @@ def test_policies_are_compared_in_seconds_beside_three_sizes_of_the_cpu_tier(mon
     found = figure.run(bench.parse_flags(["fig14", "--simulate", "--jobs", "1"]))
     ours = {ratio["name"]: ratio["ours"] for ratio in found.ratios}
     for size in (110, 165, 220):
-        load = f"at 4.5/s, {size} GB"
+        load = f"at 2.5/s, {size} GB"
         assert ours[f"{load}: seconds of recomputation, retention / lru"] == 0.8
         assert ours[f"{load}: share of the gap from lru to oracle that retention closes"] == 0.25
     assert figure.seeds == 5 and "hits_of_attainable" in figure.columns
