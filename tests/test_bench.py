@@ -284,7 +284,7 @@ def test_a_run_too_short_to_fill_the_caches_says_so(tmp_path, monkeypatch, capsy
     assert "opt-13b, sharegpt, think 60 s\n" in told and "the run was too short" in told
     tiers = "--gpu-cache-tokens 4000 --cpu-cache-tokens"
     rows = run_bench(tmp_path, monkeypatch, f"{command} {tiers} 9000000")["rows"]
-    assert rows[-1]["too_short"] == "CPU"
+    assert [row.get("too_short") for row in rows] == [None, None, "CPU"]
     capsys.readouterr()
     rows = run_bench(tmp_path, monkeypatch, f"{command} {tiers} 2000")["rows"]
     assert rows[-1]["turnovers"] > 1
@@ -343,10 +343,10 @@ def test_a_broken_line_is_named(tmp_path, monkeypatch, capsys):
 
 def test_a_fleet():
     """With affinity a conversation is as well cached as on one server; otherwise it mostly is not."""
-    options = bench.parse_flags(["fleet", "--simulate", "--seconds", "60"])
-    panel = run.Panel("opt-13b", "sharegpt", rates=(1.0,), think=5.0)
+    options = bench.parse_flags(["fleet", "--simulate", "--seconds", "120"])
+    panel = run.Panel("opt-13b", "sharegpt", rates=(1.0,), think=20.0)
     affine, random, least = [fleet.play_fleet((panel, 8, router, options)) for router in fleet.ROUTERS]
-    assert affine["hit_rate"] > 0.9 and random["hit_rate"] < 0.4 and least["hit_rate"] < 0.4
+    assert affine["hit_rate"] > 0.9 and random["hit_rate"] < 0.3 and least["hit_rate"] < 0.3
     assert affine["busiest_server"] > least["busiest_server"] >= 1
     assert affine["too_short"] == "GPU"
     assert affine["request_rate"] == 8 and affine["turns"] == pytest.approx(random["turns"], rel=0.1)
