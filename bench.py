@@ -21,6 +21,7 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -42,10 +43,10 @@ FIGURES = {**PAPER, **MORE}
 # ---- flags
 
 def positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise ValueError
-    return value
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
 
 
 def think(text: str) -> float | str:

@@ -76,6 +76,8 @@ def read_model(directory: Path, device, dtype: torch.dtype, ranks: Alone) -> Mod
             unused_head = name == "lm_head.weight" and config.tied_embeddings
             if unused_head or name.endswith(NOT_PARAMETERS):
                 continue
+            if tensor.dtype.itemsize == 1:
+                raise ValueError(f"{file}: its weights are quantised (tensor {name!r} is {tensor.dtype})")
             if name not in unfilled:
                 raise ValueError(f"{file}: tensor {name!r} is unexpected: "
                                  "unknown to this architecture, or there twice")

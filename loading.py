@@ -53,8 +53,8 @@ def load_worker(config, directory: Path | None, ranks: Alone = ALONE, kind: Call
         worker = kind(model, slots, cpu_tokens // config.chunk_size, config.chunk_size, config.max_running,
                       min(model.config.max_context, slots), pipeline=not config.no_pipeline)
     except (OSError, RuntimeError) as error:            # out of memory, on the GPU or on the host
-        raise ValueError(f"tiers of {slots} and {cpu_tokens} tokens cannot be allocated, "
-                         f"choose smaller ones: {error}") from error
+        raise ValueError(f"tiers of {slots} and {cpu_tokens} tokens cannot be allocated, choose a smaller "
+                         f"gpu_cache_tokens or cpu_cache_tokens: {error}") from error
     if not config.eager:
         speed_up(worker)
     return worker

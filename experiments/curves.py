@@ -60,7 +60,7 @@ def sweep(systems: tuple[str, ...], simulated: list[Panel], measured: list[Panel
                          "profile, or name one of the paper's figures, such as fig10")
     panels = adapted(panels, options)
     tasks = [(panel, system, options) for panel in panels for system in systems]
-    curves = {task[:2]: curve for task, curve in zip(tasks, mapped(play_curve, tasks, options))}
+    curves = {task[:2]: curve for task, curve in zip(tasks, mapped(play_curve, tasks, "curve", options))}
     *others, last = systems
     ratios = []
     for panel in panels:
@@ -90,9 +90,12 @@ def adapted(panels: list[Panel], options) -> list[Panel]:
     return list(dict.fromkeys(panels))          # --model and --dataset together make several panels one
 
 
-def mapped(function: Callable, tasks: list, options) -> list:
-    """function(task) for each task. Simulations run on all cores at once, measured runs one by one."""
-    progress = partial(tqdm, total=len(tasks), unit="run", leave=False, disable=None)
+def mapped(function: Callable, tasks: list, unit: str, options) -> list:
+    """function(task) for each task. Simulations run on all cores at once, measured runs one by one.
+
+    A progress bar counts the tasks that are done. unit: what one of them is, such as "run"."""
+    progress = partial(tqdm, desc=f"{unit}s of {options.figure}", total=len(tasks), unit=unit, leave=False,
+                       disable=None)
     jobs = min(options.jobs, len(tasks)) if options.simulate else 1
     if jobs == 1:
         return list(progress(map(function, tasks)))

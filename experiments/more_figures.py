@@ -51,7 +51,7 @@ def fleet(options) -> Found:
     panel, = adapted([Panel("opt-13b", "sharegpt", (2.0,))], options)
     alone = play_fleet((panel, 1, "consistent hashing", options))
     tasks = [(panel, servers, router, options) for servers in (4, 16, 64) for router in ROUTERS]
-    rows = [alone | dict(system="one server"), *mapped(play_fleet, tasks, options)]
+    rows = [alone | dict(system="one server"), *mapped(play_fleet, tasks, "run", options)]
     ratios = []
     for row in rows[1:]:
         slower = row["normalized_latency_ms"] / alone["normalized_latency_ms"]

@@ -101,7 +101,7 @@ def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Ca
     users, served = Users(engine, conversations, seed, foresee), []
     recomputed = watch_recomputation(engine) if isinstance(engine, Engine) else {}
     begin, now, batch = engine.clock(), 0.0, None
-    with progress_bar(sum(len(conversation.turns) for conversation in conversations)) as progress:
+    with progress_bar(conversations, until) as progress:
         while (users.due or users.serving) and now < until:
             users.submit_due(now)
             if users.serving or batch:          # as in Engine._run: copies begin after the last reply, too
@@ -113,7 +113,8 @@ def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Ca
                 reply, first_token = handle.result(), handle.request.times[0] - begin
                 served.append(Served(due, first_token, now, len(reply.token_ids), reply.usage,
                                      recomputed.pop(name, 0.0)))
-                progress.update()
+            done = len(served) if until == math.inf else int(min(now, until))
+            progress.update(done - progress.n)
     return served
 
 
@@ -141,9 +142,15 @@ def watch_recomputation(engine: Engine) -> dict[str, float]:
     return seconds
 
 
-def progress_bar(turns: int) -> tqdm:
-    """In a terminal only (None), and not in the processes of parallel simulations."""
-    return tqdm(total=turns, unit="turn", leave=False, disable=True if parent_process() else None)
+def progress_bar(conversations: list[PlannedConversation], until: float) -> tqdm:
+    """It counts the seconds of a run (of a simulation: simulated ones), or the turns if `until` is inf.
+    In a terminal only (None), and not in the processes of parallel simulations."""
+    if until == math.inf:
+        unit, total = "turn", sum(len(conversation.turns) for conversation in conversations)
+    else:
+        unit, total = "second", math.ceil(until)
+    return tqdm(desc=f"{unit}s of a run", total=total, unit=unit, leave=False,
+                disable=True if parent_process() else None)
 
 
 def summary(served: list[Served], begin: float = 0.0) -> dict:

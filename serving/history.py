@@ -435,7 +435,7 @@ def open_alone(path: str | os.PathLike) -> int:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)     # opening a pipe must not wait
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise ValueError(f"{path} cannot be used as a history: it is not a regular file")
+            raise ValueError(f"{path} cannot be used as a history: name a regular file")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)    # the system releases it when the process ends
     except BlockingIOError as error:
         # The descriptor stays open. To close it would drop SQLite's locks, if this process has the file open.

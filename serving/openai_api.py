@@ -184,8 +184,8 @@ class API:
         self.retrieve_model(prefix, body.model)
         name, previous = body.conversation and body.conversation.id, body.previous_response_id
         if name and (previous or not body.store):
-            raise APIError(400, "conversation cannot be combined with previous_response_id or store: false",
-                           "conversation")
+            raise APIError(400, f"conversation {name!r:.100} cannot be combined with previous_response_id or "
+                                "store: false: leave out one of the two", "conversation")
         return dict(messages=[self._message(prefix, entry) for entry in body.input],
                     conversation=name and self._conversation(prefix, name).name,
                     exists=True,        # a client may delete it between this look and the turn's claim

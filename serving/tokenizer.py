@@ -30,7 +30,7 @@ from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from checkpoint import read_json
+from checkpoint import WORKING, read_json
 
 GUARD = "\ufdd0"         # Unicode reserves it for internal use; we remove it from all text that we are given
 SENTINEL = GUARD * 2     # guarded text never has two guards in a row
@@ -262,7 +262,8 @@ def read_config(directory: Path) -> dict:
         try:
             config["chat_template"] = {entry["name"]: entry["template"] for entry in templates}.get("default")
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{directory}: an entry of chat_template lacks its name or template") from error
+            raise ValueError(f"{directory}: each entry of chat_template needs a name and a template, "
+                             f"got {templates!r:.200}") from error
     if (directory / "chat_template.jinja").is_file():
         config["chat_template"] = (directory / "chat_template.jinja").read_text("utf-8")
     return {key: value for key, value in config.items() if value is not None}
@@ -280,7 +281,7 @@ def read_vocabulary(files: list[Path], named: list[str], add_prefix_space: bool)
             library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
             library.decoder = decoders.ByteLevel()
     except Exception as error:          # the library raises nothing more precise
-        raise ValueError(f"{files[0]} is not a tokenizer: {error}") from error
+        raise ValueError(f"{files[0]} is not a tokenizer ({error}); download it again") from error
     library.no_truncation()
     library.no_padding()
     added = {token.content for token in library.get_added_tokens_decoder().values()}
@@ -343,7 +344,7 @@ def token_bytes(spec: dict) -> tuple[dict[int, bytes], bool]:
 
     if not steps.keys() & {"ByteLevel", "ByteFallback", "Metaspace"}:
         raise ValueError(f"tokenizer.json has the decoder {spec['decoder']}; only byte-level and "
-                         "SentencePiece decoders are supported")
+                         f"SentencePiece decoders are supported; {WORKING}")
     to_bytes = from_byte_level if "ByteLevel" in steps else from_sentencepiece
     pieces = {token: to_bytes(text) for text, token in vocabulary(spec).items()}
     for token in spec["added_tokens"]:

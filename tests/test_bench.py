@@ -1,11 +1,14 @@
 """The laboratory: every turn at its time, figures that add up and repeat, one clear line for bad input."""
+import io
 import json
 import re
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 import bench
 from engine import Engine
@@ -110,6 +113,20 @@ def test_policies_on_a_trace(tmp_path, monkeypatch):
         assert (row["recomputed_seconds"] > 0) == (row["recomputed_tokens"] > 0)
         assert row["hits_of_attainable"] == pytest.approx(1 - row["recomputed_tokens"] / seen)
     assert rows["lru"]["recomputed_tokens"] > 0
+
+
+def test_progress_bars_name_what_they_count(tmp_path, monkeypatch):
+    """A run that ends at a time counts its seconds, since most planned turns lie behind its end."""
+    screen, trace = io.StringIO(), tmp_path / "trace.jsonl"
+    screen.isatty = lambda: True
+    for module in (curves, run):
+        monkeypatch.setattr(module, "tqdm", partial(tqdm, file=screen, mininterval=0, miniters=1))
+    trace.write_text("".join(json.dumps(record) + "\n" for record in TRACE))
+    for load in ("--rates 1 --seconds 60", f"--trace {trace}"):
+        run_bench(tmp_path, monkeypatch, f"fig13 --simulate {load}")
+    for bar in ("curves of fig13: 100%[^\r]* 2/2 ", "seconds of a run: 100%[^\r]* 60/60 ",
+                "turns of a run: 100%[^\r]* 9/9 "):
+        assert re.search(bar, screen.getvalue()), bar
 
 
 @pytest.mark.parametrize("name", ["fig3", "fig4"])
@@ -314,11 +331,11 @@ def test_a_run_that_has_not_settled_says_so(stateless, late, until, reason):
     (["fig10", "--simulate", "--jobs", "1", "--model", "no/such/model"], "no/such/model"),
     (["fig14", "--simulate", "--trace", "nowhere.jsonl"], "nowhere.jsonl"),
     (["fig14", "--simulate", "--trace", __file__], "test_bench.py"),
-    (["fig10", "--rates", "1,x"], "1,x"),
+    (["fig10", "--rates", "1,x"], "--rates: must be a number above 0, got 'x'"),
     (["--rates", "20,40"], "one number"),
     (["--simulate"], "leave --simulate out"),
     (["--simulate", "--jobs", "1", "--hardware", "b200"], "b200"),
-    (["--think", "soon"], "soon"),
+    (["--think", "soon"], "--think: must be a number above 0, got 'soon'"),
     (["--hardware", "h100"], "add --simulate"),
     (["profile", "--simulate"], "profile"),
     (["check", "--simulate"], "check"),

@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers(engine):
     (dict(cpu_cache_tokens=-1), "cpu_cache_tokens"), (dict(reserve=1.0), "reserve"),
     (dict(max_context=64), "random_weights"), (dict(random_weights=True, max_context=0), "max_context"),
     (dict(chunk_size=1.5), "chunk_size"), (dict(max_batch_tokens=None), "max_batch_tokens"),
-    (dict(gpu_cache_tokens=2**31 - 1), "smaller ones"),
+    (dict(gpu_cache_tokens=2**31 - 1), "smaller gpu_cache_tokens or cpu_cache_tokens"),
     (dict(dtype="int8"), "int8"), (dict(model="no/such/dir/at all"), "no/such/dir"),
     (dict(device="abacus"), "abacus")])
 def test_bad_flags_are_refused_by_name(flags, message):

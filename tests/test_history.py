@@ -434,7 +434,7 @@ def test_a_file_of_somebody_else_stays_as_it_was(tmp_path):
 def test_what_is_not_a_regular_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/null", tmp_path):
-        with pytest.raises((ValueError, OSError), match="regular file|directory"):
+        with pytest.raises((ValueError, OSError), match="name a regular file|directory"):
             History(path)
 
 

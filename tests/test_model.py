@@ -333,6 +333,16 @@ def test_missing_unexpected_and_misshapen_tensors_are_named(kind, name, tmp_path
         assert f"'{short}'" in refusal(tmp_path) and "twice" in refusal(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_quantised_weights_that_config_json_does_not_mention_are_named(dtype, tmp_path):
+    CHECKPOINTS["llama"]().save_pretrained(tmp_path)
+    file, name = tmp_path / "model.safetensors", "layers.1.mlp.up_proj.weight"
+    weights = load_file(file)
+    weights |= {f"model.{name}": weights[f"model.{name}"].to(dtype), f"model.{name}_scale": torch.ones(1)}
+    save_file(weights, file)
+    assert f"{file}: its weights are quantised (tensor '{name}' is {dtype}); " in refusal(tmp_path)
+
+
 def test_truncated_and_garbled_files_are_refused(tmp_path):
     theirs = CHECKPOINTS["gpt2"]()
     theirs.save_pretrained(tmp_path)

@@ -216,10 +216,11 @@ def test_what_was_saved(page, url):
     cached = usage["gpu"] + usage["cpu"]
     told = page.find(".ours p")[-1].text
     assert told.startswith(f"{cached} of {usage['prompt_tokens']} tokens were cached: first token after "
-                           f"{usage['first_token_ms']} ms; without memory up to ")
+                           f"{usage['first_token_ms']:,} ms; without memory up to ")
     bound = float(re.search("up to ([0-9]+) ms", told.replace(",", ""))[1])
-    chunk_ms = 1e3 * page.get("/cache")["recompute_seconds"][0]
-    assert bound - usage["first_token_ms"] == pytest.approx(chunk_ms * cached / 32, rel=0.05, abs=1)
+    seconds = page.get("/cache")["recompute_seconds"]
+    saved_ms = sum(1e3 * seconds[position // 32] / 32 for position in range(cached))
+    assert bound == float(f"{usage['first_token_ms'] + saved_ms:.2g}")
     assert not page.find(".without")[0].is_displayed()
     page.find("#compare")[0].click()
     assert page.find(".without")[-1].is_displayed()
@@ -418,16 +419,18 @@ def test_the_demo(demo, page):
     time.sleep(0.5)
     assert turns() == paused_at
     play.click()
-    eventually(lambda: "your turn" in page.find("#story")[0].text, seconds=60)
+    for number in range(paused_at, 36):                         # "Hello!", and the 35 turns of the example
+        eventually(lambda: turns() > number)
+    eventually(lambda: "your turn" in page.find("#story")[0].text)
     assert len(page.chats()) == 5 and not page.find(".undone")
 
     usage = page.get("/cache", "secret")["turns"][-3:]
     assert usage[0]["cpu"] and usage[1]["recomputed"] and usage[2]["gpu"] and usage[2]["cpu"]
     saved = page.run("return [...document.querySelectorAll('.ours p')].map(line => line.textContent)")
-    assert f"; without memory {usage[2]['without_memory_ms']} ms." in "".join(saved)
-    told = page.run("return document.getElementById('log').textContent")
-    assert all(sentence in told for sentence in (
-        "came back from the CPU", "the model recomputed its first", "fell out of both tiers"))
+    assert f"; without memory {usage[2]['without_memory_ms']:,} ms." in "".join(saved)
+    for sentence in "came back from the CPU", "the model recomputed its first", "fell out of both tiers":
+        # The last picture may come a second after the last answer.
+        eventually(lambda: sentence in page.run("return document.getElementById('log').textContent"))
     answers = {said.removeprefix("You: "): answer for chat in page.said()[1:] for said, answer, *_ in chat}
     asked = {"What is my lucky number?": "4711", "What is my favourite food?": "lasagna",
              "Who am I?": "Zorbella"}

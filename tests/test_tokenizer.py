@@ -365,9 +365,15 @@ def test_refusals(tmp_path):
         save(tmp_path, byte_level(), "{{ messages[-1].content }}").turn(CHAT[:3], CHAT[3:4], None)
     with pytest.raises(ValueError, match="Jinja"):
         save(tmp_path, byte_level(), "{% if %}")
-    with pytest.raises(ValueError, match="not a tokenizer"):
+    library = byte_level()
+    library.decoder = decoders.WordPiece()
+    with pytest.raises(ValueError, match="decoder .*'WordPiece'.*; three that work: "):
+        save(tmp_path, library)
+    with pytest.raises(ValueError, match="not a tokenizer.*download it again"):
         (tmp_path / "tokenizer.json").write_text("{}")
         load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="chat_template needs a name and a template, got .*'rag'"):
+        save(tmp_path, byte_level(), [{"name": "rag"}])
 
 
 def test_without_tokenizer_files(tmp_path):
