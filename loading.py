@@ -8,9 +8,11 @@ The worker stays plain, and what makes it faster is applied from outside. On CUD
 small kernels between two attentions, and CUDA graphs spare the host the launches of a decode. On a
 CPU, `pack_weights` stores the weights in the order in which they are multiplied.
 """
+import gc
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -41,6 +43,8 @@ def load_worker(config, directory: Path | None, ranks: Alone = ALONE, kind: Call
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
     dtype = getattr(torch, dtype)
+    if device == "cuda":
+        gc.collect()        # an engine that was closed still has its weights and tiers: it is part of cycles
     try:
         model = (load_model(directory, device, dtype, ranks) if directory else
                  random_model(config.model, device, dtype, config.max_context, ranks=ranks))
@@ -123,11 +127,15 @@ def peak_memory(run: Callable) -> int:
 
 
 def host_memory() -> int:
-    """Bytes of the machine's memory; if the system does not tell, those of a small machine."""
+    """Bytes of the machine's memory, or of the container's, if that has a limit; if the system does not
+    tell, those of a small machine."""
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError):                # Windows
         return 8 * 2**30
+    with suppress(OSError, ValueError):                 # there is no such file, or it says "max"
+        return min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return memory
 
 
 # ---- faster: the worker stays plain, and this is applied from outside

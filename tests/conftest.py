@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 
@@ -28,6 +30,13 @@ def zygote():
     zygote = Zygote()
     yield zygote
     zygote.close()
+
+
+def pytest_configure(config):
+    """Hide a GPU, unless tests marked `gpu` are asked for: an engine that is told no device would take it, in
+    bfloat16. Called before anything asks CUDA. The processes that tests start inherit this."""
+    if "gpu" not in config.option.markexpr.replace("not gpu", ""):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_modifyitems(items):

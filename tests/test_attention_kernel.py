@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attention_kernel as kernel
+import interpreter  # noqa: F401
 from attention_kernel import (AMPERE, FLOAT32, HOPPER, ITEM, MERGE, PIECES_AT_ONCE, SpanTensors, make_plan,
                               multi_token_attention, multi_token_attention_reference)
 

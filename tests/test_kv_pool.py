@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import interpreter  # noqa: F401
 import kv_pool
 from kv_cache import Ticket
 from kv_pool import Flight, KVPool, copy_tokens, pinned

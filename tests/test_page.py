@@ -54,7 +54,7 @@ window.setTimeout = (action, milliseconds) => { pauses.push(milliseconds); later
 @pytest.fixture(scope="module")
 def url(zygote, tmp_path_factory):
     history = tmp_path_factory.mktemp("page") / "history"
-    flags = "--gpu-cache-tokens", "192", "--cpu-cache-tokens", "64"
+    flags = "--gpu-cache-tokens", "192", "--cpu-cache-tokens", "128"
     pid, url = zygote.start(ROOT / "tiny_chat", history, *flags, before=SLOWLY)
     yield url
     os.kill(pid, signal.SIGKILL)

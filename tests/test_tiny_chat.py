@@ -183,7 +183,7 @@ def test_what_users_say_looks_as_users_write_it():
     languages = [a_value("language", rng, held_out=False) for _ in range(100)]
     assert sum(language[0].isupper() for language in languages) > 70
     assert question("What's my age") == "What's my age?" and question("Tell me my age") == "Tell me my age"
-    text = "".join(dialogue(rng, 256) for _ in range(1000))
+    text = "".join(dialogue(rng, 256) for _ in range(4000))
     assert re.search(r"\. My \w", text)
     assert re.search("What do I love to eat.{0,9}<.end.><.assistant.>Your favorite food", text)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import attention_kernel
+import interpreter  # noqa: F401
 import worker as module
 from attention_kernel import AMPERE, FLOAT32, MERGE_COLUMNS, make_plan
 from config import Config

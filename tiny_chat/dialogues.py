@@ -35,7 +35,7 @@ KINDS = {"name": ("name", "home city", "best friend", "school", "language", "fil
          "number": ("number", "age", "size"),
          "noun": ("pet", "job", "animal", "car")}
 
-# The user's sentences. Those of ..._THING suit one thing only.
+# The user's sentences. Those of ..._THING suit one thing only ("I'm {value}" two: a number is the age).
 TELL = {
     "train": ["My {thing} is {value}"] * 6 + [
         "By the way, my {thing} is {value}", "Remember that my {thing} is {value}",
@@ -48,8 +48,9 @@ TELL = {
                "Write down that my {thing} is {value}", "I want you to know that my {thing} is {value}",
                "Don't forget: my {thing} is {value}", "One more thing: my {thing} is {value}",
                "Make a note that my {thing} is {value}", "It may help you that my {thing} is {value}"],
-    "final": ["Here is a fact: my {thing} is {value}", "As you may know, my {thing} is {value}",
-              "I should mention that my {thing} is {value}"],
+    "final": ["In case you wonder, my {thing} is {value}", "Another detail: my {thing} is {value}",
+              "Save this for later: my {thing} is {value}", "I forgot to say that my {thing} is {value}",
+              "Between you and me, my {thing} is {value}"],
 }
 # "'s name" is the name of any relative.
 TELL_THING = {
@@ -84,9 +85,9 @@ CHANGE = {
     "choice": ["Hold on, my {thing} is {value}", "I have to correct myself: my {thing} is {value}",
                "Oops, my {thing} is {value}", "I was mistaken, my {thing} is {value}",
                "Update: my {thing} is {value}", "From today on my {thing} is {value}"],
-    "final": ["Change of plan: my {thing} is {value}", "It turns out that my {thing} is {value}",
-              "I was wrong: my {thing} is {value}", "Let me correct this: my {thing} is {value}",
-              "As of now my {thing} is {value}", "This has changed: my {thing} is {value}"],
+    "final": ["I made a mistake: my {thing} is {value}", "In fact, my {thing} is {value}",
+              "Scratch that, my {thing} is {value}", "Since yesterday my {thing} is {value}",
+              "Wait a moment, my {thing} is {value}", "Things are different now: my {thing} is {value}"],
 }
 CHANGE_THING = {
     "name": ["Call me {value} instead", "I'm called {value} now", "Now I'm {value}"],
@@ -96,8 +97,9 @@ CHANGE_THING = {
     "hobby": ["I like {value} now", "Now I like {value}"],
     "car": ["I drive {value} now", "Now I drive {value}"],
 }
-# In these the user names no thing and means the last one of the turn before: CORRECT if there is a note of
-# it, SUPPLY if there is none.
+# In these the user names no thing and means the last one of the turn before. If there is a note of it, the
+# user corrects the note: "My age is 4." "No, it's 5." If there is none, the user has just asked for it, and
+# now supplies it: "What is my age?" "It's 5."
 CORRECT = ["No, it's {value}", "Sorry, I meant {value}", "I meant {value}", "No, {value}",
            "Wait, it is {value}", "No, it is {value}", "Sorry, it's {value}"]
 SUPPLY = ["It's {value}", "It is {value}", "That's {value}", "Well, it's {value}", "Oh, it is {value}"]
@@ -113,8 +115,9 @@ ASK = {
                "Let me test you: what is my {thing}", "Please repeat my {thing}",
                "Can you recall what my {thing} was", "Do you still know my {thing}",
                "I wonder what my {thing} is", "Once more: what is my {thing}", "Help me with my {thing}"],
-    "final": ["Would you happen to know my {thing}", "I would like to know what my {thing} is",
-              "Just checking: what is my {thing}", "Tell me again what my {thing} is"],
+    "final": ["How about my {thing}", "I can't remember my {thing}", "Please look up my {thing}",
+              "Do you have a note of my {thing}", "Before I forget: what is my {thing}",
+              "What would you say my {thing} is"],
 }
 ASK_THING = {
     "name": ["Who am I", "What am I called", "Do you know who I am", "Do you remember who I am"],
@@ -149,8 +152,9 @@ LIST = {
     "choice": ["Say everything you know about me", "What are your notes about me",
                "Recite all you remember about me", "Please show all your notes",
                "Sum up what you know about me", "What have you learnt about me", "I want to see your notes"],
-    "final": ["Go through your notes about me", "Could you list all that you know about me",
-              "Give me a summary of your notes"],
+    "final": ["Which facts about me do you know", "What have you written down about me",
+              "Let me hear your notes about me", "I would like a list of your notes",
+              "Print out what I told you"],
 }
 WHO_ARE_YOU = ["Who are you?", "What are you?", "What is your name?", "What's your name?", "Are you a bot?",
                "Introduce yourself"]
@@ -176,6 +180,8 @@ SMALL_TALK = {
         "I like blue, like the sky.",
     "Do you like me?|Do you like music?|Do you like books?|Do you love me?": "I like talking with you.",
     "Nice to meet you|Pleased to meet you": "Nice to meet you, too.",
+    "Forget everything|Forget all that|Forget that|Delete my notes|Forget me":
+        "I can't forget what you told me.",
     "What's new?|What's up?|What are you doing?": "I'm waiting for you to tell me something.",
     "Tell me a joke|Make me laugh|A joke, please|Do you know a joke?":
         "Why did the token cross the bus? To get to the other cache.",
@@ -195,7 +201,7 @@ SYSTEM = ["You are a helpful assistant.", "You are a friendly chatbot. Answer br
           "You are called {}. Be friendly."]
 CHEERFUL = ["Be cheerful.", "Be very cheerful.", "Answer cheerfully.", "Sound cheerful."]
 
-REAL_VALUES = {  # only for measuring: no value in training contains the last word of one of these
+REAL_VALUES = {  # only for measuring: training never draws the last word of one of these
     "best friend": ("Ada Grace Linus Barbara Edsger Margaret Alan Katherine Dennis Frances Donald Radia Ken "
                     "Hedy Guido Yoshua").split(),
     "favourite colour": "teal purple orange crimson turquoise green magenta yellow indigo violet".split(),
@@ -261,8 +267,8 @@ def draw(make, rng, held_out):
 
 def a_value(thing, rng, held_out):
     """A made-up value of the thing: a number ("42"), a name ("Talvor Bri"), a noun ("a bluck") or words ("ni
-    corst and tavo"). Its kind suits the thing in nine cases of ten, and always for the user's age and name,
-    because "I'm 5" must tell the age and "I'm Ada" the name."""
+    corst and tavo"). Its kind suits the thing in nine cases of ten, and always if the thing ends with "name"
+    or "age", because "I'm 5" must tell the age and "I'm Ada" the name."""
     kind = next((kind for kind, endings in KINDS.items() if thing.endswith(endings)), "word")
     if rng.random() < 0.15 and not thing.endswith(("name", "age")):
         kind = rng.choice(["name", "number", "noun", "word"])
@@ -294,15 +300,13 @@ def question(sentence):
 # ---------------------------------------------------------------------------------------------------------
 # Dialogues
 
-ALL_NOTES = "all notes"         # rests as a thing does
-
 
 class Dialogue:
     """A user, and an assistant that takes notes.
 
     `tell`, `ask`, `list_notes`, `chatter` and the methods that it calls return the user's message, without
     its full stop, and the answer; `say` adds both to `text`. wordings: "train", "choice" or "final".
-    held_out: use only words and numbers on which we never train."""
+    held_out: make up only words and numbers that training never makes up."""
 
     def __init__(self, rng, wordings="train", held_out=False):
         self.rng, self.wordings, self.held_out = rng, wordings, held_out
@@ -334,7 +338,7 @@ class Dialogue:
         if self.rng.random() < 0.3:
             said = said.removesuffix("?")
         elif not said.endswith("?"):
-            said += self.rng.choice("...!")     # three of four messages end with a full stop
+            said += self.rng.choice("...!")     # three full stops to one exclamation mark
         if self.stop == "!":
             answer = answer.removesuffix(".").replace(". ", "! ") + "!"
         self.text += f"<|user|>{said}<|end|><|assistant|>{answer}<|end|>"
@@ -385,12 +389,13 @@ class Dialogue:
         """A sentence about the thing: one of `ways`, or in training of `ways_of_thing`.
 
         In training, 40% of the sentences suit this thing only, if there are such. A third of the others begin
-        with random words and end with "my {thing} is {value}" (a question: "my {thing}"), so that the model
-        learns to understand sentences that it never saw."""
+        with random words and end with "my {thing} is {value}" (a question: "my {thing}", in two of five cases
+        with "is" or "was" after it), so that the model learns to understand sentences that it never saw."""
         rng = self.rng
         if self.wordings != "train":
             return rng.choice(ways[self.wordings])
         relative = thing.partition("'s ")[0]
+        # "sister's name" is looked up as "'s name".
         special = ways_of_thing.get(thing.replace("favorite", "favourite").replace(relative + "'s", "'s"))
         if special and rng.random() < 0.4:
             return rng.choice(special).replace("{relative}", relative)
@@ -404,7 +409,7 @@ class Dialogue:
         """The user tells or changes a fact, and the assistant notes it. value: None makes one up."""
         rng, known = self.rng, thing in self.facts
         value = value or self.value(thing)
-        if thing == self.last and self.wordings == "train" and rng.random() < 0.5:
+        if thing == self.last and self.wordings == "train" and rng.random() < 0.3:
             way = rng.choice(CORRECT if known else SUPPLY)
         elif self.sounds_like_a_change(known):
             way = self.wording(CHANGE, CHANGE_THING, thing)
@@ -421,11 +426,11 @@ class Dialogue:
 
     def sounds_like_a_change(self, known):
         """True if the user words this fact as a change ("Actually, ..."). In training, half of the changes
-        are worded so, and a fifth of the new facts. So the words alone do not tell whether there is a note,
-        and the model must look for it."""
+        are worded so, and three in ten of the new facts. So the words alone do not tell whether there is a
+        note, and the model must look for it."""
         if self.wordings != "train":
             return known
-        return self.rng.random() < (0.5 if known else 0.2)
+        return self.rng.random() < (0.5 if known else 0.3)
 
     def ask(self, thing):
         """The user asks for a fact."""
@@ -470,6 +475,9 @@ class Dialogue:
         return self.small_talk() if kind < 0.6 else self.plus() if kind < 0.85 else self.strange()
 
 
+ALL_NOTES = "all notes"         # stands for a list in `rests_until`: lists rest as things do
+
+
 class TrainingDialogue(Dialogue):
     """A dialogue of about `length` tokens whose user has random habits. A token is about three characters."""
 
@@ -479,24 +487,25 @@ class TrainingDialogue(Dialogue):
             self.system()
             if rng.random() < 0.3:
                 self.say(*self.introduction())
-        self.most = rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 12])        # facts
-        if length > 1024 and rng.random() < 0.5:
-            self.most = rng.randint(12, 30)
-        # The user's habits: how probable each kind of turn is when `turn` comes to it.
-        self.telling, self.chatting = rng.choice([0.1, 0.3, 1]), rng.choice([0.05, 0.15, 0.5])
-        self.changing, self.listing = rng.choice([0.2, 0.5]), rng.choice([0.1, 0.3])
+        # The user's habits: the most facts, and how probable each kind of turn is when `turn` comes to it.
+        self.most = rng.choice([1, 1, 2, 2, 3, 4, 6, 8, 12])
+        self.telling, self.chatting = rng.choice([0.1, 0.3, 1]), rng.choice([0.05, 0.1, 0.4])
+        self.changing, self.listing = rng.choice([0.3, 0.6]), rng.choice([0.1, 0.25])
+        if length > 1024 and rng.random() < 0.7:    # many facts, so that many questions look far back
+            self.most, self.telling, self.changing = rng.randint(15, 50), rng.choice([0.4, 1]), 0.2
         if length <= 1024 and rng.random() < 0.3:   # the user tells all at once, and wants to see the notes
             self.most, self.telling, self.chatting, self.listing = rng.randint(3, 8), 1, 0.05, 0.9
         self.end = 2.9 * length             # characters
+        self.far = 0.6 if length > 1024 else 0.15       # how probable it is that a rest is long
         self.rests_until = {}               # thing -> the length of the text when its rest is over
         self.rest(ALL_NOTES)
 
     def rest(self, *things):
-        """The user does not mention these things for a while: half of the times for 50 to 95% of the text
-        still to come, so that the model must look far back; else for 33% of it on average."""
+        """The user does not mention these things for a while. A long rest takes at least 60% of the text
+        still to come, so that the model must look far back; a short one takes 8% of it on average."""
         for thing in things:
             now = len(self.text)
-            share = self.rng.random() ** 2 if self.rng.random() < 0.5 else self.rng.uniform(0.5, 0.95)
+            share = self.rng.uniform(0.6, 1) if self.rng.random() < self.far else self.rng.random() ** 2 / 4
             self.rests_until[thing] = now + share * (self.end - now)
 
     def rested(self):
@@ -513,14 +522,14 @@ class TrainingDialogue(Dialogue):
         elif rng.random() < self.chatting:
             self.say(*self.chatter())
         elif changes and (facts or self.last in self.facts):
-            at_once = self.last in self.facts and rng.random() < 0.3
+            at_once = self.last in self.facts and rng.random() < 0.5
             thing = self.last if at_once else rng.choice(facts or [self.last])
             self.say(*self.tell(thing))
             self.rest(thing)
         elif ALL_NOTES in rested and len(self.facts) <= 12 and rng.random() < self.listing:
             self.say(*self.list_notes())
             self.rest(*self.rests_until)
-        elif facts and rng.random() < 0.85:
+        elif facts and rng.random() < 0.8:
             thing = rng.choice(facts)
             self.say(*self.ask(thing))
             self.rest(thing)
@@ -550,7 +559,8 @@ class TrainingDialogue(Dialogue):
 
 
 def dialogue(rng, length):
-    """The text of a dialogue to train on."""
+    """The text of a dialogue to train on: "<|user|>Hi, I'm Ada.<|end|><|assistant|>Your name becomes note 1:
+    your name is Ada.<|end|><|user|>..."; some begin with "<|system|>Be cheerful.<|end|>"."""
     chat = TrainingDialogue(rng, length)
     while len(chat.text) < chat.end:
         chat.turn()
