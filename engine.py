@@ -461,6 +461,7 @@ class Handle:
         """To the scheduler, a handle is the request's outbox. It puts each token of the reply, then None."""
         if token is None:
             self.engine.ended.append(self)
+            self.request.outbox = None      # else the two would stay in memory until a garbage collection
         else:
             self.tokens.put(token)
 

@@ -23,6 +23,7 @@ been idle longer is never worth more. `VictimIndex` relies on this.
 import heapq
 import math
 from bisect import bisect_right
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -76,7 +77,8 @@ class Policy:
     toward = +1
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
-        self.cost, self.chunk_size = cost, chunk_size
+        self.cost = cache(cost)         # it is asked for the same few hundred lengths again and again
+        self.chunk_size = chunk_size
 
     def last_needed(self, conversation) -> float:
         """When the conversation was last needed, in seconds.

@@ -30,21 +30,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
-from typing import NamedTuple
 
 import numpy as np
 
 from eviction import Member, Policy, VictimIndex, worth
 
 MOVES = ("swap_out", "reclaim", "drop")    # what eviction does next to a chunk in state GPU, GPU_AND_CPU, CPU
-
-
-class Booked(NamedTuple):
-    """What the totals of a holder say of one of its chunks."""
-    holder: "Conversation"
-    move: str | None
-    slots: int
-    present: bool
 
 
 class Chunk:
@@ -63,7 +54,8 @@ class Chunk:
         # True if we chose not to copy this chunk. Its slots may be taken at any time. Cleared when the
         # conversation runs again.
         self.evictable_without_copy = False
-        self.booked = Booked(holder, None, 0, False)
+        # What the totals say of it: its holder, its next move, how many slots it has, and if it is present.
+        self.booked: tuple[Conversation, str | None, int, bool] = holder, None, 0, False
 
     @property
     def state(self) -> str | None:
@@ -123,7 +115,7 @@ class Conversation:
 
         We remember in `frontier` how far we had to look, so that the next search begins there."""
         index = min(self.frontier[move], len(self.chunks) - 1)
-        while self.chunks[index].booked.holder is not self or self.chunks[index].booked.move != move:
+        while self.chunks[index].holder is not self or self.chunks[index].next_move != move:
             index += self.toward
         self.frontier[move] = index
         return self.chunks[index]
@@ -182,7 +174,8 @@ class KVCache:
         self.in_flight: set[Ticket] = set()
         self.reclaimable = 0            # slots that `reclaim` can free: those of pinned chunks do not count
         self.indexes = {move: VictimIndex(policy) for move in MOVES}
-        self.changed: dict[int, Conversation] = {}      # by order: what the indexes do not know of yet
+        # For each index, and for `cold`: what they do not know of yet, by order.
+        self.changed: dict[str, dict[int, Conversation]] = {name: {} for name in (*MOVES, "cold")}
         self.cold: dict[int, Conversation] = {}                     # by order, see `cold_conversations`
         self.orders = count()
         self.stats = Counter(chunks_swapped_in=0, chunks_swapped_out=0, chunks_dropped=0)
@@ -195,7 +188,7 @@ class KVCache:
             return self.conversations[name]
         conversation = Conversation(name, next(self.orders), tokens, self.chunk_size, self.policy.toward)
         self.conversations[conversation.name] = conversation
-        self.changed[conversation.order] = conversation
+        self._note_change(conversation)
         return conversation
 
     def extend(self, conversation: Conversation, prompt: Sequence[int]) -> bool:
@@ -208,7 +201,7 @@ class KVCache:
         change = waiting - conversation.waiting
         for holder in conversation.holders:
             holder.waiting += change
-            self.changed[holder.order] = holder
+            self._note_change(holder)
 
     def forget(self, conversation: Conversation):
         """Free everything in both tiers. A copy in flight frees its ends when it completes. The
@@ -216,8 +209,10 @@ class KVCache:
         self.truncate(conversation, 0, 0)
         if self.conversations.get(conversation.name) is conversation:
             del self.conversations[conversation.name]
-        self._reindex(conversation)                     # at once: `changed` would keep it in memory
-        self.changed.pop(conversation.order, None)
+        for index in self.indexes.values():
+            index.discard(conversation.order)
+        for noted in (*self.changed.values(), self.cold):       # they would keep it in memory
+            noted.pop(conversation.order, None)
 
     def truncate(self, conversation: Conversation, length: int, known: int):
         """Keep `length` tokens, and the KV of no more than the first `known` of them. The scheduler undoes a
@@ -250,7 +245,9 @@ class KVCache:
     def cold_conversations(self) -> list[Conversation]:
         """Those that neither run nor wait nor have anything cached. Whoever keeps their tokens may forget
         them."""
-        self._update_indexes()
+        for conversation in self.changed["cold"].values():
+            self._note_cold(conversation)
+        self.changed["cold"].clear()
         return list(self.cold.values())
 
     # ---- while a conversation runs
@@ -494,7 +491,8 @@ class KVCache:
         """Compares a chunk that should leave the GPU with one in the CPU tier: what they are worth comes
         first. If that is equal, the older conversation's is lower, and in one conversation the one that
         leaves first."""
-        value = worth(self.policy, self._member(conversation, move), now)
+        self._update_index(move)
+        value = worth(self.policy, self.indexes[move].members[conversation.order], now)
         return value, conversation.order, self.policy.toward * conversation.next_victim(move).index
 
     # ---- the small steps, each on one chunk
@@ -565,61 +563,60 @@ class KVCache:
         """Call this after every change of what is counted of a chunk. The totals of a holder are sums over
         `booked`: we subtract what we last added for this chunk, and add what is true now."""
         before = chunk.booked
-        after = Booked(chunk.holder, chunk.next_move, len(chunk.slots), chunk.state is not None)
-        chunk.booked = after
-        self._add(before, -1)
-        self._add(after, +1)
-        if after.move:
-            nearer = min if chunk.holder.toward > 0 else max
-            frontier = chunk.holder.frontier
-            frontier[after.move] = nearer(frontier[after.move], chunk.index)
-
-    def _add(self, booked: Booked, sign: int):
-        holder, move, slots, present = booked
-        holder.held += sign * slots
-        holder.present += sign * present
-        if move:
-            holder.by_move[move] += sign
-        if move == "reclaim":
-            holder.reclaimable += sign * slots
-            if not holder.pins:
-                self.reclaimable += sign * slots
-        self.changed[holder.order] = holder
+        chunk.booked = chunk.holder, chunk.next_move, len(chunk.slots), chunk.state is not None
+        for sign, (holder, move, slots, present) in ((-1, before), (+1, chunk.booked)):
+            holder.held += sign * slots
+            if present:
+                holder.present += sign
+                self.changed["cold"][holder.order] = holder
+            if move:
+                holder.by_move[move] += sign
+                self.changed[move][holder.order] = holder
+            if move == "reclaim":
+                holder.reclaimable += sign * slots
+                if not holder.pins:
+                    self.reclaimable += sign * slots
+        # Here holder and move are those of now.
+        if move and (chunk.index - holder.frontier[move]) * holder.toward < 0:
+            holder.frontier[move] = chunk.index
 
     def _pin(self, conversation: Conversation):
         for holder in conversation.holders:
             if not holder.pins:
                 self.reclaimable -= holder.reclaimable
             holder.pins += 1
-            self.changed[holder.order] = holder
+            self._note_change(holder)
 
     def _unpin(self, conversation: Conversation):
         for holder in conversation.holders:
             holder.pins -= 1
             if not holder.pins:
                 self.reclaimable += holder.reclaimable
-            self.changed[holder.order] = holder
+            self._note_change(holder)
+
+    def _note_change(self, holder: Conversation):
+        """All indexes and `cold` must look at the holder again. (`_update` tells only those that count the
+        chunk.)"""
+        for changed in self.changed.values():
+            changed[holder.order] = holder
 
     def _cheapest(self, move: str, now: float) -> Conversation | None:
         """The conversation whose next chunk for this move is worth least."""
-        self._update_indexes()
+        self._update_index(move)
         member = self.indexes[move].cheapest(now)
         return member and member.conversation
 
-    def _update_indexes(self):
-        """File every conversation that has changed, once, however often it changed."""
-        for conversation in self.changed.values():
-            self._reindex(conversation)
-        self.changed.clear()
+    def _update_index(self, move: str):
+        """File every conversation that has changed, once, however often it changed.
 
-    def _reindex(self, conversation: Conversation):
-        """Bring the indexes and `cold` up to date."""
-        for move, index in self.indexes.items():
+        We do so when somebody asks this index, and not before: a chunk changes several times on its way."""
+        index, changed = self.indexes[move], self.changed[move]
+        for conversation in changed.values():
             if conversation.by_move[move] and not conversation.pins:
                 index.file(self._member(conversation, move))
             else:
                 index.discard(conversation.order)
-        self._note_cold(conversation)
+        changed.clear()
 
     def _note_cold(self, conversation: Conversation):
         if self._is_cold(conversation):
@@ -640,15 +637,14 @@ class KVCache:
 
     def check_integrity(self):
         """Check every invariant of the books from scratch. O(everything): for tests and `debug=True`."""
-        self._update_indexes()
+        filed, cold = self._filed(), self.cold_conversations()
         slots, places, reclaimable = Counter(self.free_slots), Counter(self.free_places), 0
         for ticket in self.in_flight:
             assert ticket.chunk.ticket is ticket
             slots.update(ticket.orphans)
             places.update([ticket.place] if ticket.chunk.place != ticket.place else [])
-        filed, cold = [dict(index.members) for index in self.indexes.values()], dict(self.cold)
         for holder in self._all_holders():
-            self._reindex(holder)
+            self._note_change(holder)
             self._check_holder(holder)
             reclaimable += 0 if holder.pins else holder.reclaimable
             for chunk in held_by(holder):
@@ -658,10 +654,15 @@ class KVCache:
             self._check_conversation(conversation)
         assert slots == Counter(range(self.num_slots)), "a slot is lost, or owned twice"
         assert places == Counter(range(self.num_places)), "a CPU place is lost, or owned twice"
-        assert filed == [index.members for index in self.indexes.values()] and cold == self.cold
+        assert filed == self._filed() and {*cold} == {*self.cold_conversations()}
         assert self.reclaimable == reclaimable
         rows = [conversation.row for conversation in self.running.values()] + self.free_rows
         assert sorted(rows) == list(range(len(self.table))), "a row is lost, or owned twice"
+
+    def _filed(self) -> list[dict[int, Member]]:
+        for move in MOVES:
+            self._update_index(move)
+        return [dict(index.members) for index in self.indexes.values()]
 
     def _all_holders(self) -> set[Conversation]:
         """Whoever holds a chunk, those with nothing but a copy in flight included."""

@@ -93,16 +93,14 @@ class Request:
         total = len(self.conversation.tokens)
         if not self.prefilling:
             return [(total - 1, total)]
-        runs, size = [], self.conversation.chunk_size
+        runs, start = [], 0
         for chunk in self.conversation.chunks:
-            start, end = chunk.index * size + chunk.filled, min((chunk.index + 1) * size, total)
-            if start == end:
-                continue
-            if runs and runs[-1][1] == start:       # it goes on where the last run ends
-                runs[-1] = runs[-1][0], end
-            else:
-                runs.append((start, end))
-        return runs
+            if chunk.filled:            # a run ends where its KV begins, and the next one begins behind it
+                end = chunk.index * self.conversation.chunk_size
+                if start < end:
+                    runs.append((start, end))
+                start = end + chunk.filled
+        return runs + [(start, total)] if start < total else runs
 
 
 class Span(NamedTuple):

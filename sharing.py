@@ -114,8 +114,8 @@ class SharingCache(KVCache):
 
         The last token of the prompt stays the conversation's own, since its reply is sampled there. With
         chunks of 4 and a prompt of 8, chunk 0 is shared and chunk 1 is not."""
-        origin = self.origins.get(conversation.order)
-        shareable = (conversation.tokens + array("i", prompt))[:-1]
+        origin, prompt = self.origins.get(conversation.order), array("i", prompt)
+        shareable = (conversation.tokens + prompt)[:-1]
         if origin and origin.row is not None and origin.known < common_length(shareable, origin.tokens):
             return False
         super().extend(conversation, prompt)
@@ -190,7 +190,8 @@ class SharingCache(KVCache):
     def _count_user(self, user: Conversation, stem: Stem, sign: int):
         stem.pins += sign * user.pins
         stem.waiting += sign * user.waiting
-        self.changed |= {stem.order: stem, user.order: user}
+        self._note_change(stem)
+        self._note_change(user)
 
     # ---- what the core does, with shared chunks
 
@@ -220,11 +221,11 @@ class SharingCache(KVCache):
         self.origins.pop(conversation.order, None)
         super().forget(conversation)
 
-    def _reindex(self, conversation: Conversation):
-        super()._reindex(conversation)
+    def _note_cold(self, conversation: Conversation):
+        super()._note_cold(conversation)
         if isinstance(conversation, Stem) and conversation.pins < math.inf:
             for user in conversation.used_by.values():          # they may be cold now, or cold no more
-                self._note_cold(user)
+                super()._note_cold(user)
 
     def _is_cold(self, conversation: Conversation) -> bool:
         """No conversation is cold while a chunk that it shares is cached and may be evicted."""
