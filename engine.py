@@ -461,7 +461,8 @@ class Handle:
         """To the scheduler, a handle is the request's outbox. It puts each token of the reply, then None."""
         if token is None:
             self.engine.ended.append(self)
-            self.request.outbox = None      # else the two would stay in memory until a garbage collection
+            # Else the handle, the request and the caller would stay in memory until a garbage collection.
+            self.request.outbox = self.request.reached_stop = None
         else:
             self.tokens.put(token)
 
@@ -477,6 +478,7 @@ class Handle:
         self.tokens.close()
         if self.on_end:
             self.on_end(self)
+            self.on_end = None      # like reached_stop, it may belong to one who keeps this handle
 
 
 class Outbox:

@@ -12,19 +12,21 @@ The life of a chunk, and who moves it on:
     GPU --plan_swap_out, complete--> GPU_AND_CPU --reclaim--> CPU --drop--> absent         while it is idle
     GPU (evictable_without_copy) --reclaim--> absent                                       while it is idle
     CPU --admit, complete--> GPU_AND_CPU                                                   when it returns
+    GPU_AND_CPU --computed (its tail grows)--> GPU                                         while it runs
+    GPU_AND_CPU --_free_spare_place (an idle chunk needs the place)--> GPU                 while it runs
 
-The policy decides which end of a conversation leaves first. A copy in flight is a `Ticket`. A running
-conversation is *pinned*: none of its chunks is evicted.
+The policy decides which end of a conversation leaves first. A chunk is evictable_without_copy if every chunk
+in the full CPU tier was worth more. A copy in flight is a `Ticket`. A running conversation is *pinned*: none
+of its chunks is evicted.
 
-Invariants: we never believe KV to be cached that is not. Every slot and every place is free, or in exactly
-one chunk, or given up to a copy in flight. The slot table agrees with the chunks. `check_integrity` checks
-all this.
+Invariants: KV that counts as cached is there when a step reads it. Every slot and every place is free, or in
+exactly one chunk, or given up to a copy in flight. The slot table agrees with the chunks. `check_integrity`
+checks all but the first: it sees no bytes.
 
 Admission and release cost O(context). A decode costs O(1), however long its context is and however many
 conversations there are. A request that waits for slots adds a search for victims to the step.
 """
 import heapq
-import math
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -54,7 +56,8 @@ class Chunk:
         # True if we chose not to copy this chunk. Its slots may be taken at any time. Cleared when the
         # conversation runs again.
         self.evictable_without_copy = False
-        # What the totals say of it: its holder, its next move, how many slots it has, and if it is present.
+        # What `_update` last added to the totals for it: to which holder, with which next move, how many
+        # slots, and whether it was present.
         self.booked: tuple[Conversation, str | None, int, bool] = holder, None, 0, False
 
     @property
@@ -84,7 +87,8 @@ class Conversation:
     users = 1           # conversations that use the chunks which this one holds
 
     def __init__(self, name: str | None, order: int, tokens: Iterable[int], chunk_size: int, toward: int):
-        """order: its number in the order of creation. toward: the policy's, see there."""
+        """order: its number in the order of creation. toward: +1 if its first chunk leaves first, -1 if its
+        last one does (`Policy.toward`)."""
         self.one_off = name is None                     # forgotten at the end of its request
         self.name = order if self.one_off else name
         self.order, self.chunk_size, self.toward = order, chunk_size, toward
@@ -106,15 +110,16 @@ class Conversation:
         self.present = 0                            # chunks that are not absent
         self.reclaimable = 0                        # slots in chunks whose next move is "reclaim"
         self.by_move = dict.fromkeys(MOVES, 0)      # chunks by next move
-        # No chunk with this move comes before this index, in the order in which chunks leave.
-        self.frontier = dict.fromkeys(MOVES, 0 if toward > 0 else math.inf)
+        # By move: where the search for the next victim begins. In the order in which chunks leave, no chunk
+        # with this move comes before this index.
+        self.frontier = dict.fromkeys(MOVES, 0)
 
     def next_victim(self, move: str) -> Chunk:
         """Return the next chunk to which eviction should apply `move`. At least one chunk must allow that
         move.
 
         We remember in `frontier` how far we had to look, so that the next search begins there."""
-        index = min(self.frontier[move], len(self.chunks) - 1)
+        index = min(self.frontier[move], len(self.chunks) - 1)      # the last chunks may have been truncated
         while self.chunks[index].holder is not self or self.chunks[index].next_move != move:
             index += self.toward
         self.frontier[move] = index
@@ -164,7 +169,8 @@ class KVCache:
         self.num_slots, self.num_places, self.chunk_size = num_slots, num_places, chunk_size
         self.policy = policy
         self.free_slots = list(range(num_slots - 1, -1, -1))        # a stack
-        self.free_places = list(range(num_places))      # a heap: chunks that leave together lie side by side
+        # A heap: the lowest place is taken first, so chunks that leave together lie side by side.
+        self.free_places = list(range(num_places))
         self.free_rows = list(range(rows - 1, -1, -1))              # a stack
         self.table = np.full((rows, max_context), -1, np.int32)     # the slot table's master copy
         self.table_updates: list[tuple[int, int, int]] = []         # (row, start, end) written lately
@@ -172,9 +178,10 @@ class KVCache:
         self.conversations: dict[str | int, Conversation] = {}      # by name
         self.running: dict[int, Conversation] = {}                  # by order
         self.in_flight: set[Ticket] = set()
-        self.reclaimable = 0            # slots that `reclaim` can free: those of pinned chunks do not count
+        self.reclaimable = 0            # slots that `reclaim` can free: those of pinned holders do not count
         self.indexes = {move: VictimIndex(policy) for move in MOVES}
-        # For each index, and for `cold`: what they do not know of yet, by order.
+        # For each index, and for `cold`: the holders that have changed since it was last brought up to date,
+        # by order.
         self.changed: dict[str, dict[int, Conversation]] = {name: {} for name in (*MOVES, "cold")}
         self.cold: dict[int, Conversation] = {}                     # by order, see `cold_conversations`
         self.orders = count()
@@ -183,7 +190,8 @@ class KVCache:
     # ---- conversations
 
     def open(self, name: str | None, tokens: Iterable[int] = ()) -> Conversation:
-        """The conversation of that name. A new one begins with `tokens`. None: a new one-off."""
+        """Return the conversation of that name. If there is none, a new one begins with `tokens`. None as a
+        name: always a new one, a one-off."""
         if name in self.conversations:
             return self.conversations[name]
         conversation = Conversation(name, next(self.orders), tokens, self.chunk_size, self.policy.toward)
@@ -192,12 +200,14 @@ class KVCache:
         return conversation
 
     def extend(self, conversation: Conversation, prompt: Sequence[int]) -> bool:
-        """The prompt joins the conversation's tokens. (Only sharing.py ever answers False: not yet.)"""
+        """Append the prompt to the conversation's tokens, and return True. (sharing.py may return False
+        instead: the prompt has to wait, ask again later.)"""
         conversation.tokens.extend(prompt)
         return True
 
     def set_waiting(self, conversation: Conversation, waiting: bool):
-        """Does a turn of the conversation wait in the queue?"""
+        """Note whether a turn of the conversation waits in the queue. (The conversation itself counts 0 or 1.
+        Another holder counts all of its users.)"""
         change = waiting - conversation.waiting
         for holder in conversation.holders:
             holder.waiting += change
@@ -232,7 +242,7 @@ class KVCache:
         """Free the KV of a conversation that is not running, and keep its tokens."""
         known = conversation.known
         self.truncate(conversation, len(conversation.tokens), 0)
-        conversation.known = known
+        conversation.known = known          # these tokens count as recomputed when they return, not as new
 
     def drop_everything(self):
         """Free all KV. No conversation may be running, and no copy may be moving any more (whether we have
@@ -432,10 +442,9 @@ class KVCache:
         return None
 
     def reclaim(self, conversation: Conversation):
-        """Take the slots of one unit of an idle conversation's reclaimable chunks. A chunk with a CPU copy
-        lives on there. A chunk without one becomes absent (`_drop`).
-
-        Which chunks: `next_victim`, as often as the policy's `unit` says for all that are reclaimable."""
+        """Free the slots of an idle conversation's next reclaimable chunks: as many chunks as the policy's
+        `unit` says for all that are reclaimable, each the `next_victim`. A chunk with a CPU copy lives on
+        there. A chunk without one becomes absent (`_drop`)."""
         for _ in range(self.policy.unit(conversation.by_move["reclaim"])):
             chunk = conversation.next_victim("reclaim")
             if chunk.place is None:
@@ -469,7 +478,9 @@ class KVCache:
         return None
 
     def _free_spare_place(self) -> bool:
-        """Give up a place of a running conversation that has the same KV on the GPU."""
+        """Free the place of a chunk that a running conversation has on the GPU, too. False if there is none.
+
+        Such a chunk counts under "reclaim", the next move of an idle one. But here it keeps its slots."""
         for conversation in self.running.values():
             for holder in conversation.holders:
                 if holder.by_move["reclaim"]:
@@ -516,7 +527,7 @@ class KVCache:
                 self._update(chunk)
 
     def _write_table(self, conversation: Conversation, start: int, slots: list[int]):
-        """The conversation's row from position `start` on."""
+        """Write `slots` into the conversation's row of the slot table, from position `start` on."""
         conversation.room = start + len(slots)
         self.table[conversation.row, start:conversation.room] = slots
         self.table_updates.append((conversation.row, start, conversation.room))
@@ -544,12 +555,13 @@ class KVCache:
         self._update(chunk)
 
     def _give_up_slots(self, chunk: Chunk, keep: int):
-        """All but the first `keep`. They stay busy while a copy is in flight."""
+        """Give up all but the first `keep` slots. They stay busy while a copy is in flight."""
         (chunk.ticket.orphans if chunk.ticket else self.free_slots).extend(chunk.slots[keep:])
         del chunk.slots[keep:]
 
     def _give_up_place(self, chunk: Chunk):
-        """The place stays busy while a copy is in flight: then `complete` frees it."""
+        """Give up the chunk's place, if it has one. While a copy is in flight the place stays busy, and
+        `complete` frees it."""
         if chunk.place is not None and not chunk.ticket:
             heapq.heappush(self.free_places, chunk.place)
         chunk.place = None
@@ -560,8 +572,9 @@ class KVCache:
         return sum(holder.held for holder in conversation.holders)
 
     def _update(self, chunk: Chunk):
-        """Call this after every change of what is counted of a chunk. The totals of a holder are sums over
-        `booked`: we subtract what we last added for this chunk, and add what is true now."""
+        """Call this whenever a chunk's holder, `state`, `next_move` or number of slots may have changed. The
+        totals of a holder are sums over `booked`: we subtract what we last added for this chunk, and add what
+        is true now."""
         before = chunk.booked
         chunk.booked = chunk.holder, chunk.next_move, len(chunk.slots), chunk.state is not None
         for sign, (holder, move, slots, present) in ((-1, before), (+1, chunk.booked)):
@@ -572,13 +585,12 @@ class KVCache:
             if move:
                 holder.by_move[move] += sign
                 self.changed[move][holder.order] = holder
+                if (chunk.index - holder.frontier[move]) * holder.toward < 0:
+                    holder.frontier[move] = chunk.index
             if move == "reclaim":
                 holder.reclaimable += sign * slots
                 if not holder.pins:
                     self.reclaimable += sign * slots
-        # Here holder and move are those of now.
-        if move and (chunk.index - holder.frontier[move]) * holder.toward < 0:
-            holder.frontier[move] = chunk.index
 
     def _pin(self, conversation: Conversation):
         for holder in conversation.holders:
@@ -595,13 +607,13 @@ class KVCache:
             self._note_change(holder)
 
     def _note_change(self, holder: Conversation):
-        """All indexes and `cold` must look at the holder again. (`_update` tells only those that count the
-        chunk.)"""
+        """Something has changed that all indexes and `cold` depend on. (A change of one chunk concerns only
+        some of them: `_update` notes it there.)"""
         for changed in self.changed.values():
             changed[holder.order] = holder
 
     def _cheapest(self, move: str, now: float) -> Conversation | None:
-        """The conversation whose next chunk for this move is worth least."""
+        """The conversation whose next chunk for this move is worth least. None: no chunk allows the move."""
         self._update_index(move)
         member = self.indexes[move].cheapest(now)
         return member and member.conversation
@@ -619,6 +631,7 @@ class KVCache:
         changed.clear()
 
     def _note_cold(self, conversation: Conversation):
+        """Add it to `cold`, or take it out."""
         if self._is_cold(conversation):
             self.cold[conversation.order] = conversation
         else:
@@ -636,7 +649,10 @@ class KVCache:
     # ---- checking
 
     def check_integrity(self):
-        """Check every invariant of the books from scratch. O(everything): for tests and `debug=True`."""
+        """Check every invariant of the books from scratch. O(everything): for tests and `debug=True`.
+
+        It notes a change of every holder. So the indexes and `cold` look at each of them again, and must find
+        nothing new."""
         filed, cold = self._filed(), self.cold_conversations()
         slots, places, reclaimable = Counter(self.free_slots), Counter(self.free_places), 0
         for ticket in self.in_flight:

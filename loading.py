@@ -44,7 +44,7 @@ def load_worker(config, directory: Path | None, ranks: Alone = ALONE, kind: Call
         dtype = "bfloat16" if device == "cuda" else "float32"
     dtype = getattr(torch, dtype)
     if device == "cuda":
-        gc.collect()        # an engine that was closed still has its weights and tiers: it is part of cycles
+        gc.collect()        # an engine that was closed has its weights and tiers while a cycle holds it
     try:
         model = (load_model(directory, device, dtype, ranks) if directory else
                  random_model(config.model, device, dtype, config.max_context, ranks=ranks))
@@ -203,12 +203,15 @@ def fuse(model: Model, compiler: Callable = INDUCTOR):
         x = layer.after_attention(x, attended)
         return x, *following.before_attention(x)
 
+    # With `model` in it, the function would be part of a cycle, and a model that nobody needs would stay in
+    # memory until a garbage collection.
+    layers, norm = model.layers, model.norm
+
     def through_layers(x: Tensor, attend: Attend) -> Tensor:        # computes what the model's own does
-        q_k_v = model.layers[0].before_attention(x)
-        for number, (layer, following) in enumerate(pairwise(model.layers)):
+        q_k_v = layers[0].before_attention(x)
+        for number, (layer, following) in enumerate(pairwise(layers)):
             x, *q_k_v = between(layer, x, attend(number, *q_k_v), following)
-        last = len(model.layers) - 1
-        return model.norm(model.layers[last].after_attention(x, attend(last, *q_k_v)))
+        return norm(layers[-1].after_attention(x, attend(len(layers) - 1, *q_k_v)))
     model.through_layers = through_layers
 
 

@@ -82,6 +82,11 @@ class ModelConfig:
             object.__setattr__(self, "head_dim", self.width // self.num_heads)      # the class is frozen
         if self.rope_theta is not None and self.head_dim % 2:
             raise ValueError(f"rotary positions need an even head size, not head_dim = {self.head_dim}")
+        theta = () if self.rope_theta is None else (self.rope_theta,)
+        for number in (self.norm_eps, *theta, *(self.rope_scaling or ())):
+            if type(number) not in (int, float) or not 0 < number < math.inf:
+                raise ValueError("the norms' eps, rope_theta and the numbers of rope_scaling must be above "
+                                 f"0, not {number!r}")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"unknown activation {self.activation!r}; known: {', '.join(ACTIVATIONS)}")
 

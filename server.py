@@ -19,6 +19,10 @@ def leave(number, frame):
 
 
 if __name__ == "__main__":
+    # If stderr is closed, the next file that we open would take its place, and what is meant for stderr would
+    # land in that file: in the history. So we fill the places 0 to 2 first.
+    while os.open(os.devnull, os.O_RDWR) < 3:
+        pass
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, leave)                    # first of all, since the imports below take seconds
 

@@ -116,6 +116,7 @@ def play_curve(task: tuple[Panel, str, argparse.Namespace]) -> list[dict]:
     rows = {}
 
     def latency(rate: float | None) -> float:
+        """Play this rate, and keep its row."""
         rows[rate] = play(system, panel, rate, options)
         return rows[rate][panel.latency]
 
@@ -124,7 +125,7 @@ def play_curve(task: tuple[Panel, str, argparse.Namespace]) -> list[dict]:
         for rate in panel.rates:
             latency(rate)
     elif latency(lowest) <= panel.at_ms:
-        bisect_left(higher, panel.at_ms, key=latency)
+        bisect_left(higher, panel.at_ms, key=latency)       # it plays the rates that it looks at
     return [rows[rate] for rate in sorted(rows)]
 
 

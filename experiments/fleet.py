@@ -26,7 +26,7 @@ from collections.abc import Callable
 import numpy as np
 
 from engine import Engine, Handle
-from experiments.run import Panel, Served, System, build, planned, summary, too_short, window
+from experiments.run import Panel, Served, System, build, outcome, planned, window
 from experiments.workload import PlannedConversation, within_context
 
 POINTS = 1600           # of each server on the ring: HAProxy makes 16 for each unit of its weight, 100
@@ -142,7 +142,4 @@ def play_fleet(task: tuple[Panel, int, str, argparse.Namespace]) -> dict:
     row = dict(system=name, servers=servers, model=panel.model, dataset=panel.dataset, think=panel.think,
                request_rate=rate, hit_rate=cached / max(1, sum(said for _, said in counted)),
                busiest_server=busiest)
-    served = [turn for turn, _ in fleet.served]
-    if reason := too_short(engines[0], served, begin, until):
-        row["too_short"] = reason
-    return row | summary(served, begin)
+    return row | outcome(engines[0], [turn for turn, _ in fleet.served], begin, until)

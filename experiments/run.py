@@ -314,9 +314,7 @@ def play(name: str, panel: Panel, rate: float | None, options) -> dict:
 
     row = dict(system=name, policy=name if name in EXPERIMENTS else engine.config.policy, model=panel.model,
                dataset=panel.dataset, think=panel.think, request_rate=rate, cpu_gb=panel.cpu_gb)
-    row |= summary(served, begin)
-    if reason := too_short(engine, served, begin, until):
-        row["too_short"] = reason
+    row |= outcome(engine, served, begin, until)
     stats = engine.stats()
     if places := stats["cpu_chunks_total"]:
         row["turnovers"] = stats["chunks_dropped"] / places             # of the CPU tier
@@ -324,6 +322,12 @@ def play(name: str, panel: Panel, rate: float | None, options) -> dict:
         row.setdefault(counter, value)
     engine.close()
     return row
+
+
+def outcome(engine: Engine, served: list[Served], begin: float, until: float) -> dict:
+    """The summary of a run; if the run was too short to tell, also why, as `too_short`."""
+    reason = too_short(engine, served, begin, until)
+    return summary(served, begin) | (dict(too_short=reason) if reason else {})
 
 
 STEADY = 0.02           # hit rates that differ by less are the same

@@ -194,6 +194,7 @@ class API:
                     prefix=prefix,
                     instructions=body.instructions,
                     truncate=body.truncation == "auto",
+                    template_options=body.chat_template_kwargs,
                     max_tokens=body.max_output_tokens)
 
     def _message(self, prefix: str, entry: Item | ItemReference) -> dict:

@@ -203,6 +203,8 @@ class ReplyBody(EngineOptions):
     session_id: Name = None
     prompt_cache_key: Name = None
 
+    chat_template_kwargs: TemplateOptions = None            # vLLM's, such as {"enable_thinking": false}
+
     # These change nothing here, where nobody calls tools and all turns are served alike.
     user: Text = None
     metadata: Metadata = None
@@ -223,7 +225,6 @@ class ChatBody(ReplyBody):
     max_tokens: int = Field(None, ge=1)
     max_completion_tokens: int = Field(None, ge=1)          # the newer name of max_tokens
     stream_options: ChatStreamOptions = ChatStreamOptions()
-    chat_template_kwargs: TemplateOptions = None            # vLLM's, such as {"enable_thinking": false}
     n: int = Field(1, ge=1, le=16)
     logprobs: bool = False
     response_format: TextFormat = None

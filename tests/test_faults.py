@@ -476,19 +476,22 @@ def test_what_can_be_printed_is_printed():
     assert os.fdopen(reading, "rb").readline() == b"gpu 96 \\xb7 cpu 64\n"
 
 
-def test_a_server_whose_output_nobody_takes(checkpoint):
-    """Its stdout has a reader that has stopped, its stderr is closed."""
+def test_a_server_whose_output_nobody_takes(checkpoint, tmp_path):
+    """Its stdout has a reader that has stopped, its stderr is closed. What is written to descriptor 2 all the
+    same, by a library or by our own handler of signals, must not land in the history."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     command = [sys.executable, ROOT / "server.py", "--model", checkpoint, "--port", port,
-               "--history", ":memory:", "--gpu-cache-tokens", str(CONTEXT)]
-    with (subprocess.Popen(command, stdout=full_pipe()[1], preexec_fn=lambda: os.close(2)) as process,
+               "--history", tmp_path / "history", "--gpu-cache-tokens", str(CONTEXT)]
+    with (subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=full_pipe()[1],
+                           preexec_fn=lambda: os.close(2)) as process,
           connect(f"http://127.0.0.1:{port}") as client):
         def listens():
             with contextlib.suppress(openai.APIConnectionError):
                 return client.models.list()
         try:
             eventually(listens, 60)
+            assert {os.readlink(f"/proc/{process.pid}/fd/{n}") for n in (0, 2)} == {os.devnull}
             for stream in (False, True):
                 assert ask(client, [user("Hi")], stream, max_tokens=2)[2]
             with pytest.raises(openai.BadRequestError):     # a line of http.server's

@@ -59,3 +59,14 @@ def test_pydantic_ai(server, kind):
     def say(text):
         history[:] = agent.run_sync(text, message_history=history, model_settings=USUAL).all_messages()
     chat(server, say)
+
+
+@pytest.mark.parametrize("kind", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+def test_openai_agents(server, kind):
+    """With a session of its own. A reply that max_tokens cuts off would be an error for it."""
+    agents, openai = pytest.importorskip("agents"), pytest.importorskip("openai")
+    model = getattr(agents, kind)("ascii", openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none"))
+    settings = agents.ModelSettings(temperature=2, extra_body=dict(seed=1))
+    agent = agents.Agent(name="one", instructions=f"Be {kind}.", model=model, model_settings=settings)
+    session, quiet = agents.SQLiteSession(kind), agents.RunConfig(tracing_disabled=True)
+    chat(server, lambda text: agents.Runner.run_sync(agent, text, session=session, run_config=quiet))

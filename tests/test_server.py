@@ -240,6 +240,9 @@ def test_options_of_the_chat_template(server, client, monkeypatch):
     thinking, not_thinking = (prompt(chat_template_kwargs=dict(enable_thinking=value))
                               for value in (True, False))
     assert thinking == not_thinking + len("Think!") == prompt() + len("Think!")
+    counted = client.responses.input_tokens.count(
+        input="Hi", extra_body=dict(chat_template_kwargs=dict(enable_thinking=True)))
+    assert counted.input_tokens == thinking
     with pytest.raises(openai.BadRequestError, match="chat_template_kwargs"):
         prompt(chat_template_kwargs=dict(tools=[1]))
 

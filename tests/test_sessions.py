@@ -3,6 +3,7 @@ import random
 import sqlite3
 import threading
 import time
+import weakref
 from contextlib import closing
 from functools import partial
 from itertools import groupby
@@ -39,6 +40,16 @@ def started(request):
 def opened(started, **options):
     sessions = Sessions("tiny_chat", **options)
     return sessions.start() if started else sessions
+
+
+def test_closed_sessions_leave_memory_at_once(started):
+    """Else the model and its tiers would stay until a garbage collection."""
+    sessions = opened(started, **TINY)
+    sessions.chat("Hi", conversation="c", max_tokens=3)
+    sessions.close()
+    kept = weakref.ref(sessions.engine.worker)
+    del sessions
+    assert kept() is None
 
 
 def talkative(sessions, tokens):

@@ -5,6 +5,7 @@ import random
 import re
 import subprocess
 import sys
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
@@ -300,6 +301,16 @@ def test_a_fused_model_computes_the_same_and_is_compiled_for_all_its_layers_at_o
         torch.testing.assert_close(hidden(fused, tokens), hidden(plain, tokens), atol=1e-4, rtol=1e-4)
         compiled.append(counts["unique_graphs"] - before)
     assert compiled == [1, 2, 3, 3, 3, 3, 3]
+
+
+def test_a_fused_model_leaves_memory_at_once():
+    """Else its weights would stay until a garbage collection."""
+    model = rotary_model()
+    fuse(model, partial(torch.compile, backend="eager"))
+    hidden(model, 4)
+    kept = weakref.ref(model)
+    del model
+    assert kept() is None
 
 
 def test_a_model_that_cannot_be_compiled_runs_as_it_is():
