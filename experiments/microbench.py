@@ -519,9 +519,10 @@ def timed_step(engine: Engine) -> tuple[float, float]:
 def machine(engine: Engine, cost: RecomputeCost, seed: int) -> tuple[Hardware, Operators]:
     """The rates and shares with which a SimulatedWorker imitates this machine and the engine's model.
 
-    Rates are measured, so the operators' shares are 1. The exception is attention: its share follows
-    from `cost`, the profile, at the longest context. We count the host's work per step and per span,
-    and none per layer."""
+    Large products and copies give the rates. A small model does not reach them, so its operators' shares
+    come from its own work. `cost`, the profile, tells how long a chunk takes in the matrix products, and in
+    attention at the longest context. How much longer a decode takes with 2,048 tokens of context than with 8
+    tells how fast it reads KV. We count the host's work per step and per span, and none per layer."""
     worker, batch = engine.worker, engine.config.max_running
     bench = Bench(worker.device.type)
     host = torch.ones(2**27, dtype=torch.uint8, pin_memory=bench.cuda)
@@ -529,17 +530,24 @@ def machine(engine: Engine, cost: RecomputeCost, seed: int) -> tuple[Hardware, O
     runs = {"copy": lambda n: there.copy_(host)}
     link = host.nbytes / in_turns("cpu", runs, repeats=10)["copy"]
     hardware = Hardware(bench.flops, read_bandwidth(bench.device), link, link, worker.dtype.itemsize)
-    ideal = Operators(matmul=1, attention=1, memory=1, link=1, per_layer=0, per_step=0)
 
-    def simulated(hardware: Hardware) -> SimulatedWorker:
-        return SimulatedWorker(worker.model.config, hardware, ideal, None, 1, 0, worker.max_context,
+    def simulated(hardware: Hardware, operators: Operators) -> SimulatedWorker:
+        return SimulatedWorker(worker.model.config, hardware, operators, None, 1, 0, worker.max_context,
                                worker.chunk_size)
 
-    compute_only = simulated(hardware._replace(memory=math.inf))
-    attention = compute_only.attention_seconds(worker.chunk_size, cost.lengths[-1]) / cost.seconds[-1]
     time_steps(engine, batch, 8, 32, seed)                            # warms up
     _, one = time_steps(engine, 1, 8, 32, seed)
     _, many = time_steps(engine, batch, 8, 32, seed)
+    context = min(2048, worker.max_context - 32)
+    _, far = time_steps(engine, 1, context, 32, seed)
+
+    ideal = Operators(matmul=1, attention=1, memory=1, link=1, per_layer=0, per_step=0)
+    peak = simulated(hardware, ideal)
+    compute_only = simulated(hardware._replace(memory=math.inf), ideal)
+    operators = ideal._replace(
+        matmul=min(1.0, peak.profile().rest / cost.rest),
+        attention=compute_only.attention_seconds(worker.chunk_size, cost.lengths[-1]) / cost.seconds[-1],
+        memory=min(1.0, (context - 8) * peak.token_bytes / hardware.memory / max(far - one, 1e-9)))
     per_span = max(0.0, (many - one) / max(batch - 1, 1))
-    per_step = max(0.0, one - per_span - simulated(hardware).linear_seconds(1, 1))
-    return hardware, ideal._replace(attention=attention, per_step=per_step, per_span=per_span)
+    per_step = max(0.0, one - per_span - simulated(hardware, operators).linear_seconds(1, 1))
+    return hardware, operators._replace(per_step=per_step, per_span=per_span)

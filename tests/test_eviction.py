@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from eviction import MIN_IDLE, POLICIES, Member, RecomputeCost, VictimIndex, cheapest_by_scanning, worth
-from experiments.policies import LiteralIdleness, Oracle, ReturnHazard
+from experiments.policies import LiteralIdleness, Oracle
 
 COST = RecomputeCost({32: 1.0, 64: 2.0, 128: 6.0}, rest=10.0)
 
@@ -113,28 +113,6 @@ def test_the_oracle_prefers_to_evict_who_returns_last():
     assert index.cheapest(10.0).conversation is last and policy.value(0, math.inf) == 0
     index.discard(2)
     assert index.cheapest(10.0).conversation is late
-
-
-def test_the_hazard_of_return_is_learnt():
-    """Of conversations with one turn, every second one returns after 6 s; of those with two, all do after
-    100 s."""
-    policy = ReturnHazard(COST, 32)
-    def idle(turns, last_active):
-        return SimpleNamespace(turns=turns, last_active=last_active, waiting=False)
-    assert policy.value(1, 4.0) == 1 / 4                            # nothing is known yet
-    for n in range(64):
-        for turns, seconds, returns in ((0, 6.0, n % 2), (1, 100.0, True)):
-            conversation = idle(turns, 10.0)
-            policy.ended(conversation)
-            assert conversation.turns == turns + 1
-            if returns:
-                policy.returned(conversation, 10.0 + seconds)
-    policy.returned(idle(0, 0.0), 50.0)                             # a first turn is no return
-    assert policy.value(1, 4.0) == pytest.approx(32.5 / 65 / 4, rel=0.2)              # 32 of 64 in [4, 8) s
-    # who has had two turns returns later, but returns
-    assert policy.value(1, 5.0) > policy.value(2, 5.0) > 5 * policy.value(1, 20.0)
-    values = [policy.value(2, 2.0 ** n) for n in range(-3, 20)]
-    assert values == sorted(values, reverse=True) and values[-1] > 0
 
 
 # ---- VictimIndex.cheapest

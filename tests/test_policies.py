@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from eviction import RecomputeCost
-from experiments.policies import ReturnChance, ReuseByCategory, TailOptimized
+from experiments.policies import ExpectedCost, ReuseByCategory, TailOptimized
 from experiments.run import watch_recomputation
 
 COST = RecomputeCost({32: 0.03, 64: 0.05}, rest=0.01)       # chunks of 32: 40 ms, 60 ms, 80 ms, ...
@@ -45,15 +45,15 @@ def test_a_category_returns_with_its_own_chance():
     assert policy.value(1, 60.0) == pytest.approx(once * (1 - math.exp(-5)), rel=0.05)
 
 
-def test_return_chance_weighs_the_retention_value():
-    policy = learnt(ReturnChance(COST, 32))
+def test_expected_cost_is_the_rate_of_return_times_the_cost():
+    policy = learnt(ExpectedCost(COST, 32))
     key = policy.key(idle(2), 1, 9)
-    assert policy.value(key, 60.0) == pytest.approx(policy.chance(2, 60.0)[0] * 0.060 / 60)
+    assert policy.value(key, 60.0) == pytest.approx(3 / (3 + math.e) / 60 * 0.060, rel=0.05)
     assert policy.value(policy.key(idle(1), 1, 9), 60.0) < policy.value(key, 60.0)
 
 
 @settings(deadline=None)                    # a busy machine takes its time
-@given(st.sampled_from([ReuseByCategory, ReturnChance]), st.integers(1, 8), st.integers(0, 50),
+@given(st.sampled_from([ReuseByCategory, ExpectedCost]), st.integers(1, 8), st.integers(0, 50),
        st.floats(1e-3, 1e5), st.floats(1e-3, 1e5))
 def test_no_value_rises_with_idle_time(kind, turns, index, one, other):
     policy = learnt_once[kind]
@@ -61,7 +61,7 @@ def test_no_value_rises_with_idle_time(kind, turns, index, one, other):
     assert policy.value(key, max(one, other)) <= policy.value(key, min(one, other))
 
 
-learnt_once = {kind: learnt(kind(COST, 32)) for kind in (ReuseByCategory, ReturnChance)}
+learnt_once = {kind: learnt(kind(COST, 32)) for kind in (ReuseByCategory, ExpectedCost)}
 
 
 def test_seconds_of_recomputation():

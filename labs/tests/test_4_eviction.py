@@ -180,7 +180,7 @@ def test_the_gap_between_lru_and_the_oracle(expected, progress, monkeypatch):
 
     def share(seconds):
         return f"{(lru - seconds) / (lru - oracle):.1%}"
-    known = "literal idleness", "return hazard", "oracle"
+    known = "literal idleness", "tail-optimized", "reuse by category", "expected cost", "oracle"
     own = {name: policy for name, policy in EXPERIMENTS.items() if name not in known}
     found = {}
     try:
