@@ -150,10 +150,10 @@ def prune_by_age(sessions: Sessions, max_age: float):
 
 
 def begin_demo(server: Server):
-    """Starts a stateless engine, which computes every turn again, and opens a browser in which the chat page
+    """Starts a stateless engine, which answers every turn, too, and opens a browser in which the chat page
     plays its example."""
     options = vars(server.engine.config) | dict(stateless=True, cpu_cache_tokens=0)
-    server.stateless_engine = Engine(**options).start()
+    server.stateless = Sessions(Engine(**options).start(), history=server.sessions.history)
     url = f"{server.url}/#play"
 
     def open_page():                                    # some browsers come back only when they are closed
@@ -178,8 +178,8 @@ def serve_until_stopped(server: Server):
     finally:
         server.server_close()
         server.sessions.close()
-        if server.stateless_engine:
-            server.stateless_engine.close()
+        if server.stateless:
+            server.stateless.engine.close()
 
 
 def settle_in():

@@ -22,13 +22,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from engine import Engine
 from serving import live
 from serving.guard import ALL_KEYS, Guard, page_policy
 from serving.history import StaleTurn
@@ -85,7 +85,7 @@ class Server(ThreadingHTTPServer):
         self.connections = threading.BoundedSemaphore(max_connections)
         self.deadlines: dict[socket.socket, float] = {}     # of the requests that are arriving
         self.stop_at: float | None = None                   # set when the server begins to drain
-        self.stateless_engine: Engine | None = None         # --demo compares our answers with its
+        self.stateless: Sessions | None = None              # --demo: it answers our turns without memory
         try:
             super().__init__(address, Handler)
         except OSError as error:
@@ -166,26 +166,32 @@ class Server(ThreadingHTTPServer):
             return reply
         for metrics in {self.metrics[prefix], self.metrics[ALL_KEYS]}:      # it may be one and the same
             metrics.count(turn, reply)
-        milliseconds = round(1000 * (turn.handle.request.times[0] - turn.handle.submitted))
+        milliseconds = first_token_ms(turn)
         self.recent_turns.append(dict(
             conversation=turn.conversation, response=f"resp_{turn.id}", **reply.usage,
             first_token_ms=milliseconds, finish_reason=reply.finish_reason,
-            without_memory_ms=self.milliseconds_without_memory(turn, reply)))
+            stateless=self.answer_without_memory(turn, reply)))
         print(f"{reply.sources} · first token {milliseconds} ms")
         return reply
 
-    def milliseconds_without_memory(self, turn: LiveTurn, reply: Answer) -> int | None:
-        """The time to the first token if nothing is cached: the stateless engine computes the same context.
-        None if there is no such engine, or if the history does not have the turn."""
-        if not self.stateless_engine:
+    def answer_without_memory(self, turn: LiveTurn, reply: Answer) -> dict | None:
+        """The same turn, answered by the stateless engine: the text, and what it cost. None if there is no
+        such engine, or if the turn before this one was deleted."""
+        if not self.stateless:
             return None
+        plan, sampling = turn.plan, asdict(turn.handle.sampling)
+        base, most = None if plan.restarts else plan.after, reply.usage["completion_tokens"]
         try:
-            context = self.sessions.history.tokens(turn.id)[:reply.usage["prompt_tokens"]]
+            again = self.stateless.submit(plan.prompt, base=base, max_tokens=most, **sampling)
         except StaleTurn:
             return None
-        begin = time.perf_counter()
-        self.stateless_engine.generate(context.tolist(), max_tokens=1)
-        return round(1000 * (time.perf_counter() - begin))
+        answer = again.result()
+        return dict(answer.usage, text=answer.text, first_token_ms=first_token_ms(again))
+
+
+def first_token_ms(turn: LiveTurn) -> int:
+    """From the turn's submission to the engine until the engine had its first token."""
+    return round(1000 * (turn.handle.request.times[0] - turn.handle.submitted))
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -25,7 +25,7 @@ def draw(url: str, file: str):
         page.open(url)
         page.find("#play")[0].click()
         eventually(lambda: "your turn" in page.find("#story")[0].text, seconds=120)
-        eventually(lambda: "idle" in page.find(".row")[0].text)
+        eventually(lambda: "idle" in page.find(".row")[0].text and not page.find("[data-move]"))
         browser.save_screenshot(file)
     finally:
         browser.quit()

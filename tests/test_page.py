@@ -32,7 +32,7 @@ STRIPS = """return [...document.querySelectorAll(".row")].map(row => [
     [...row.querySelectorAll(".chunk")].map(chunk => chunk.dataset.state).join("")])"""
 SAID = """return [...document.querySelectorAll(".chat")].map(chat =>
     [...chat.querySelectorAll(".turn")].map(turn =>
-        [...turn.querySelectorAll(".user, .answer, .ours .share")].map(element => element.textContent)))"""
+        [...turn.querySelectorAll(".user, .ours :is(.answer, .share)")].map(part => part.textContent)))"""
 
 # Keeps every picture: of each strip its name, its chunks' states, and which chunk is framed (-1: none).
 RECORD = """
@@ -213,18 +213,25 @@ def test_what_was_saved(page, url):
     page.say(0, "My lucky number is 7.")
     page.say(0, "I live in Oslo.")
     usage = page.get("/cache")["turns"][-1]
-    cached = usage["gpu"] + usage["cpu"]
-    told = page.find(".ours p")[-1].text
-    assert told.startswith(f"{cached} of {usage['prompt_tokens']} tokens were cached: first token after "
-                           f"{usage['first_token_ms']:,} ms; without memory up to ")
-    bound = float(re.search("up to ([0-9]+) ms", told.replace(",", ""))[1])
-    seconds = page.get("/cache")["recompute_seconds"]
-    saved_ms = sum(1e3 * seconds[position // 32] / 32 for position in range(cached))
-    assert bound == float(f"{usage['first_token_ms'] + saved_ms:.2g}")
-    assert not page.find(".without")[0].is_displayed()
-    page.find("#compare")[0].click()
-    assert page.find(".without")[-1].is_displayed()
-    assert f"recomputed {cached}" in page.find(".without")[-1].text
+    cached, tokens = usage["gpu"] + usage["cpu"], usage["prompt_tokens"]
+    assert page.find(".ours .source p")[-1].text == (
+        f"{cached} of {tokens} tokens were cached, {tokens - cached} computed. First token after "
+        f"{usage['first_token_ms']:,} ms.")
+    assert not page.find("#compare")[0].is_displayed()          # there is no other engine
+
+
+def test_half_speed(page, url):
+    page.open(url)
+    page.say(0, "Hello!")
+    eventually(lambda: page.find(".chunk"))
+    move = """const chunk = document.querySelector(".chunk");
+              chunk.dataset.move = arguments[0];
+              return parseFloat(getComputedStyle(chunk, arguments[1]).animationDuration)"""
+    for kind, half in (("swap_in", "::before"), ("swap_out", "::after"), ("recompute", "::before")):
+        whole = page.run(move, kind, half)
+        page.find("#slow")[0].click()
+        assert page.run(move, kind, half) == 2 * whole > 0
+        page.find("#slow")[0].click()
 
 
 def test_eighty_chats(page, url):
@@ -426,8 +433,20 @@ def test_the_demo(demo, page):
 
     usage = page.get("/cache", "secret")["turns"][-3:]
     assert usage[0]["cpu"] and usage[1]["recomputed"] and usage[2]["gpu"] and usage[2]["cpu"]
-    saved = page.run("return [...document.querySelectorAll('.ours p')].map(line => line.textContent)")
-    assert f"; without memory {usage[2]['without_memory_ms']:,} ms." in "".join(saved)
+    assert not page.find(".without")[-1].is_displayed()
+    page.find("#compare")[0].click()
+    assert page.find(".without")[-1].is_displayed()
+    panes = page.run("return [...document.querySelectorAll('.answer')].map(pane => "
+                     "[pane.textContent, pane.getBoundingClientRect().y])")
+    assert len(panes) == 2 * 36 and panes[::2] == panes[1::2]   # side by side: ours, and the same without
+    told = page.run("return document.getElementById('chats').textContent")
+    for turn in page.get("/cache", "secret")["turns"]:
+        tokens, cached = turn["prompt_tokens"], turn["gpu"] + turn["cpu"]
+        ours, without = turn["first_token_ms"], turn["stateless"]["first_token_ms"]
+        assert (f"{cached} of {tokens} tokens were cached, {tokens - cached} computed. "
+                f"First token after {ours:,} ms; without memory {without:,} ms.") in told
+        assert (f"0 of {tokens} tokens were cached, {tokens} computed. "
+                f"First token after {without:,} ms.") in told
     for sentence in "came back from the CPU", "the model recomputed its first", "fell out of both tiers":
         # The last picture may come a second after the last answer.
         eventually(lambda: sentence in page.run("return document.getElementById('log').textContent"))

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine import Engine
 from serving.history import History
 from serving.sessions import Sessions
 from serving.sockets import MAX_BODY_BYTES, Handler
@@ -254,6 +255,28 @@ def test_models_and_names(server, client, checkpoint):
         assert ask(client, [user("Hi")], model=name) and client.models.retrieve(name) == model
     with pytest.raises(openai.NotFoundError, match="gpt-4"):
         client.models.retrieve("gpt-4")
+
+
+def test_a_stateless_engine_gives_the_same_answers(server, client, checkpoint, monkeypatch):
+    """It answers each turn after ours: a turn that begins, goes on, branches, or restarts its context, with
+    or without chance."""
+    engine = Engine(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0, stateless=True).start()
+    monkeypatch.setattr(server, "stateless", Sessions(engine, history=server.sessions.history))
+    def respond(text, after=None, **options):
+        options = dict(max_output_tokens=20, temperature=0) | options
+        response = client.responses.create(model="ascii", input=text, previous_response_id=after, **options)
+        turn = fetch(server, "GET", "/cache")[1]["turns"][-1]
+        stateless = turn["stateless"]
+        assert turn["response"] == response.id and stateless["text"] == response.output_text
+        assert all(stateless[tokens] == turn[tokens] for tokens in ("prompt_tokens", "completion_tokens"))
+        assert stateless["recomputed"] + stateless["new"] == turn["prompt_tokens"]
+        return response.id
+    first = respond("Hello")
+    second = respond("Go on", first)
+    respond("Go on", second, temperature=1, extra_body=dict(seed=7))
+    respond("Branch", first)
+    respond("Restart", second, instructions="Be brief.")
+    engine.close()
 
 
 def test_cache_and_metrics_tell_where_the_context_came_from(server, client, capsys):
