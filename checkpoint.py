@@ -313,8 +313,9 @@ def common_sizes(config: dict) -> dict:
 def read_rope(config: dict) -> tuple[float, tuple[float, ...] | None]:
     """rope_theta and rope_scaling of a ModelConfig. New checkpoints have one dictionary for both,
     old ones a number and a dictionary."""
-    rope = {"rope_theta": config.get("rope_theta", 10000.0)}
-    rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = dict(rope_theta=config.get("rope_theta"))
+    given |= config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = {"rope_theta": 10000.0} | {name: value for name, value in given.items() if value is not None}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return rope["rope_theta"], None

@@ -84,9 +84,9 @@ class ModelConfig:
             raise ValueError(f"rotary positions need an even head size, not head_dim = {self.head_dim}")
         theta = () if self.rope_theta is None else (self.rope_theta,)
         for number in (self.norm_eps, *theta, *(self.rope_scaling or ())):
-            if type(number) not in (int, float) or not 0 < number < math.inf:
-                raise ValueError("the norms' eps, rope_theta and the numbers of rope_scaling must be above "
-                                 f"0, not {number!r}")
+            if type(number) not in (int, float) or not 0 < number < 2**63:
+                raise ValueError("the norms' eps, rope_theta and the numbers of rope_scaling must be numbers "
+                                 f"above 0 and below 2**63, not {number!r}")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"unknown activation {self.activation!r}; known: {', '.join(ACTIVATIONS)}")
 

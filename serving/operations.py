@@ -43,9 +43,9 @@ class APIError(Exception):
 # Kinds of fields.
 
 def says_nothing(value: Any) -> bool:
-    """Is it null, or a list or an object with nothing but nulls in it?"""
+    """Is it null, a list of nulls, or an object whose members say nothing?"""
     if isinstance(value, dict):
-        value = list(value.values())
+        return all(map(says_nothing, value.values()))
     return value is None or isinstance(value, list) and all(member is None for member in value)
 
 
@@ -228,6 +228,7 @@ class ChatBody(ReplyBody):
     n: int = Field(1, ge=1, le=16)
     logprobs: bool = False
     response_format: TextFormat = None
+    modalities: list[Literal["text"]] = None
 
 
 class ResponseBody(ReplyBody):
@@ -310,7 +311,8 @@ def find_operation(method: str, path: str) -> tuple[Operation, list[str]]:
     """The operation, and the names that the path has for {id} and {item}. APIError if there is none."""
     methods = []
     for operation in OPERATIONS:
-        pattern = re.sub(r"\\{\w+\\}", "([^/]+)", re.escape(operation.path))
+        name = "(.+)" if operation.name == "retrieve_model" else "([^/]+)"      # owner/model, as on the Hub
+        pattern = re.sub(r"\\{\w+\\}", name, re.escape(operation.path))
         if match := re.fullmatch(pattern, path):
             if operation.method == method:
                 return operation, [unquote(name) for name in match.groups()]

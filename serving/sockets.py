@@ -90,7 +90,8 @@ class Server(ThreadingHTTPServer):
             super().__init__(address, Handler)
         except OSError as error:
             place = "{}:{}".format(*address)
-            raise OSError(f"we cannot listen at {place}: {error.strerror}; use another --port") from error
+            raise OSError(f"we cannot listen at {place}: {error.strerror}; "
+                          "use another --host or --port") from error
 
     @property
     def url(self) -> str:

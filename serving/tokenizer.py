@@ -49,11 +49,19 @@ PLAIN_TEMPLATE = (       # for checkpoints without a chat template
 
 
 def load_tokenizer(directory: Path) -> "Tokenizer | None":
-    """The tokenizer of a checkpoint. None if it has no tokenizer files: then we serve token ids only."""
+    """The tokenizer of a checkpoint. None if it has no tokenizer files: then we serve token ids only.
+    ValueError if they cannot be used."""
     for names in (["tokenizer.json"], ["vocab.json", "merges.txt"]):
         files = [Path(directory, name) for name in names]
         if all(file.is_file() for file in files):
-            return Tokenizer(files, read_config(Path(directory)))
+            config = read_config(Path(directory))
+            try:
+                return Tokenizer(files, config)
+            except ValueError:
+                raise
+            except Exception as error:          # tokenizers and jinja2 raise nothing more precise
+                raise ValueError(f"{files[0]}, or the configuration beside it, is not a tokenizer "
+                                 f"({error}); download it again; {WORKING}") from error
     return None
 
 
@@ -273,15 +281,12 @@ def read_vocabulary(files: list[Path], named: list[str], add_prefix_space: bool)
     """The content of tokenizer.json, as a dictionary; made from vocab.json and merges.txt if these are given.
 
     Every token of `named` that the vocabulary has is a special token in the result."""
-    try:
-        if len(files) == 1:
-            library = tokenizers.Tokenizer.from_file(str(files[0]))
-        else:
-            library = tokenizers.Tokenizer(models.BPE.from_file(*map(str, files)))
-            library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
-            library.decoder = decoders.ByteLevel()
-    except Exception as error:          # the library raises nothing more precise
-        raise ValueError(f"{files[0]} is not a tokenizer ({error}); download it again") from error
+    if len(files) == 1:
+        library = tokenizers.Tokenizer.from_file(str(files[0]))
+    else:
+        library = tokenizers.Tokenizer(models.BPE.from_file(*map(str, files)))
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+        library.decoder = decoders.ByteLevel()
     library.no_truncation()
     library.no_padding()
     added = {token.content for token in library.get_added_tokens_decoder().values()}
@@ -373,7 +378,7 @@ def compile_template(source: str) -> Template:
     try:
         return environment.from_string(source)
     except Exception as error:          # Jinja raises a TypeError if the source is no text
-        raise ValueError(f"the chat template is not valid Jinja: {error}") from error
+        raise ValueError(f"the chat template is not valid Jinja: {error}; {WORKING}") from error
 
 
 def any_of(texts: Iterable[str]) -> str:

@@ -458,10 +458,12 @@ def test_ctrl_c_in_the_middle_of_a_step_stops_the_engine(engine):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_callback_that_fails_keeps_nobody_waiting(depth):
     engine = make(depth).start()
+    thread = engine.thread
     def fails(handle):
         raise OSError("out of order")
     for handle in [engine.submit(ids(3, n), max_tokens=4, on_end=fails) for n in range(4)]:
         assert handle.tokens.wait_closed(30)
+    thread.join()                           # else its last words would disturb a later test
     engine.close()
 
 

@@ -293,8 +293,9 @@ def test_a_field_that_is_missing_is_named(tmp_path):
     (dict(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "'yarn'"),
     (dict(rope_parameters=None, rope_scaling={"type": "linear", "factor": 2.0}), "'linear'"),
     (dict(rope_parameters={"rope_type": "llama3", "factor": 2.0}), "'low_freq_factor'"),
-    (dict(rope_parameters=LLAMA3_ROPE | dict(factor=None)), "None"),
+    (dict(rope_parameters=LLAMA3_ROPE | dict(factor="twice")), "'twice'"),
     (dict(rope_parameters=dict(rope_theta="fast")), "'fast'"), (dict(rms_norm_eps="small"), "'small'"),
+    (dict(rope_parameters=dict(rope_theta=10**20)), "10000000000"),
     (dict(num_attention_heads=32, head_dim=1), "even head size")])
 def test_rotary_positions_that_we_do_not_know_are_refused(fields, named, tmp_path):
     CHECKPOINTS["llama"]().save_pretrained(tmp_path)

@@ -99,12 +99,12 @@ def test_an_agents_session_that_keeps_its_items_with_us(server):
 NEUTRAL = dict(
     tools=[], functions=None, tool_choice="auto", parallel_tool_calls=True, store=True, service_tier="auto",
     safety_identifier="me", prompt_cache_key="mine", prompt_cache_retention="24h", modalities=None,
-    reasoning=dict(effort=None, summary=None), moderation={}, prediction=[None], logit_bias={}, stop=[],
-    stream_options=dict(include_obfuscation=False), top_logprobs=0)
+    reasoning=dict(effort=None, summary=None), moderation=dict(input=dict(model=None)), prediction=[None],
+    logit_bias={}, stop=[], stream_options=dict(include_obfuscation=False), top_logprobs=0)
 
 
 @pytest.mark.parametrize("path, fields", [
-    (CHAT, dict(messages=[user("Hi")], max_tokens=1, reasoning_effort=None)),
+    (CHAT, dict(messages=[user("Hi")], max_tokens=1, reasoning_effort=None, modalities=["text"])),
     (RESPONSES, dict(input=[user("Hi") | dict(phase="commentary")], max_output_tokens=1, background=False,
                      include=["reasoning.encrypted_content", "web_search_call.action.sources"]))])
 def test_empty_fields_ask_for_nothing(server, path, fields):

@@ -255,6 +255,8 @@ def test_models_and_names(server, client, checkpoint):
         assert ask(client, [user("Hi")], model=name) and client.models.retrieve(name) == model
     with pytest.raises(openai.NotFoundError, match="gpt-4"):
         client.models.retrieve("gpt-4")
+    status, found = fetch(server, "GET", f"/v1/models/{checkpoint}")        # its slashes as they are
+    assert status == 200 and found["id"] == "ascii"
 
 
 def test_a_stateless_engine_gives_the_same_answers(server, client, checkpoint, monkeypatch):

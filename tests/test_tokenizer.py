@@ -363,15 +363,17 @@ def test_refusals(tmp_path):
         ours.encode("\ud800")
     with pytest.raises(ValueError, match="exactly once"):
         save(tmp_path, byte_level(), "{{ messages[-1].content }}").turn(CHAT[:3], CHAT[3:4], None)
-    with pytest.raises(ValueError, match="Jinja"):
+    with pytest.raises(ValueError, match="Jinja.*; three that work: "):
         save(tmp_path, byte_level(), "{% if %}")
     library = byte_level()
     library.decoder = decoders.WordPiece()
     with pytest.raises(ValueError, match="decoder .*'WordPiece'.*; three that work: "):
         save(tmp_path, library)
-    with pytest.raises(ValueError, match="not a tokenizer.*download it again"):
+    with pytest.raises(ValueError, match="not a tokenizer.*download it again; three that work: "):
         (tmp_path / "tokenizer.json").write_text("{}")
         load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="or the configuration beside it, is not a tokenizer"):
+        save(tmp_path, byte_level(), additional_special_tokens=[1])
     with pytest.raises(ValueError, match="chat_template needs a name and a template, got .*'rag'"):
         save(tmp_path, byte_level(), [{"name": "rag"}])
 
