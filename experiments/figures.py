@@ -146,10 +146,10 @@ PAPER = {
         "context", "seconds", ("system", "context", "seconds")),
     "fig10": latency_figure(
         partial(sweep, BASELINES + ("pensieve",), ONE_GPU, HERE),
-        "latency over throughput of five systems, one GPU (4 minutes; simulated: half an hour)"),
+        "latency over throughput of five systems, one GPU (4 minutes; simulated: 14)"),
     "fig11": latency_figure(
         partial(sweep, BASELINES + ("pensieve",), FOUR_GPUS, HERE),
-        "latency over throughput of larger models, four GPUs (3 minutes; simulated: half an hour)"),
+        "latency over throughput of larger models, four GPUs (3 minutes; simulated: 7)"),
     "fig13": latency_figure(
         partial(sweep, ("separate phases", "pensieve"), [LLAMA], HERE),
         "prefill and decode in one batch or in batches of their own (2 minutes; simulated: 10)"),
@@ -163,5 +163,5 @@ PAPER = {
         "both stateless systems and Pensieve, by the users' think time (6 minutes; simulated: 40)"),
     "draft": latency_figure(
         partial(sweep, ("vllm then", "stateless", "pensieve", "draft"), DRAFT, HERE),
-        "the system of the paper's draft, on its datasets (3 minutes; simulated: half an hour)"),
+        "the system of the paper's draft, on its datasets (3 minutes; simulated: 17)"),
 }
