@@ -24,7 +24,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor
 
-from model import ALONE, NORMS, Alone, Model, ModelConfig, empty_model
+from model import ALONE, NORMS, ROPE_SCALING, Alone, Model, ModelConfig, empty_model
 
 
 def find_checkpoint(model: str | Path) -> Path:
@@ -111,8 +111,8 @@ def read_config(directory: Path) -> "tuple[Architecture, ModelConfig]":
     try:
         if quantization:
             raise ValueError(f"its weights are quantised ({quantization!r:.100})")
-        if kind not in ARCHITECTURES:
-            raise ValueError(f"unknown model_type {kind!r}{NOT_IMPLEMENTED.get(kind, '')}")
+        if str(kind) not in ARCHITECTURES:
+            raise ValueError(f"unknown model_type {kind!r:.100}{NOT_IMPLEMENTED.get(str(kind), '')}")
         config["eos_ids"] = ids_of(config.get("eos_token_id")) | ids_of(generation.get("eos_token_id"))
         return ARCHITECTURES[kind], ARCHITECTURES[kind].read(config)
     except KeyError as error:
@@ -262,6 +262,15 @@ def refuse_variants(config: dict, **supported):
             raise ValueError(f"{field} = {config[field]!r} is not supported, only {value!r}")
 
 
+def filled(config: dict, kind: type, *fields: str):
+    """The first of these fields that is not empty; else an empty dict or list, the `kind` that it must be."""
+    for field in filter(config.get, fields):
+        if not isinstance(config[field], kind):
+            raise ValueError(f"{field} must be a {kind.__name__}, not {config[field]!r:.100}")
+        return config[field]
+    return kind()
+
+
 def read_gpt2(config: dict) -> ModelConfig:
     refuse_variants(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
                     reorder_and_upcast_attn=False, add_cross_attention=False)
@@ -289,7 +298,7 @@ def read_llama(config: dict) -> ModelConfig:
         refuse_variants(config, sliding_window=None)
     kind, attention_bias = config["model_type"], config.get("attention_bias")
     biased = dict(qkv=attention_bias or kind == "qwen2", out=attention_bias, mlp=config.get("mlp_bias"))
-    rotated = config.get("no_rope_layers") or []            # despite the name, 1: this layer rotates
+    rotated = filled(config, list, "no_rope_layers")        # despite the name, 1: this layer rotates
     rope_theta, rope_scaling = read_rope(config)
     return ModelConfig(
         **common_sizes(config),
@@ -314,15 +323,14 @@ def read_rope(config: dict) -> tuple[float, tuple[float, ...] | None]:
     """rope_theta and rope_scaling of a ModelConfig. New checkpoints have one dictionary for both,
     old ones a number and a dictionary."""
     given = dict(rope_theta=config.get("rope_theta"))
-    given |= config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given |= filled(config, dict, "rope_parameters", "rope_scaling")
     rope = {"rope_theta": 10000.0} | {name: value for name, value in given.items() if value is not None}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return rope["rope_theta"], None
     if kind != "llama3":
         raise ValueError(f"rope_type = {kind!r} is not supported, only 'default' and 'llama3'")
-    fields = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return rope["rope_theta"], tuple(rope[field] for field in fields)
+    return rope["rope_theta"], tuple(rope[field] for field in ROPE_SCALING)
 
 
 ARCHITECTURES = {

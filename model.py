@@ -28,6 +28,9 @@ Attend = Callable[..., Tensor]          # see Model.forward
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "gelu_new": partial(F.gelu, approximate="tanh"),
                "silu": F.silu}
 NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+MOST_LAYERS = 1000      # no model has so many; to make a million modules would take minutes
+# What rope_scaling consists of, in the words of Llama 3.1's config.json.
+ROPE_SCALING = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class ModelConfig:
     qk_norm: bool = False           # every head's q and k are normed before they are rotated
     position_offset: int = 0        # OPT's position embedding begins with 2 unused rows
     rope_theta: float | None = None     # the base of rotary positions; None: a learned position embedding
-    rope_scaling: tuple[float, ...] | None = None       # (factor, low, high, trained), see rotary_frequencies
+    rope_scaling: tuple[float, ...] | None = None       # its ROPE_SCALING, see rotary_frequencies
     unrotated: frozenset[int] = frozenset()             # layers without any positions
     tied_embeddings: bool = True    # the token embedding is the output layer, too
     eos_ids: frozenset[int] = frozenset()
@@ -71,9 +74,9 @@ class ModelConfig:
         else:
             sizes.append("head_dim")
         for name in sizes:
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value < 2**31:
-                raise ValueError(f"{name} must be an int from 1 to 2**31 - 1, not {value!r}")
+            value, most = getattr(self, name), MOST_LAYERS if name == "num_layers" else 2**31 - 1
+            if type(value) is not int or not 1 <= value <= most:
+                raise ValueError(f"{name} must be an int from 1 to {most}, not {value!r:.100}")
         for name, unit in units:
             if getattr(self, name) % getattr(self, unit):
                 raise ValueError(f"{name} {getattr(self, name)} must be a multiple of "
@@ -82,12 +85,13 @@ class ModelConfig:
             object.__setattr__(self, "head_dim", self.width // self.num_heads)      # the class is frozen
         if self.rope_theta is not None and self.head_dim % 2:
             raise ValueError(f"rotary positions need an even head size, not head_dim = {self.head_dim}")
-        theta = () if self.rope_theta is None else (self.rope_theta,)
-        for number in (self.norm_eps, *theta, *(self.rope_scaling or ())):
+        numbers = dict(zip(ROPE_SCALING, self.rope_scaling or ()), norm_eps=self.norm_eps)
+        if self.rope_theta is not None:
+            numbers["rope_theta"] = self.rope_theta
+        for name, number in numbers.items():
             if type(number) not in (int, float) or not 0 < number < 2**63:
-                raise ValueError("the norms' eps, rope_theta and the numbers of rope_scaling must be numbers "
-                                 f"above 0 and below 2**63, not {number!r}")
-        if self.activation not in ACTIVATIONS:
+                raise ValueError(f"{name} must be a number above 0 and below 2**63, not {number!r:.100}")
+        if str(self.activation) not in ACTIVATIONS:
             raise ValueError(f"unknown activation {self.activation!r}; known: {', '.join(ACTIVATIONS)}")
 
     def share(self, size: int) -> "ModelConfig":

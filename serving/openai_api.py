@@ -186,7 +186,7 @@ class API:
         if name and (previous or not body.store):
             raise APIError(400, f"conversation {name!r:.100} cannot be combined with previous_response_id or "
                                 "store: false: leave out one of the two", "conversation")
-        return dict(messages=[self._message(prefix, entry) for entry in body.input],
+        return dict(messages=[self._message(prefix, entry, name) for entry in body.input],
                     conversation=name and self._conversation(prefix, name).name,
                     exists=True,        # a client may delete it between this look and the turn's claim
                     after=previous and self._finished(prefix, previous),
@@ -197,15 +197,18 @@ class API:
                     template_options=body.chat_template_kwargs,
                     max_tokens=body.max_output_tokens)
 
-    def _message(self, prefix: str, entry: Item | ItemReference) -> dict:
-        """The message, or the one that is referred to."""
+    def _message(self, prefix: str, entry: Item | ItemReference, conversation: str | None) -> dict:
+        """The message, or the one that is referred to: of a turn, or kept by that conversation."""
         if isinstance(entry, Item):
             return plain(entry)
         turn = self._turn(prefix, entry.id.removeprefix("msg_").partition("_")[0])
-        for message in self.history.items_of(turn.id) if turn else ():
-            if message["id"] == entry.id:
-                return dict(role=message["role"], content=message["content"])
-        raise missing("item", entry.id)
+        candidates = self.history.items_of(turn.id) if turn else ()
+        message = next((item for item in candidates if item["id"] == entry.id), None)
+        if conversation and not message:
+            message = self.history.item(prefix + conversation, entry.id)
+        if not message:
+            raise missing("item", entry.id)
+        return dict(role=message["role"], content=message["content"])
 
     def _turn(self, prefix: str, turn_id: str) -> Turn | None:
         turn = self.history.turn(turn_id)

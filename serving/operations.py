@@ -44,9 +44,13 @@ class APIError(Exception):
 
 def says_nothing(value: Any) -> bool:
     """Is it null, a list of nulls, or an object whose members say nothing?"""
-    if isinstance(value, dict):
-        return all(map(says_nothing, value.values()))
-    return value is None or isinstance(value, list) and all(member is None for member in value)
+    values = [value]
+    for value in values:            # a client may nest objects deeper than a function can call itself
+        if isinstance(value, dict):
+            values += value.values()
+        elif not (value is None or isinstance(value, list) and all(member is None for member in value)):
+            return False
+    return True
 
 
 def without_empty(value: Any) -> Any:
@@ -171,7 +175,7 @@ class ConversationId(Fields):
 class EngineOptions(Fields):
     """How the reply's tokens are chosen: the engine's keywords, under their own names."""
     temperature: float = Field(None, ge=0, le=2)
-    top_k: int = limited("top_k")
+    top_k: Annotated[int, BeforeValidator(lambda given: 0 if given == -1 else given)] = limited("top_k")
     top_p: float = limited("top_p")
     min_p: float = limited("min_p")
     presence_penalty: float = limited("presence_penalty")
@@ -213,6 +217,8 @@ class ReplyBody(EngineOptions):
     prompt_cache_retention: Text = None
     tool_choice: Literal["auto", "none"] = None
     parallel_tool_calls: bool = None
+    background: Literal[False] = False
+    skip_special_tokens: Literal[True] = True
 
     def hint(self, prefix: str) -> str | None:
         """The full name of the conversation that the client may mean."""
@@ -240,7 +246,6 @@ class ResponseBody(ReplyBody):
     truncation: Literal["disabled", "auto"] = "disabled"
     include: list[Text] = []            # what we do not have is never part of a response
     text: TextOptions = None
-    background: Literal[False] = False
     stream_options: StreamOptions = None
 
 

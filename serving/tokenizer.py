@@ -54,14 +54,11 @@ def load_tokenizer(directory: Path) -> "Tokenizer | None":
     for names in (["tokenizer.json"], ["vocab.json", "merges.txt"]):
         files = [Path(directory, name) for name in names]
         if all(file.is_file() for file in files):
-            config = read_config(Path(directory))
             try:
-                return Tokenizer(files, config)
-            except ValueError:
-                raise
+                return Tokenizer(files, read_config(Path(directory)))
             except Exception as error:          # tokenizers and jinja2 raise nothing more precise
-                raise ValueError(f"{files[0]}, or the configuration beside it, is not a tokenizer "
-                                 f"({error}); download it again; {WORKING}") from error
+                raise ValueError(f"{files[0]}, or the configuration beside it, cannot be used: {error}; "
+                                 f"download it again or take another model; {WORKING}") from error
     return None
 
 
@@ -349,7 +346,7 @@ def token_bytes(spec: dict) -> tuple[dict[int, bytes], bool]:
 
     if not steps.keys() & {"ByteLevel", "ByteFallback", "Metaspace"}:
         raise ValueError(f"tokenizer.json has the decoder {spec['decoder']}; only byte-level and "
-                         f"SentencePiece decoders are supported; {WORKING}")
+                         "SentencePiece decoders are supported")
     to_bytes = from_byte_level if "ByteLevel" in steps else from_sentencepiece
     pieces = {token: to_bytes(text) for text, token in vocabulary(spec).items()}
     for token in spec["added_tokens"]:
@@ -378,7 +375,7 @@ def compile_template(source: str) -> Template:
     try:
         return environment.from_string(source)
     except Exception as error:          # Jinja raises a TypeError if the source is no text
-        raise ValueError(f"the chat template is not valid Jinja: {error}; {WORKING}") from error
+        raise ValueError(f"the chat template is not valid Jinja: {error}") from error
 
 
 def any_of(texts: Iterable[str]) -> str:

@@ -3,6 +3,8 @@ down. Each resends its history in a form of its own; in all of them we recognise
 on every token that was fed before is cached.
 
 Clients that need nothing but the `openai` package run themselves, in test_server.py and test_responses.py."""
+from functools import reduce
+
 import pytest
 
 from clients import CONTEXT, eventually, fetch, serving, user
@@ -96,16 +98,18 @@ def test_an_agents_session_that_keeps_its_items_with_us(server):
 
 # ---- empty says nothing
 
+DEEP = reduce(lambda inner, _: dict(x=inner), range(700), None)
 NEUTRAL = dict(
     tools=[], functions=None, tool_choice="auto", parallel_tool_calls=True, store=True, service_tier="auto",
     safety_identifier="me", prompt_cache_key="mine", prompt_cache_retention="24h", modalities=None,
     reasoning=dict(effort=None, summary=None), moderation=dict(input=dict(model=None)), prediction=[None],
-    logit_bias={}, stop=[], stream_options=dict(include_obfuscation=False), top_logprobs=0)
+    audio=DEEP, logit_bias={}, stop=[], stream_options=dict(include_obfuscation=False), top_logprobs=0,
+    background=False, skip_special_tokens=True, top_k=-1)
 
 
 @pytest.mark.parametrize("path, fields", [
     (CHAT, dict(messages=[user("Hi")], max_tokens=1, reasoning_effort=None, modalities=["text"])),
-    (RESPONSES, dict(input=[user("Hi") | dict(phase="commentary")], max_output_tokens=1, background=False,
+    (RESPONSES, dict(input=[user("Hi") | dict(phase="commentary")], max_output_tokens=1,
                      include=["reasoning.encrypted_content", "web_search_call.action.sources"]))])
 def test_empty_fields_ask_for_nothing(server, path, fields):
     status, answer = fetch(server, "POST", path, NEUTRAL | fields)

@@ -209,6 +209,18 @@ def test_references_to_items(client):
             respond(client, [dict(type="item_reference", id=id), user("and?")])
 
 
+def test_references_to_what_a_conversation_keeps(client):
+    """Items that the client has stored itself. They count if the body names their conversation."""
+    conversation, other = (client.conversations.create(items=[user("one ")]).id for _ in range(2))
+    stored, = client.conversations.items.list(conversation)
+    question = [dict(type="item_reference", id=stored.id), user("and?")]
+    for body in {}, dict(conversation=other):
+        with pytest.raises(openai.NotFoundError, match=stored.id):
+            respond(client, question, **body)
+    answer = respond(client, question, conversation=conversation)
+    assert answer.output_text == respond(client, [user("one "), user("and?")], conversation=other).output_text
+
+
 def test_input_items_and_their_tokens(client):
     first = respond(client, "one", instructions="Be brief.")
     asked = dict(input="two", previous_response_id=first.id, instructions="Be brief.")
