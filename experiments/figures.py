@@ -154,7 +154,7 @@ PAPER = {
         partial(sweep, ("separate phases", "pensieve"), [LLAMA], HERE),
         "prefill and decode in one batch or in batches of their own (2 minutes; simulated: 10)"),
     "fig14": latency_figure(
-        fig14, "eviction policies, also some that no server has (8 minutes; simulated: 30)",
+        fig14, "eviction policies, also some that no server has (8 minutes; simulated: 40)",
         "request_rate", "recomputed_seconds")._replace(seeds=5),
     "fig15": latency_figure(
         partial(sweep, ("vllm then", "stateless", "pensieve"),
