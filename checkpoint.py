@@ -145,8 +145,8 @@ def weight_files(directory: Path) -> list[Path]:
     for single in (directory / "model.safetensors", directory / "pytorch_model.bin"):
         index = single.with_name(single.name + ".index.json")
         if index.is_file():
-            shards = set(read_json(index).get("weight_map", {}).values())
-            return [directory / shard for shard in sorted(shards)]
+            shards = filled(read_json(index), dict, "weight_map").values()
+            return [directory / shard for shard in sorted(set(map(str, shards)))]
         if single.is_file():
             return [single]
     raise ValueError(f"{directory} holds neither model.safetensors nor pytorch_model.bin, "

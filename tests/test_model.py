@@ -313,6 +313,14 @@ def test_a_corrupt_config_is_refused(content, tmp_path):
     assert "config.json" in refusal(tmp_path)
 
 
+@pytest.mark.parametrize("shards, named", [
+    ("x", "weight_map must be a dict, not 'x'"), ({"norm": [1]}, "[1]")])
+def test_a_corrupt_index_of_shards_is_refused(shards, named, tmp_path):
+    CHECKPOINTS["opt"]().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=shards)))
+    assert named in refusal(tmp_path)
+
+
 @pytest.mark.parametrize("kind, name", [("gpt2", "transformer.h.1.mlp.c_proj.bias"),
                                         ("gpt2-variant", "lm_head.weight"),
                                         ("opt", "model.decoder.layers.2.self_attn.k_proj.weight"),
