@@ -28,7 +28,6 @@ import torch
 
 from checkpoint import PRESETS, random_model
 from engine import Engine
-from eviction import RecomputeCost
 from experiments.curves import Found
 from experiments.rivals import Scene, ours, packed, rivals, rounds
 from experiments.simulator import HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker, VirtualClock
@@ -516,14 +515,20 @@ def timed_step(engine: Engine) -> tuple[float, float]:
 
 # ---- this machine, to be simulated
 
-def machine(engine: Engine, cost: RecomputeCost, seed: int) -> tuple[Hardware, Operators]:
+def machine(engine: Engine, seed: int) -> tuple[Hardware, Operators]:
     """The rates and shares with which a SimulatedWorker imitates this machine and the engine's model.
 
-    Large products and copies give the rates. A small model does not reach them, so its operators' shares
-    come from its own work. `cost`, the profile, tells how long a chunk takes in the matrix products, and in
-    attention at the longest context. How much longer a decode takes with 2,048 tokens of context than with 8
-    tells how fast it reads KV. We count the host's work per step and per span, and none per layer."""
-    worker, batch = engine.worker, engine.config.max_running
+    Large products and copies give the rates. A small model does not reach them, so its operators' shares come
+    from its own steps. Three loads take turns, and we take medians:
+
+        one     a request with a prompt of 8 tokens
+        many    16 requests with prompts of 32       their decode takes longer: the host's work for 15 spans
+                                                     prompts, longer than their decode: matrix products
+        long    4 requests with prompts of 2,048     prompts, longer than these products: attention
+                                                     their decode, longer than one's and 3 spans: reading KV
+
+    What is left of `one`'s decode is the host's work per step; we count none per layer."""
+    worker, config = engine.worker, engine.config
     bench = Bench(worker.device.type)
     host = torch.ones(2**27, dtype=torch.uint8, pin_memory=bench.cuda)
     there = torch.empty(2**27, dtype=torch.uint8, device=worker.device)
@@ -531,23 +536,29 @@ def machine(engine: Engine, cost: RecomputeCost, seed: int) -> tuple[Hardware, O
     link = host.nbytes / in_turns("cpu", runs, repeats=10)["copy"]
     hardware = Hardware(bench.flops, read_bandwidth(bench.device), link, link, worker.dtype.itemsize)
 
-    def simulated(hardware: Hardware, operators: Operators) -> SimulatedWorker:
-        return SimulatedWorker(worker.model.config, hardware, operators, None, 1, 0, worker.max_context,
-                               worker.chunk_size)
+    count, few, far = max(2, min(config.max_running, 16)), 4, min(2048, engine.scheduler.limit - 32)
+    loads = (1, 8), (count, 32), (few, far)
+    rounds = [[time_steps(engine, *load, 16, seed) for load in loads] for _ in range(6)]
+    medians = np.median(rounds[1:], axis=0).tolist()        # the first round warms up
+    (_, one), (prompts, many), (long_prompts, long) = medians
+    per_span = max((many - one) / (count - 1), 0.0)
+    products = prompts - many                           # of count * 32 tokens
+    attention = long_prompts - few * far * (one / config.max_batch_tokens + products / (count * 32))
+    reading = long - one - (few - 1) * per_span
 
-    time_steps(engine, batch, 8, 32, seed)                            # warms up
-    _, one = time_steps(engine, 1, 8, 32, seed)
-    _, many = time_steps(engine, batch, 8, 32, seed)
-    context = min(2048, worker.max_context - 32)
-    _, far = time_steps(engine, 1, context, 32, seed)
+    def simulated(operators: Operators, memory: float) -> SimulatedWorker:
+        return SimulatedWorker(worker.model.config, hardware._replace(memory=memory), operators, None, 1, 0,
+                               worker.max_context, worker.chunk_size)
+
+    def share(ideal: float, seconds: float) -> float:
+        """Noise of a busy machine must not make it 0 or more than 1."""
+        return min(max(ideal / max(seconds, 1e-9), 1e-3), 1.0)
 
     ideal = Operators(matmul=1, attention=1, memory=1, link=1, per_layer=0, per_step=0)
-    peak = simulated(hardware, ideal)
-    compute_only = simulated(hardware._replace(memory=math.inf), ideal)
+    peak = simulated(ideal, math.inf)                   # computes, and reads in no time
     operators = ideal._replace(
-        matmul=min(1.0, peak.profile().rest / cost.rest),
-        attention=compute_only.attention_seconds(worker.chunk_size, cost.lengths[-1]) / cost.seconds[-1],
-        memory=min(1.0, (context - 8) * peak.token_bytes / hardware.memory / max(far - one, 1e-9)))
-    per_span = max(0.0, (many - one) / max(batch - 1, 1))
-    per_step = max(0.0, one - per_span - simulated(hardware, operators).linear_seconds(1, 1))
+        matmul=share(peak.linear_seconds(count * 32, count), products),
+        attention=share(few * peak.attention_seconds(far, far), attention),
+        memory=share(few * (far - 8) * peak.token_bytes / hardware.memory, reading))
+    per_step = max(one - per_span - simulated(operators, hardware.memory).linear_seconds(1, 1), 0.0)
     return hardware, operators._replace(per_step=per_step, per_span=per_span)

@@ -11,7 +11,6 @@ import argparse
 import json
 import sys
 from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -88,7 +87,7 @@ def profile(options) -> Found:
     engine = build(System(), panel, [], options)
     cost = engine.worker.profile()
     rows, ratios = costs(cost, panel, options)
-    for part in microbench.machine(engine, cost, options.seed):
+    for part in microbench.machine(engine, options.seed):
         rows += [dict(system=type(part).__name__, name=name, value=value)
                  for name, value in part._asdict().items()]
     engine.close()
@@ -101,20 +100,21 @@ CHECKED = "throughput", "mean_ttft_ms", "normalized_latency_ms"
 def check(options) -> Found:
     """The simulator's error: the same loads and systems, measured on this machine and simulated for it.
 
-    The machine's rates come first, from `profile`. A point's error is |simulated - measured| / measured."""
+    `profile` measures the machine's rates again before each load, because a shared machine changes. A point's
+    error is |simulated - measured| / measured."""
     panel = adapted([HERE[0]._replace(rates=(2.0, 5.0, 10.0, 60.0))], options)[0]       # idle to saturated
-    rates = profile(options).rows
     rows, errors = [], {name: [] for name in CHECKED}
     with TemporaryDirectory() as directory:
         machine = Path(directory) / "machine.json"
-        machine.write_text(json.dumps(dict(rows=rates)))
         simulation = argparse.Namespace(**vars(options) | dict(simulate=True, hardware=str(machine)))
-        for rate, system in product(panel.rates, ("stateless", "gpu cache", "pensieve")):
-            measured = play(system, panel, rate, options)
-            simulated = play(system, panel._replace(hardware=str(machine)), rate, simulation)
-            rows += [measured | dict(how="measured"), simulated | dict(how="simulated")]
-            for name in CHECKED:
-                errors[name].append(abs(simulated[name] / measured[name] - 1))
+        for rate in panel.rates:
+            machine.write_text(json.dumps(dict(rows=profile(options).rows)))
+            for system in ("stateless", "gpu cache", "pensieve"):
+                measured = play(system, panel, rate, options)
+                simulated = play(system, panel._replace(hardware=str(machine)), rate, simulation)
+                rows += [measured | dict(how="measured"), simulated | dict(how="simulated")]
+                for name in CHECKED:
+                    errors[name].append(abs(simulated[name] / measured[name] - 1))
     points = len(rows) // 2
     ratios = [ratio(f"{name}: mean absolute error of {points} points, %", 100 * mean(each), options)
               for name, each in errors.items()]
