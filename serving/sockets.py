@@ -180,10 +180,12 @@ class Server(ThreadingHTTPServer):
         such engine, or if the turn before this one was deleted."""
         if not self.stateless:
             return None
-        plan, sampling = turn.plan, asdict(turn.handle.sampling)
-        base, most = None if plan.restarts else plan.after, reply.usage["completion_tokens"]
+        plan, base = turn.plan, None if turn.plan.restarts else turn.plan.after
+        most = reply.usage["completion_tokens"]     # we know the length, so no stop token need end the reply
         try:
-            again = self.stateless.submit(plan.prompt, base=base, max_tokens=most, **sampling)
+            again = self.stateless.submit(
+                plan.prompt, base=base, stop=turn.stream.stop, max_tokens=most, ignore_eos=True,
+                min_tokens=min(turn.min_tokens, most), **asdict(turn.handle.sampling))
         except StaleTurn:
             return None
         answer = again.result()

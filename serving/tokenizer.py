@@ -163,9 +163,9 @@ class Tokenizer:
 class TextStream:
     """The text of one reply while its tokens arrive. It gives text out once no later token can change it.
 
-    stopped: a stop string is complete. The text before it has been given out by then, and no other text
-    follows. Among several stop strings the one that is complete first counts, so the text does not depend
-    on the borders between tokens.
+    stop: the stop strings. stopped: one of them is complete. The text before it has been given out by then,
+    and no other text follows. Among several stop strings the one that is complete first counts, so the text
+    does not depend on the borders between tokens.
 
         stop "\\nUser:"     pushed "Hi", "\\n", "Us", "ual"     given out "Hi", "", "", "\\nUsual"
     """
@@ -173,7 +173,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
         if not all(stop):
             raise ValueError(f"a stop string must not be empty, got {list(stop)}")
-        self._pieces, self._stop, self.stopped = tokenizer.pieces, stop, False
+        self._pieces, self.stop, self.stopped = tokenizer.pieces, stop, False
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._drop_space = tokenizer.drops_first_space
         self._held = ""                 # an ending that may still become a stop string
@@ -185,11 +185,11 @@ class TextStream:
         piece = self._pieces.get(token, b"")
         if piece and self._drop_space:
             piece, self._drop_space = piece.removeprefix(b" "), False
-        return self._advance(self._utf8.decode(piece), self._stop if may_stop else ())
+        return self._advance(self._utf8.decode(piece), self.stop if may_stop else ())
 
     def finish(self) -> str:
         """All text that was held back."""
-        text = self._advance(self._utf8.decode(b"", final=True), self._stop)
+        text = self._advance(self._utf8.decode(b"", final=True), self.stop)
         held, self._held = self._held, ""
         return text + held
 

@@ -261,7 +261,7 @@ def test_models_and_names(server, client, checkpoint):
 
 def test_a_stateless_engine_gives_the_same_answers(server, client, checkpoint, monkeypatch):
     """It answers each turn after ours: a turn that begins, goes on, branches, or restarts its context, with
-    or without chance."""
+    or without chance, and however it ends."""
     engine = Engine(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0, stateless=True).start()
     monkeypatch.setattr(server, "stateless", Sessions(engine, history=server.sessions.history))
     def respond(text, after=None, **options):
@@ -272,12 +272,21 @@ def test_a_stateless_engine_gives_the_same_answers(server, client, checkpoint, m
         assert turn["response"] == response.id and stateless["text"] == response.output_text
         assert all(stateless[tokens] == turn[tokens] for tokens in ("prompt_tokens", "completion_tokens"))
         assert stateless["recomputed"] + stateless["new"] == turn["prompt_tokens"]
-        return response.id
-    first = respond("Hello")
-    second = respond("Go on", first)
-    respond("Go on", second, temperature=1, extra_body=dict(seed=7))
+        return response
+    first = respond("Hello").id
+    second = respond("Go on", first).id
+    chance = dict(seed=7)
+    text = respond("Go on", second, temperature=1, extra_body=chance).output_text
+    stopped = respond("Go on", second, temperature=1, extra_body=chance | dict(stop=text[5:8]))
+    assert 0 < len(stopped.output_text) < len(text)
     respond("Branch", first)
     respond("Restart", second, instructions="Be brief.")
+    end = dict(logit_bias={str(token): 100 for token in engine.worker.stop_ids})
+    assert respond("End", extra_body=end).usage.output_tokens == 1
+    assert respond("End late", extra_body=end | dict(min_tokens=3)).usage.output_tokens == 3
+    assert respond("Never end", extra_body=end | dict(ignore_eos=True)).usage.output_tokens == 20
+    limit = dict(min_tokens=engine.scheduler.limit)         # there is no room for so many
+    respond("x" * (limit["min_tokens"] - 50), max_output_tokens=None, extra_body=limit)
     engine.close()
 
 
