@@ -322,9 +322,10 @@ def common_sizes(config: dict) -> dict:
 def read_rope(config: dict) -> tuple[float, tuple[float, ...] | None]:
     """rope_theta and rope_scaling of a ModelConfig. New checkpoints have one dictionary for both,
     old ones a number and a dictionary."""
-    given = dict(rope_theta=config.get("rope_theta"))
-    given |= filled(config, dict, "rope_parameters", "rope_scaling")
-    rope = {"rope_theta": 10000.0} | {name: value for name, value in given.items() if value is not None}
+    rope = {"rope_theta": 10000.0}
+    for given in (dict(rope_theta=config.get("rope_theta")),
+                  filled(config, dict, "rope_parameters", "rope_scaling")):
+        rope |= {name: value for name, value in given.items() if value is not None}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return rope["rope_theta"], None

@@ -162,6 +162,7 @@ def test_names_load_without_their_prefix_and_old_buffers_are_ignored(kind, chang
     (dict(rope_theta=300.0), dict(rope_theta=300)),
     (dict(rope_theta=10000.0), dict()),
     (dict(rope_theta=300.0), dict(rope_theta=300.0, rope_scaling={"type": "default"})),
+    (dict(rope_theta=300.0), dict(rope_theta=300.0, rope_parameters={"rope_theta": None})),
     (LLAMA3_ROPE | dict(rope_theta=300.0), dict(rope_theta=300.0, rope_scaling=LLAMA3_ROPE))])
 def test_configurations_of_older_llamas_are_read(rope, fields, tmp_path):
     sizes = LLAMA | dict(num_key_value_heads=4, rope_parameters={"rope_type": "default"} | rope)
