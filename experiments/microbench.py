@@ -527,7 +527,9 @@ def machine(engine: Engine, seed: int) -> tuple[Hardware, Operators]:
         long    4 requests with prompts of 2,048     prompts, longer than these products: attention
                                                      their decode, longer than one's and 3 spans: reading KV
 
-    What is left of `one`'s decode is the host's work per step; we count none per layer."""
+    What is left of `one`'s decode is the host's work per step; we count none per layer. A reply of 32 tokens
+    is long enough: the first of the long requests decodes 12 tokens before the last one has read its prompt,
+    so in most steps all four decode."""
     worker, config = engine.worker, engine.config
     bench = Bench(worker.device.type)
     host = torch.ones(2**27, dtype=torch.uint8, pin_memory=bench.cuda)
@@ -538,7 +540,7 @@ def machine(engine: Engine, seed: int) -> tuple[Hardware, Operators]:
 
     count, few, far = max(2, min(config.max_running, 16)), 4, min(2048, engine.scheduler.limit - 32)
     loads = (1, 8), (count, 32), (few, far)
-    rounds = [[time_steps(engine, *load, 16, seed) for load in loads] for _ in range(6)]
+    rounds = [[time_steps(engine, *load, 32, seed) for load in loads] for _ in range(6)]
     medians = np.median(rounds[1:], axis=0).tolist()        # the first round warms up
     (_, one), (prompts, many), (long_prompts, long) = medians
     per_span = max((many - one) / (count - 1), 0.0)
