@@ -160,7 +160,7 @@ PAPER = {
         partial(sweep, ("vllm then", "stateless", "pensieve"),
                 [LLAMA._replace(think=think) for think in (60.0, 120.0, 300.0, 600.0)],
                 [HERE[0]._replace(think=think) for think in (0.1, 0.4, 1.6)]),
-        "both stateless systems and Pensieve, by the users' think time (6 minutes; simulated: 40)"),
+        "both stateless systems and Pensieve, by the users' think time (6 minutes; simulated: 12)"),
     "draft": latency_figure(
         partial(sweep, ("vllm then", "stateless", "pensieve", "draft"), DRAFT, HERE),
         "the system of the paper's draft, on its datasets (3 minutes; simulated: 17)"),
