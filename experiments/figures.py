@@ -146,22 +146,22 @@ PAPER = {
         "context", "seconds", ("system", "context", "seconds")),
     "fig10": latency_figure(
         partial(sweep, BASELINES + ("pensieve",), ONE_GPU, HERE),
-        "latency over throughput of five systems, one GPU (4 minutes; simulated: 14)"),
+        "latency over throughput of five systems, one GPU (11 minutes; simulated: 14)"),
     "fig11": latency_figure(
         partial(sweep, BASELINES + ("pensieve",), FOUR_GPUS, HERE),
-        "latency over throughput of larger models, four GPUs (3 minutes; simulated: 7)"),
+        "latency over throughput of larger models, four GPUs (11 minutes; simulated: 7)"),
     "fig13": latency_figure(
         partial(sweep, ("separate phases", "pensieve"), [LLAMA], HERE),
-        "prefill and decode in one batch or in batches of their own (2 minutes; simulated: 10)"),
+        "prefill and decode in one batch or in batches of their own (3 minutes; simulated: 10)"),
     "fig14": latency_figure(
-        fig14, "eviction policies, also some that no server has (8 minutes; simulated: 40)",
+        fig14, "eviction policies, also some that no server has (15 minutes; simulated: 40)",
         "request_rate", "recomputed_seconds")._replace(seeds=5),
     "fig15": latency_figure(
         partial(sweep, ("vllm then", "stateless", "pensieve"),
                 [LLAMA._replace(think=think) for think in (60.0, 120.0, 300.0, 600.0)],
                 [HERE[0]._replace(think=think) for think in (0.1, 0.4, 1.6)]),
-        "both stateless systems and Pensieve, by the users' think time (6 minutes; simulated: 12)"),
+        "both stateless systems and Pensieve, by the users' think time (19 minutes; simulated: 12)"),
     "draft": latency_figure(
         partial(sweep, ("vllm then", "stateless", "pensieve", "draft"), DRAFT, HERE),
-        "the system of the paper's draft, on its datasets (3 minutes; simulated: 17)"),
+        "the system of the paper's draft, on its datasets (8 minutes; simulated: 17)"),
 }
