@@ -519,17 +519,20 @@ def machine(engine: Engine, seed: int) -> tuple[Hardware, Operators]:
     """The rates and shares with which a SimulatedWorker imitates this machine and the engine's model.
 
     Large products and copies give the rates. A small model does not reach them, so its operators' shares come
-    from its own steps. Three loads take turns, and we take medians:
+    from its own steps. Three loads take turns, and we compare medians:
 
-        one     a request with a prompt of 8 tokens
-        many    16 requests with prompts of 32       their decode takes longer: the host's work for 15 spans
-                                                     prompts, longer than their decode: matrix products
-        long    4 requests with prompts of 2,048     prompts, longer than these products: attention
-                                                     their decode, longer than one's and 3 spans: reading KV
+        one     1 request with a prompt of 8 tokens
+        many    16 requests with prompts of 32
+        long    4 requests with prompts of 2,048
 
-    What is left of `one`'s decode is the host's work per step; we count none per layer. A reply of 32 tokens
-    is long enough: the first of the long requests decodes 12 tokens before the last one has read its prompt,
-    so in most steps all four decode."""
+    - A decode of `many` takes longer than one of `one`: the host's work for 15 more spans.
+    - The prompts of `many` take longer than its decode: the matrix products of 512 tokens.
+    - The prompts of `long` take longer than matrix products and host: attention.
+    - A decode of `long` takes longer than one of `one` and 3 more spans: reading KV.
+
+    What is left of a decode of `one` is the host's work for a step; we count none for a layer. Replies have
+    32 tokens: the first of the long requests decodes 12 before the last one has read its prompt, so in most
+    steps all four decode."""
     worker, config = engine.worker, engine.config
     bench = Bench(worker.device.type)
     host = torch.ones(2**27, dtype=torch.uint8, pin_memory=bench.cuda)
