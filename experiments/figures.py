@@ -146,7 +146,7 @@ PAPER = {
         "context", "seconds", ("system", "context", "seconds")),
     "fig10": latency_figure(
         partial(sweep, BASELINES + ("pensieve",), ONE_GPU, HERE),
-        "latency over throughput of five systems, one GPU (11 minutes; simulated: 14)"),
+        "latency over throughput of five systems, one GPU (11 minutes; simulated: 10)"),
     "fig11": latency_figure(
         partial(sweep, BASELINES + ("pensieve",), FOUR_GPUS, HERE),
         "latency over throughput of larger models, four GPUs (11 minutes; simulated: 7)"),
