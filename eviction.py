@@ -85,7 +85,7 @@ class Policy:
 
         A conversation whose turn waits in the queue is needed soon. We answer inf, so that `idle` gives
         MIN_IDLE and its chunks are worth most. (The paper counts from its last answer. On an hour of
-        Mooncake's trace that recomputes 37% more tokens: `bench.py fig14 --trace`, "literal idleness".)"""
+        Mooncake's trace that recomputes 37% more than this: `bench.py fig14 --trace`, "literal idleness".)"""
         return math.inf if conversation.waiting else conversation.last_active
 
     def idle(self, now: float, last_needed: float) -> float:

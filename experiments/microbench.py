@@ -525,14 +525,14 @@ def machine(engine: Engine, seed: int) -> tuple[Hardware, Operators]:
         many    16 requests with prompts of 32
         long    4 requests with prompts of 2,048
 
-    - A decode of `many` takes longer than one of `one`: the host's work for 15 more spans.
-    - The prompts of `many` take longer than its decode: the matrix products of 512 tokens.
-    - The prompts of `long` take longer than matrix products and host: attention.
-    - A decode of `long` takes longer than one of `one` and 3 more spans: reading KV.
+        a decode of many - a decode of one               the host's work for 15 spans
+        prompts of many - a decode of many               matrix products of 512 tokens
+        prompts of long - such products - the host       attention
+        a decode of long - a decode of one - 3 spans     reading KV
 
     What is left of a decode of `one` is the host's work for a step; we count none for a layer. Replies have
-    32 tokens: the first of the long requests decodes 12 before the last one has read its prompt, so in most
-    steps all four decode."""
+    32 tokens: with 512 tokens per step, the first of the long requests decodes 12 before the last one has
+    read its prompt, so in most steps all four decode."""
     worker, config = engine.worker, engine.config
     bench = Bench(worker.device.type)
     host = torch.ones(2**27, dtype=torch.uint8, pin_memory=bench.cuda)
@@ -541,10 +541,11 @@ def machine(engine: Engine, seed: int) -> tuple[Hardware, Operators]:
     link = host.nbytes / in_turns("cpu", runs, repeats=10)["copy"]
     hardware = Hardware(bench.flops, read_bandwidth(bench.device), link, link, worker.dtype.itemsize)
 
-    count, few, far = max(2, min(config.max_running, 16)), 4, min(2048, engine.scheduler.limit - 32)
+    count = max(2, min(config.max_running, 16))
+    few, far = 4, min(2048, engine.scheduler.limit - 32)
     loads = (1, 8), (count, 32), (few, far)
-    rounds = [[time_steps(engine, *load, 32, seed) for load in loads] for _ in range(6)]
-    medians = np.median(rounds[1:], axis=0).tolist()        # the first round warms up
+    times = [[time_steps(engine, *load, 32, seed) for load in loads] for _ in range(6)]
+    medians = np.median(times[1:], axis=0).tolist()         # the first round warms up
     (_, one), (prompts, many), (long_prompts, long) = medians
     per_span = max((many - one) / (count - 1), 0.0)
     products = prompts - many                           # of count * 32 tokens

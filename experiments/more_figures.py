@@ -103,7 +103,7 @@ def check(options) -> Found:
     `profile` measures the machine's rates again before each load, because a shared machine changes. A point's
     error is |simulated - measured| / measured."""
     panel = adapted([HERE[0]._replace(rates=(2.0, 5.0, 10.0, 60.0))], options)[0]       # idle to saturated
-    rows, errors = [], {name: [] for name in CHECKED}
+    rows = []
     with TemporaryDirectory() as directory:
         machine = Path(directory) / "machine.json"
         simulation = argparse.Namespace(**vars(options) | dict(simulate=True, hardware=str(machine)))
@@ -113,11 +113,10 @@ def check(options) -> Found:
                 measured = play(system, panel, rate, options)
                 simulated = play(system, panel._replace(hardware=str(machine)), rate, simulation)
                 rows += [measured | dict(how="measured"), simulated | dict(how="simulated")]
-                for name in CHECKED:
-                    errors[name].append(abs(simulated[name] / measured[name] - 1))
-    points = len(rows) // 2
-    ratios = [ratio(f"{name}: mean absolute error of {points} points, %", 100 * mean(each), options)
-              for name, each in errors.items()]
+    points, ratios = list(zip(rows[::2], rows[1::2])), []
+    for name in CHECKED:
+        error = mean(abs(simulated[name] / measured[name] - 1) for measured, simulated in points)
+        ratios.append(ratio(f"{name}: mean absolute error of {len(points)} points, %", 100 * error, options))
     return Found(rows, ratios)
 
 
@@ -182,10 +181,10 @@ MORE = {
         serve, "a running server (--url), for clients that resend their history or need not (1 minute)",
         "request_rate", "mean_ttft_ms"),
     "profile": Figure(
-        profile, "the rates of this machine, to be saved for --hardware and --profile (10 s)",
+        profile, "the rates of this machine, to be saved for --hardware and --profile (15 s)",
         "context", "seconds", ("system", "context", "seconds", "name", "value")),
     "check": Figure(
-        check, "the simulator's error on this machine: twelve points, measured and simulated (12 minutes)",
+        check, "the simulator's error on this machine: twelve points, measured and simulated (13 minutes)",
         "request_rate", "normalized_latency_ms", ("system", "how", "request_rate", *CHECKED)),
     "fig12": microbenchmark(
         microbench.kernel, "another name of kernel (15 s)", *RATES),

@@ -180,8 +180,9 @@ class Server(ThreadingHTTPServer):
         such engine, or if the turn before this one was deleted."""
         if not self.stateless:
             return None
-        plan, base = turn.plan, None if turn.plan.restarts else turn.plan.after
-        most = reply.usage["completion_tokens"]     # we know the length, so no stop token need end the reply
+        plan = turn.plan
+        base = None if plan.restarts else plan.after
+        most = reply.usage["completion_tokens"]     # the length is known: ignore stop tokens
         try:
             again = self.stateless.submit(
                 plan.prompt, base=base, stop=turn.stream.stop, max_tokens=most, ignore_eos=True,
