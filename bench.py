@@ -193,9 +193,12 @@ def write_json(path: str, name: str, found: Found, seed: int):
 
 
 def commit() -> str:
-    """The commit of this code, with a "+" if it has changed since."""
-    git = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=Path(__file__).parent,
-                         capture_output=True, text=True)
+    """The commit of this code, with a "+" if it has changed since; "unknown" without git or a repository."""
+    try:
+        git = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=Path(__file__).parent,
+                             capture_output=True, text=True)
+    except FileNotFoundError:
+        return "unknown"
     return git.stdout.strip() or "unknown"
 
 

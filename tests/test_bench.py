@@ -63,6 +63,12 @@ def run_bench(tmp_path, monkeypatch, command):
     return figure
 
 
+def test_without_git_a_figure_is_written_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    bench.write_json(tmp_path / "figure.json", "everyday", curves.Found(rows=[], ratios=[]), seed=0)
+    assert json.loads((tmp_path / "figure.json").read_text())["commit"] == "unknown"
+
+
 def test_the_everyday_figure_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "many_turns", lambda limit, rate, think, seed: USERS)
     figure = run_bench(tmp_path, monkeypatch, "--seed 0")
