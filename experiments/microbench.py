@@ -516,10 +516,25 @@ def timed_step(engine: Engine) -> tuple[float, float]:
 # ---- this machine, to be simulated
 
 def machine(engine: Engine, seed: int) -> tuple[Hardware, Operators]:
-    """The rates and shares with which a SimulatedWorker imitates this machine and the engine's model.
+    """The rates and shares with which a SimulatedWorker imitates this machine and the engine's model."""
+    hardware = measure_hardware(engine.worker)
+    return hardware, measure_operators(engine, hardware, seed)
 
-    Large products and copies give the rates. A small model does not reach them, so its operators' shares come
-    from its own steps. Three loads take turns, and we compare medians:
+
+def measure_hardware(worker: Worker) -> Hardware:
+    """The rates of this machine, from large products and copies."""
+    bench = Bench(worker.device.type)
+    host = torch.ones(2**27, dtype=torch.uint8, pin_memory=bench.cuda)
+    there = torch.empty(2**27, dtype=torch.uint8, device=worker.device)
+    runs = {"copy": lambda n: there.copy_(host)}
+    link = host.nbytes / in_turns("cpu", runs, repeats=10)["copy"]
+    return Hardware(bench.flops, read_bandwidth(bench.device), link, link, worker.dtype.itemsize)
+
+
+def measure_operators(engine: Engine, hardware: Hardware, seed: int) -> Operators:
+    """The shares of the hardware's rates that the engine's model reaches, and the host's work, in seconds.
+
+    All of it comes from the model's own steps. Three loads take turns, and we compare medians:
 
         one     1 request with a prompt of 8 tokens
         many    16 requests with prompts of 32
@@ -534,13 +549,6 @@ def machine(engine: Engine, seed: int) -> tuple[Hardware, Operators]:
     32 tokens: with 512 tokens per step, the first of the long requests decodes 12 before the last one has
     read its prompt, so in most steps all four decode."""
     worker, config = engine.worker, engine.config
-    bench = Bench(worker.device.type)
-    host = torch.ones(2**27, dtype=torch.uint8, pin_memory=bench.cuda)
-    there = torch.empty(2**27, dtype=torch.uint8, device=worker.device)
-    runs = {"copy": lambda n: there.copy_(host)}
-    link = host.nbytes / in_turns("cpu", runs, repeats=10)["copy"]
-    hardware = Hardware(bench.flops, read_bandwidth(bench.device), link, link, worker.dtype.itemsize)
-
     count = max(2, min(config.max_running, 16))
     few, far = 4, min(2048, engine.scheduler.limit - 32)
     loads = (1, 8), (count, 32), (few, far)
@@ -567,4 +575,4 @@ def machine(engine: Engine, seed: int) -> tuple[Hardware, Operators]:
         attention=share(few * peak.attention_seconds(far, far), attention),
         memory=share(few * (far - 8) * peak.token_bytes / hardware.memory, reading))
     per_step = max(one - per_span - simulated(operators, hardware.memory).linear_seconds(1, 1), 0.0)
-    return hardware, operators._replace(per_step=per_step, per_span=per_span)
+    return operators._replace(per_step=per_step, per_span=per_span)
