@@ -282,7 +282,7 @@ class Engine:
         """Append token ids to a conversation and generate a reply. Returns a handle at once.
 
         prompt: at least one token id. conversation: its name; None for a one-off request, of which nothing is
-        kept. max_tokens: by default as many as fit. min_tokens: no earlier token ends the reply.
+        kept. max_tokens: by default as many as fit. min_tokens: no earlier stop token ends the reply.
         ignore_eos: a stop token does not end the reply. sampling: the fields of sampling.Sampling, None for
         the default.
 

@@ -18,7 +18,8 @@ a conversation are the cheapest, and they leave first. T is the time for which t
 cheapest chunk among many thousand conversations without looking at all of them.
 
 Invariant: a value never rises with idle time. So of two chunks that differ in nothing else, the one that has
-been idle longer is never worth more. `VictimIndex` relies on this.
+been idle longer is never worth more. `VictimIndex` relies on this. (If a policy learns between two victims
+of one moment, the index shows it from the next moment on.)
 """
 import heapq
 import math
@@ -32,7 +33,7 @@ MIN_IDLE = 1e-3     # seconds; no conversation counts as idle for less
 
 class RecomputeCost:
     """Seconds that one more recomputed chunk adds to a batch, by the context length at its end. The profile
-    measures attention at a few lengths. Between two of them we interpolate."""
+    has attention at a few lengths. Between two of them we interpolate."""
 
     def __init__(self, attention: dict[int, float], rest: float):
         """attention: context length in tokens -> seconds of attention for one chunk. rest: c, in seconds.
@@ -70,9 +71,9 @@ class Policy:
     - From which end of a conversation do chunks leave? `toward` is the step from one victim to the next.
       +1: chunk 0 leaves first, then chunk 1, ... -1: the last chunk leaves first.
     - How many chunks leave together? `unit(count)`, of a conversation that has `count` chunks to give.
-    - What is its next chunk worth? `value(key, idle)`. The key is a small integer that stands for everything
-      but time. Conversations with equal keys differ only in how long they have been idle, and that is what
-      makes `VictimIndex` fast.
+    - What is its next chunk worth to one user? `value(key, idle)`. The key is a small integer that stands for
+      everything but time. Chunks with equal keys differ only in how long they have been idle, and that is
+      what makes `VictimIndex` fast.
     """
     toward = +1
 
@@ -100,14 +101,15 @@ class Policy:
         return 1
 
     def value(self, key: int, idle: float) -> float:
-        """What we lose if the chunk leaves. The lowest value leaves first. It must not rise with idle."""
+        """What one user loses if the chunk leaves. The lowest leaves first. It must not rise with idle."""
         raise NotImplementedError
 
     def returned(self, conversation, now: float):
-        """The scheduler reports here that a turn of the conversation has been admitted."""
+        """The scheduler reports here that a turn of the conversation has been admitted, be it its first."""
 
     def ended(self, conversation):
-        """The scheduler reports here that a turn of the conversation has ended."""
+        """The scheduler reports here that a turn of the conversation has ended by itself: it was neither
+        cancelled, nor has it failed."""
 
 
 class LeastRecentlyUsed(Policy):
@@ -124,8 +126,8 @@ class RetentionValue(Policy):
         return index
 
     def value(self, key, idle):
-        """V = Cost(l) / T. The key is the chunk's index, and l is where that chunk ends: chunk 0 at
-        chunk_size, chunk 1 at 2 * chunk_size. idle is T."""
+        """V = Cost(l) / T. The key is the chunk's index, and l is where that chunk ends when it is full:
+        chunk 0 at chunk_size, chunk 1 at 2 * chunk_size. idle is T."""
         end_of_chunk = (key + 1) * self.chunk_size
         return self.cost(end_of_chunk) / idle
 
@@ -163,7 +165,7 @@ POLICIES = {"retention": RetentionValue, "lru": LeastRecentlyUsed, "trailing-hal
 
 class Member(NamedTuple):
     """A conversation that has a chunk to give, as the index knows it."""
-    order: int              # its number in the order of creation; decides between equal members
+    order: int              # the older conversation's is lower; decides between equal members
     key: int                # the policy's
     users: int              # conversations that use the chunk: one, unless sharing.py shares it
     last_needed: float      # the policy's

@@ -8,23 +8,24 @@ conversation, and a *place* holds one chunk on the CPU. A chunk owns its slots a
 
 The life of a chunk, and who moves it on:
 
-    absent --admit, grow--> slots without KV --computed--> GPU
+    absent --admit, grow--> GPU, not filled yet --computed--> GPU
     GPU --plan_swap_out, complete--> GPU_AND_CPU --reclaim--> CPU --drop--> absent         while it is idle
     GPU (evictable_without_copy) --reclaim--> absent                                       while it is idle
     CPU --admit, complete--> GPU_AND_CPU                                                   when it returns
     GPU_AND_CPU --computed (its tail grows)--> GPU                                         while it runs
     GPU_AND_CPU --_free_spare_place (an idle chunk needs the place)--> GPU                 while it runs
 
-The policy decides which end of a conversation leaves first. A chunk is evictable_without_copy if every chunk
-in the full CPU tier was worth more. A copy in flight is a `Ticket`. A running conversation is *pinned*: none
-of its chunks is evicted.
+The policy decides which end of a conversation leaves first. A chunk is evictable_without_copy if a full CPU
+tier had no place for it: each chunk that was there alone was worth more. A copy in flight is a `Ticket`. A
+running conversation is *pinned*: none of its chunks is evicted.
 
 Invariants: KV that counts as cached is there when a step reads it. Every slot and every place is free, or in
 exactly one chunk, or given up to a copy in flight. The slot table agrees with the chunks. `check_integrity`
 checks all but the first: it sees no bytes.
 
 Admission and release cost O(context). A decode costs O(1), however long its context is and however many
-conversations there are. A request that waits for slots adds a search for victims to the step.
+conversations there are. Whoever takes slots from idle chunks, or copies them ahead of need, also searches for
+victims.
 """
 import heapq
 from array import array
@@ -256,7 +257,7 @@ class KVCache:
         """Those that neither run nor wait nor have anything cached. Whoever keeps their tokens may forget
         them."""
         for conversation in self.changed["cold"].values():
-            self._note_cold(conversation)
+            self._update_cold(conversation)
         self.changed["cold"].clear()
         return list(self.cold.values())
 
@@ -327,10 +328,7 @@ class KVCache:
 
         They fill one or more chunks from the left, and `known` is at least `end` now. A chunk that has grown
         needs more than its copy holds: it gives up its place, and a copy in flight is stale. (A chunk that
-        is shared may be filled further already, by a faster request. Then it stays as it is.)
-
-        As everywhere in this class, `_update(chunk)` keeps the books: call it whenever a chunk's `state` or
-        `next_move` may have changed."""
+        is shared may be filled further already, by a faster request. Then it stays as it is.)"""
         size = self.chunk_size
         for index in range(start // size, (end - 1) // size + 1):
             chunk, first = conversation.chunks[index], index * size
@@ -349,7 +347,7 @@ class KVCache:
 
     def release(self, conversation: Conversation, now: float):
         """Unpin the conversation and take back its row: the counterpart of `admit`. Slots without KV are free
-        again, unless another user of the chunk runs."""
+        again, unless the chunk's holder is still pinned."""
         del self.running[conversation.order]
         self.free_rows.append(conversation.row)
         conversation.row, conversation.room = None, 0
@@ -378,8 +376,8 @@ class KVCache:
         when the copies in flight have ended. Returns the new copies. The GPU copies stay valid until someone
         takes their slots.
 
-        If every chunk in a full CPU tier is worth more, we do not copy a chunk. It stays usable on the GPU
-        until another request takes its slots; then it must be recomputed.
+        If the CPU tier is full, and each chunk that is there alone is worth more, we do not copy a chunk. It
+        stays usable on the GPU until another request takes its slots; then it must be recomputed.
 
         Three full chunks of 32 tokens are idle on the GPU, worth 1, 2 and 3. 60 slots are wanted. The CPU
         tier has one place, and the chunk there is worth 1.5:
@@ -442,9 +440,8 @@ class KVCache:
         return None
 
     def reclaim(self, conversation: Conversation):
-        """Free the slots of an idle conversation's next reclaimable chunks: as many chunks as the policy's
-        `unit` says for all that are reclaimable, each the `next_victim`. A chunk with a CPU copy lives on
-        there. A chunk without one becomes absent (`_drop`)."""
+        """Free the slots of an idle conversation's next `unit(n)` reclaimable chunks, if n of them are
+        reclaimable. A chunk with a CPU copy lives on there. A chunk without one becomes absent (`_drop`)."""
         for _ in range(self.policy.unit(conversation.by_move["reclaim"])):
             chunk = conversation.next_victim("reclaim")
             if chunk.place is None:
@@ -630,7 +627,7 @@ class KVCache:
                 index.discard(conversation.order)
         changed.clear()
 
-    def _note_cold(self, conversation: Conversation):
+    def _update_cold(self, conversation: Conversation):
         """Add it to `cold`, or take it out."""
         if self._is_cold(conversation):
             self.cold[conversation.order] = conversation

@@ -10,8 +10,8 @@ computes one layer while the next one arrives.
     copy out                  [====]    begins when the copies in of its step have ended
 
 A copy out waits for the copies in of its step because both ways at once are slower: the paper
-measured a loss of 18-20%. The next step's copies in may overlap it: they go first, because a step
-waits for them.
+measured a loss of 18-20%. The next step's copies in do not wait for it and may overlap it, because
+a step waits for them.
 
 Neighbouring tokens of a chunk lie in slots anywhere, so a copy moves single tokens. To call the
 driver for each of them would take longer than the copies. So one kernel reads one tier and writes
@@ -39,7 +39,7 @@ from attention_kernel import jit, tl, triton
 from kv_cache import Ticket
 
 COPYING_PROGRAMS = 16       # of the copying kernel: each takes a processor of the GPU from the model
-TILE_BYTES = 16 * 1024      # that each of them has on the way at once; for 50 GB/s all need some 100 KB
+TILE_BYTES = 16 * 1024      # in flight in each program, 256 KB in all: 50 GB/s take some 100 KB
 
 
 @dataclass(eq=False)
@@ -73,10 +73,10 @@ class KVPool:
                  chunk_size: int, device, dtype: torch.dtype, pipeline: bool = True):
         """heads: KV heads. pipeline=False: the model starts when everything has arrived."""
         cuda = torch.device(device).type == "cuda"
-        slots = layers, 2, num_slots, heads, head_dim                       # 2: K and V
-        rows = layers, 2, num_places * chunk_size, heads, head_dim
-        self.gpu = torch.empty(slots, device=device, dtype=dtype)
-        self.cpu = pinned(rows, dtype, owner=self) if cuda else torch.empty(rows, dtype=dtype)
+        gpu_shape = layers, 2, num_slots, heads, head_dim                   # 2: K and V
+        cpu_shape = layers, 2, num_places * chunk_size, heads, head_dim
+        self.gpu = torch.empty(gpu_shape, device=device, dtype=dtype)
+        self.cpu = pinned(cpu_shape, dtype, owner=self) if cuda else torch.empty(cpu_shape, dtype=dtype)
         self.chunk_size, self.pipeline = chunk_size, pipeline
         self.flights: list[Flight] = []         # by time of issue
         self.arriving: Flight | None = None     # the latest one in, until a step has waited for all layers
@@ -98,7 +98,7 @@ class KVPool:
         arrived; with pipeline=False until all layers have. A step waits for its layers in order.
 
         Nothing happens if no flight is `arriving`. When a step has waited for the last layer, none is
-        any more. The flight notes each wait as (now(), the event waited for)."""
+        any more. The flight notes each wait in `waits`."""
         if not self.arriving:
             return
         reached = self.now()
@@ -113,14 +113,14 @@ class KVPool:
         place go into its slots. Layer l may be read after wait(l). The host does not wait; landed()
         gives the tickets back later. No tickets: nothing happens.
 
-        stream_in first waits for the current stream, because earlier steps may still use what the
-        slots held before. The copies are one `_flight`, and `_ends` says where they begin and end.
-        The flight notes an event when a layer has arrived, and it is `arriving` from then on."""
+        stream_in first waits for the current stream, because earlier steps may still use what the slots held
+        before. The copies are one `_flight`; `_addresses` gives their slots and rows. The flight notes an
+        event when a layer has arrived, and it is `arriving` from then on."""
         if not tickets:
             return
-        self.stream_in.wait_stream(self.stream())       # earlier steps may still use these slots
+        self.stream_in.wait_stream(self.stream())
         with self._flight("in", tickets, self.stream_in) as flight:
-            slots, rows = self._ends(tickets)
+            slots, rows = self._addresses(tickets)
             for layer in range(len(self.gpu)):
                 copy_tokens(self.cpu[layer], rows, self.gpu[layer], slots)
                 flight.arrived.append(self.now())
@@ -128,16 +128,15 @@ class KVPool:
 
     def swap_out(self, tickets: list[Ticket], written=None):
         """Start the copies GPU -> CPU, from each ticket's slots into its place. Nobody waits for a
-        single layer, so one copy takes all layers. written: an event after which the slots hold what
-        earlier steps wrote; None: the current stream has nothing else to do, so now. stream_out waits
-        for that event and for the copies in, and never for the step that computes meanwhile. No
-        tickets: nothing happens."""
+        single layer, so one copy takes all layers. written: an event of the current stream, when all
+        earlier steps have written to these slots; None: now. stream_out waits for that event and for
+        the copies in, and never for the step that computes meanwhile. No tickets: nothing happens."""
         if not tickets:
             return
-        self.stream_out.wait_event(written or self.now())       # earlier steps may still write these slots
-        self.stream_out.wait_stream(self.stream_in)             # both ways at once are slower
+        self.stream_out.wait_event(written or self.now())
+        self.stream_out.wait_stream(self.stream_in)
         with self._flight("out", tickets, self.stream_out):
-            slots, rows = self._ends(tickets)
+            slots, rows = self._addresses(tickets)
             copy_tokens(self.gpu.flatten(0, 1), slots, self.cpu.flatten(0, 1), rows)
 
     def copy_slots(self, copies: dict[int, int]):
@@ -192,7 +191,7 @@ class KVPool:
                 flight.end = self.now()
                 self.flights.append(flight)
 
-    def _ends(self, tickets: list[Ticket]) -> Tensor:
+    def _addresses(self, tickets: list[Ticket]) -> Tensor:
         """The slot [t] and the row of the CPU tier [t] of each token, together [2, t].
 
         chunk_size 4, a ticket of place 5 with slots 9 and 2: [[9, 2], [20, 21]]"""
@@ -203,10 +202,10 @@ class KVPool:
             rows += range(first, first + ticket.filled)
         return self._upload([slots, rows])
 
-    def _upload(self, ends: list[list[int]]) -> Tensor:
+    def _upload(self, addresses: list[list[int]]) -> Tensor:
         # Not pinned, the upload would make the host wait for the stream.
-        pinned = torch.tensor(ends, pin_memory=self.gpu.is_cuda)
-        return pinned.to(self.gpu.device, non_blocking=True)
+        on_host = torch.tensor(addresses, pin_memory=self.gpu.is_cuda)
+        return on_host.to(self.gpu.device, non_blocking=True)
 
     @contextmanager
     def _count_host_time(self):
@@ -260,14 +259,15 @@ def pinned(shape: tuple[int, ...], dtype: torch.dtype, owner) -> Tensor:
 
     torch's own pinned memory comes in powers of two: it takes 128 GB for a tier of 70 GB. Here the
     tensor's storage begins where the pinned pages do, since is_pinned() asks about that address."""
-    size = max(1, math.prod(shape) * dtype.itemsize)
+    nbytes = math.prod(shape) * dtype.itemsize
+    size = max(1, nbytes)
     memory = mmap.mmap(-1, size, access=mmap.ACCESS_COPY)       # whole pages, ours alone
     flat = torch.frombuffer(memory, dtype=torch.uint8)
     cudart, address = torch.cuda.cudart(), flat.data_ptr()
     if error := int(cudart.cudaHostRegister(address, size, 0)):
         raise RuntimeError(f"{size:,} bytes of host memory could not be pinned (CUDA error {error})")
     weakref.finalize(owner, cudart.cudaHostUnregister, address)
-    return flat[:math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+    return flat[:nbytes].view(dtype).view(shape)
 
 
 class InOrder:

@@ -10,13 +10,13 @@ the step copies its chunk [4:8) to the CPU ahead of need.
 A *span* is a run of positions of one request to compute in this step. A decode is a span of length 1 at the
 end. A new prompt is a span at the end. Dropped tokens are a span at the front (the paper's sub-request). Part
 of a long prefill is a span that stops early. `Request.missing()` lists the runs without KV, and a batch takes
-them left to right while its token budget lasts. One batch mixes all of them; only the ablation
-`separate_phases` asks which is which.
+them left to right while its token budget lasts. One batch mixes all of them, decodes first; only the ablation
+`separate_phases` keeps them apart.
 
-The books run ahead in launch order, as the device's stream does. Right after the launch of a batch,
-`launched` books the KV that it will compute, and a PLACEHOLDER for each token that it will sample. So the
-next batch can be composed, and launched behind the first one, before the host knows these tokens. `account`
-fills them in later and ends requests.
+The books run ahead of the device: they follow the order of launches, as the device will. Right after the
+launch of a batch, `launched` books the KV that it will compute, and a PLACEHOLDER for each token that it will
+sample. So the next batch can be composed, and launched behind the first one, before the host knows these
+tokens. `account` fills them in later and ends requests.
 
     a's tokens     ... 17 42 PLACEHOLDER        step 8 is launched: it samples the token at position 34
     schedule       step 9  a[34:35]             on the device the token is there when step 9 begins
@@ -49,7 +49,7 @@ class Request:
     conversation: Conversation
     prompt: list[int]
     max_tokens: int | None = None                  # None: as many as fit
-    min_tokens: int = 0                            # no earlier token ends the reply
+    min_tokens: int = 0                            # no earlier token of stop_ids ends the reply
     stop_ids: frozenset[int] = frozenset()
     reached_stop: Callable[[int], bool] | None = None       # asked after each token: does the reply end here?
     sampling: object = None                        # the worker's business
@@ -138,8 +138,7 @@ class Batch:
         The last one may stop early: with a budget of 6, the runs (0, 4) and (10, 14) become [0:4) and
         [10:12)."""
         for start, end in request.missing():
-            if end - start > self.budget:
-                end = start + self.budget
+            end = min(end, start + self.budget)
             if end == start:
                 return
             self.spans.append(Span(request, start, end))
@@ -292,10 +291,9 @@ class Scheduler:
         launch, we ignore its token."""
         for ticket in result.landed:
             self.cache.complete(ticket)
-        for (request, *_), logprob in zip(batch.sampling_spans, result.logprobs or ()):
-            request.logprobs.append(logprob)
-        told = 0
-        for (request, _, position), token in zip(batch.sampling_spans, result.tokens, strict=True):
+        told, logprobs = 0, result.logprobs or [None] * len(result.tokens)
+        sampled = zip(batch.sampling_spans, result.tokens, logprobs, strict=True)
+        for (request, _, position), token, logprob in sampled:
             if request.finish_reason:
                 continue
             if token < 0:
@@ -304,6 +302,7 @@ class Scheduler:
             told += 1
             request.conversation.tokens[position] = token
             request.generated.append(token)
+            request.logprobs.append(logprob)
             request.times.append(now)
             request.outbox.put(token)
             reason = self.ended_by(request, token)
@@ -376,8 +375,8 @@ class Scheduler:
         is left to copy or to drop, and neither a copy nor a token is on its way.
 
         This ends. Each call makes `running` one shorter, and a request that is alone always fits, because the
-        limit is at most the number of slots. The oldest request is never suspended, so it finishes; then the
-        next one is the oldest."""
+        limit is at most the number of slots (without those of a designated prefix). The oldest request is
+        never suspended, so it finishes; then the next one is the oldest."""
         assert len(self.running) > 1, "a lone request fits, or it would not have been admitted"
         self.suspend(self.running[-1], now)
 
@@ -417,7 +416,7 @@ class Scheduler:
 
             gpu 64, cpu 0, recomputed 99 - 64 = 35, new 120 - 99 = 21        120 in all"""
         cpu = sum(ticket.filled for ticket in swap_in)
-        gpu = sum(request.conversation.sources()) - cpu         # what is copied on the GPU counts, too
+        gpu = request.conversation.sources()[0] - cpu           # what comes from the CPU has slots now, too
         # A conversation that shares a beginning with others finds KV that it has not computed itself. Then
         # everything before its last missing run has been computed before, by it or by another one.
         known = max(request.before[1], request.missing()[-1][0])

@@ -16,16 +16,16 @@ computes its first token, so at the same time.)
 
 To the core every chunk has one *holder*, and eviction looks at holders only. The holder of a chunk that is
 not shared is its conversation. When we share a chunk, we hand it over to a *stem*: a holder that nobody
-talks to, with that one chunk and several users. The stem goes with its last user.
+talks to, with that one chunk and its users. The stem goes with its last user.
 
-`admit` pins every holder of the conversation that runs, stems too. A pinned stem is in no index and offers
-no slots, so its chunk is safe until its last running user is released. A stem waits while a turn of any
-user waits. It is idle since a run of any user last ended. A chunk with three users is worth three times as
-much. Whoever recomputes a shared chunk does it for all later steps; two users that are admitted together
-both compute it.
+`admit` pins every holder of the conversation that runs, stems too. A pinned stem is in no index and offers no
+slots, so its chunk is safe until its last running user is released. A stem waits while a turn of any user
+waits. It has been idle since the latest run of a user ended. A chunk with three users is worth three times as
+much. Whoever recomputes a shared chunk does it for all later steps; two users that are admitted together both
+compute it.
 
-The *designated prefix* (the operator's system prompt) is a conversation that is pinned for good. Whoever
-begins like it shares its chunks.
+The *designated prefix* (the operator's system prompt) is a conversation that is pinned for good. Every
+conversation shares those full chunks of it with which it begins.
 
 Invariant: the shared chunks of a conversation come first, and chunk i of them is held by holders[1 + i].
 """
@@ -46,9 +46,9 @@ class Stem(Conversation):
         holder, toward = chunk.holder, chunk.holder.toward
         # Among equally cheap chunks the lowest order leaves first: those of conversations, then those of
         # stems, and among stems the one at the end that the policy takes from.
-        # (A rank of at least 1 puts the order above that of every conversation; the number makes it unique.)
-        rank = 1 + (chunk.index if toward > 0 else 2**20 - chunk.index)
-        super().__init__(holder.name, (rank << 40) + number, (), holder.chunk_size, toward)
+        # (At least 2**40, the order is above that of every conversation; the number makes it unique.)
+        leaves = chunk.index if toward > 0 else 2**20 - chunk.index
+        super().__init__(holder.name, (1 + leaves << 40) + number, (), holder.chunk_size, toward)
         self.chunks = [chunk]
         self.used_by: dict[int, Conversation] = {}       # by order
         self.last_active = holder.last_active
@@ -70,7 +70,7 @@ class SharingCache(KVCache):
 
     def designate(self, tokens: Sequence[int]):
         """Conversations that begin with these tokens share the full chunks of them. The first such
-        conversation computes these chunks, and they are never evicted. Call this once, before the first
+        conversation computes these chunks, and they are never evicted. Call this before the first
         conversation.
 
         ValueError if they would fill more than half of the slots."""
@@ -91,16 +91,16 @@ class SharingCache(KVCache):
         self._share(conversation, conversation.tokens[:-1], self.designated)
         return conversation
 
-    def fork(self, parent: Conversation, name: str | None, tokens: Iterable[int]) -> Conversation:
-        """A new conversation made from `tokens`, which begin like those of `parent`.
+    def fork(self, origin: Conversation, name: str | None, tokens: Iterable[int]) -> Conversation:
+        """A new conversation made from `tokens`, which begin like those of `origin`.
 
-        It shares the full chunks of what they have in common, wherever these are and whatever the parent is
+        It shares the full chunks of what they have in common, wherever these are and whatever the origin is
         doing. With its first turn it also gets what it has in common behind these: see `follow`."""
         assert name not in self.conversations
-        child = self.open(name, tokens)
-        self._share(child, child.tokens[:child.known], parent)
-        self.follow(child, parent)
-        return child
+        conversation = self.open(name, tokens)
+        self._share(conversation, conversation.tokens[:conversation.known], origin)
+        self.follow(conversation, origin)
+        return conversation
 
     def follow(self, conversation: Conversation, origin: Conversation):
         """The next turn of `conversation` uses what `origin` has computed, as far as both begin alike: it
@@ -131,8 +131,9 @@ class SharingCache(KVCache):
         return swap_in
 
     def _copy_tail(self, conversation: Conversation, origin: Conversation):
-        """Copy the KV that the conversation has in common with its origin behind the chunks that it shares.
-        It has its slots already. In chunks of 4, if the common tokens are those of positions 0 to 9:
+        """Copy the KV that the conversation has in common with its origin in the first chunk behind those
+        that it shares. It has its slots already. In chunks of 4, if the common tokens are those of positions
+        0 to 9:
 
             origin            [ s0 ]   [ s1 ]   [ 8  9  10  11 ]
             conversation        ^        ^      [ 8  9 ]            the next step begins with two copies
@@ -151,20 +152,20 @@ class SharingCache(KVCache):
                 self.slot_copies[target] = self.slot_copies.get(slot, slot)
             self.computed(conversation, start, end)
 
-    def _share(self, child: Conversation, tokens: Sequence[int], parent: Conversation):
-        """The child, whose context begins with `tokens`, shares the full chunks that these have in common
-        with the first `known` tokens of the parent. Nothing happens if the child holds chunks of its own
-        already."""
-        shared = len(child.holders) - 1
-        if len(child.chunks) > shared:
+    def _share(self, conversation: Conversation, tokens: Sequence[int], origin: Conversation):
+        """The conversation, whose context begins with `tokens`, shares the full chunks that these have in
+        common with the first `known` tokens of the origin. Nothing happens if the conversation holds chunks
+        of its own already."""
+        shared = len(conversation.holders) - 1
+        if len(conversation.chunks) > shared:
             return
-        common = common_length(tokens, parent.tokens[:parent.known])
-        for chunk in parent.chunks[:common // self.chunk_size]:
-            if chunk.holder is parent:
+        common = common_length(tokens, origin.tokens[:origin.known])
+        for chunk in origin.chunks[:common // self.chunk_size]:
+            if chunk.holder is origin:          # all of these, so that the origin's shared chunks come first
                 self._hand_to_stem(chunk)
-            if chunk.index >= shared:           # the child takes those that it lacks
-                self._join(child, chunk.holder)
-                child.chunks.append(chunk)
+            if chunk.index >= shared:           # the conversation takes those that it lacks
+                self._join(conversation, chunk.holder)
+                conversation.chunks.append(chunk)
 
     def _hand_to_stem(self, chunk: Chunk):
         stem = Stem(chunk, next(self.orders))
@@ -179,7 +180,10 @@ class SharingCache(KVCache):
         stem.used_by[conversation.order] = conversation
         self._count_user(conversation, stem, +1)
 
-    def _leave(self, conversation: Conversation, stem: Stem):
+    def _leave(self, conversation: Conversation):
+        """The conversation, which has no chunks but shared ones, leaves its last stem."""
+        stem = conversation.holders.pop()
+        conversation.chunks.pop()
         del stem.used_by[conversation.order]
         self._count_user(conversation, stem, -1)
         if stem.used_by:
@@ -202,10 +206,8 @@ class SharingCache(KVCache):
         full, shared = known // self.chunk_size, len(conversation.holders) - 1
         super().truncate(conversation, length, max(known, shared * self.chunk_size))
         conversation.known = min(conversation.known, known)
-        if full < shared:
-            for stem in conversation.holders[1 + full:]:
-                self._leave(conversation, stem)
-            del conversation.holders[1 + full:], conversation.chunks[full:]
+        while len(conversation.holders) > 1 + full:
+            self._leave(conversation)
 
     def drop_all(self, conversation: Conversation):
         """It goes on sharing the designated prefix."""
@@ -221,11 +223,11 @@ class SharingCache(KVCache):
         self.origins.pop(conversation.order, None)
         super().forget(conversation)
 
-    def _note_cold(self, conversation: Conversation):
-        super()._note_cold(conversation)
+    def _update_cold(self, conversation: Conversation):
+        super()._update_cold(conversation)
         if isinstance(conversation, Stem) and conversation.pins < math.inf:
             for user in conversation.used_by.values():          # they may be cold now, or cold no more
-                super()._note_cold(user)
+                super()._update_cold(user)
 
     def _is_cold(self, conversation: Conversation) -> bool:
         """No conversation is cold while a chunk that it shares is cached and may be evicted."""
