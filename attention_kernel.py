@@ -120,12 +120,12 @@ class SpanTensors:
     num_tokens: int                 # T, the sum of all q_len
     max_row: int                    # of the slot table
     max_kv_len: int
-    plans: dict = field(default_factory=dict)       # made by `plan`
+    plans: dict = field(default_factory=dict)       # (group, kv_heads, dtype) -> Plan: see `plan`
 
     @staticmethod
     def build(row, q_len, kv_len, device="cpu") -> SpanTensors:
         """Three sequences of ints with one entry per span: its row of the slot table, how many
-        queries it has, and the positions that its last query sees. ValueError unless 1 <= q_len <=
+        queries it has, and how many positions its last query sees. ValueError unless 1 <= q_len <=
         kv_len."""
         host = np.array([row, q_len, kv_len], dtype=np.int64)
         row, q_len, kv_len = host
@@ -139,7 +139,7 @@ class SpanTensors:
 
     def plan(self, group: int, kv_heads: int, dtype: torch.dtype) -> Plan:
         """The work of the kernels for `kv_heads` KV heads of `group` query heads each. It is
-        planned and uploaded at the first call; all layers share it."""
+        planned and uploaded at the first call, unless Worker._inputs has done so; all layers share it."""
         key = group, kv_heads, dtype
         if key not in self.plans:
             plan = make_plan(self.host, group, wanted_items(kv_heads, dtype, self.device))
@@ -221,7 +221,7 @@ class Plan(NamedTuple):
         """The same plan, of up to `size` decodes, in as much room as any `size` decodes need. A
         captured graph launches the same number of programs, with the same memory, each time.
 
-        A tile is split if its share of the wanted items is two or more. So at most wanted // 2
+        Only a tile whose share of the wanted items is two or more is split. So at most wanted // 2
         tiles are split, into at most `wanted` pieces. Size 64, group 4, HOPPER, 10 wanted: 64 tiles
         of 4 rows, 74 items, 5 x 4 merges and 10 x 4 partial rows."""
         (shape, items), = self.launches     # decodes have equally many query rows: one shape
@@ -242,7 +242,7 @@ def wanted_items(kv_heads: int, dtype: torch.dtype, device: torch.device) -> Wan
     """The tile shapes for that device, the smallest first, and how many work items of each, per KV
     head, the device can run at a time."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    processors = gpu.multi_processor_count if gpu else 100
+    processors = gpu.multi_processor_count if gpu else 100      # about as many as a GPU has
     if dtype == torch.float32:
         shapes = FLOAT32
     else:
@@ -446,7 +446,7 @@ def attention_kernel(q, k_cache, v_cache, slot_table, out, partial_out, partial_
     acc, lse = attend_range(query, position, k_head, v_head, table, kv_start, kv_end,
                             scale_log2, stride_slot, TILE_M, TILE_N, D, TILE_D)
     first_partial = tl.load(item + 2)
-    offsets, inside, token, exists = query_rows(item, kv_head, stride_ot, stride_oh, TILE_M, GROUP, D, TILE_D)
+    offsets, inside, _, exists = query_rows(item, kv_head, stride_ot, stride_oh, TILE_M, GROUP, D, TILE_D)
     if first_partial < 0:
         tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside)
     else:
@@ -492,12 +492,9 @@ def attend_range(query, position, k_head, v_head, table, kv_start, kv_end, scale
     first round and 3 in the next (times scale_log2): highest 1, total 1; then shrink = 2^-2, total =
     0.25 + 1, and the result is 3 + log2(1.25).
 
-    kv_start is a multiple of TILE_N. Table entries from kv_end on are garbage: there the slot of
-    position kv_end - 1 is taken again. Offsets into the cache are int64.
-
-    kv_end is a multiple of TILE_N, or follows the last position of all rows that exist; the others
-    compute garbage, which is never stored. So the causal mask is the only one, and only strips that
-    reach beyond the first row's position need it."""
+    kv_start is a multiple of TILE_N. kv_end is one, too, or lies beyond every position that the tile's rows
+    see. (Rows that do not exist compute garbage, which is never stored.) So the causal mask is the only one,
+    and only strips that reach beyond the first row's position need it."""
     columns, dims = tl.arange(0, TILE_N), tl.arange(0, TILE_D)
     seen_by_all = tl.min(position, 0) + 1
     last = tl.maximum(kv_end - 1, 0)        # beyond it table entries are garbage: read its slot again

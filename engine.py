@@ -13,11 +13,12 @@ To the engine a conversation is a name and its token ids. serving/sessions.py ad
 survives a restart.
 
 Invariant: the answer never depends on the cache. Any sizes, policy and interleaving of requests give the
-tokens of a full recompute.
+tokens of a full recompute, up to rounding.
 
 `python engine.py` plays two conversations under starved tiers, and prints the batch of each step.
 """
 import atexit
+import math
 import threading
 import time
 import traceback
@@ -46,12 +47,12 @@ MAX_FAILURES = 3            # after so many failures of the worker in a row the 
 class Reply:
     token_ids: list[int]        # all generated tokens, a stop token included
     finish_reason: str          # "stop" | "length" | "cancelled"
-    usage: dict                 # prompt_tokens, completion_tokens, gpu, cpu, recomputed, new
+    usage: dict                 # prompt_tokens (the whole context), completion_tokens, and by SOURCES
     logprobs: list | None       # see Handle.logprobs
 
     @property
     def sources(self) -> str:
-        """Where the KV-tokens of the prompt came from: gpu 96 · cpu 64 · recomputed 32 · new 14"""
+        """Where the KV-tokens of the context came from: gpu 96 · cpu 64 · recomputed 32 · new 14"""
         return " · ".join(f"{source} {self.usage[source]}" for source in SOURCES)
 
 
@@ -63,8 +64,8 @@ class Engine:
         """flags: the fields of config.Config; `policy` may also be a class of your own.
 
         worker, clock: those of a simulation. cost: a profile that was measured earlier; by default we measure
-        it now. debug: check all books of the cache after every step. ValueError for flags that cannot be
-        served.
+        it now. debug: check all books of the cache after every step. TypeError for unknown flags, ValueError
+        for those that cannot be served.
 
         Under torchrun this returns on rank 0 only. The other processes take part in its steps until it is
         closed, and end."""
@@ -89,8 +90,8 @@ class Engine:
         self.thread: threading.Thread | None = None
         self.inbox: deque[Callable[[], None]] = deque()
         self.posted = threading.Event()     # there may be something in the inbox
-        # Held to post a turn and to set `failure`: a turn is posted before the engine stops, and is told, or
-        # after, and submit raises.
+        # Held to post a turn and to set `failure`. So when the engine stops, a turn is in the inbox, and its
+        # readers are told; or it is not, and submit raises.
         self.posting = threading.Lock()
         self.unfinished: set[Handle] = set()        # their readers have not been told the end
         # Of these, the ones whose request has ended. We tell their readers only after account(), because
@@ -112,8 +113,8 @@ class Engine:
     def step(self) -> Batch:
         """One iteration: schedule, launch, settle. Everyone uses it, the simulation too.
 
-        The books run ahead in launch order, as the device's stream does: while the device computes this
-        batch, we settle the one before it."""
+        The books run ahead of the device: while it computes this batch, we settle the one before it. An empty
+        batch is launched to wait for a copy, once no launched batch can free what we wait for."""
         with self._owning():
             self.take_inbox()
             batch = self.scheduler.schedule(self.clock())
@@ -170,14 +171,14 @@ class Engine:
         We trust nothing in the tiers any more, so all KV goes. The requests of this batch and of all
         unsettled ones fail. All other requests are recomputed, since we still have their tokens.
 
-        If the device is lost for good, this call fails too, and the engine stops at once. MAX_FAILURES stops
-        an engine whose device recovers but whose batches keep failing."""
+        If the device is lost for good, `_drain_copies` fails, too, and the engine stops at once. MAX_FAILURES
+        stops an engine whose device recovers but whose batches keep failing."""
         self.worker_failures += 1
         if self.worker_failures == MAX_FAILURES:
             raise error
         traceback.print_exception(error)
         self._drain_copies(batch.step)
-        lost = [batch, *(batch for batch, _ in self.unsettled)]
+        lost = [batch, *(launched for launched, _ in self.unsettled)]
         self.unsettled.clear()
         for request in {span.request for batch in lost for span in batch.spans}:
             self.scheduler.cancel(request, self.clock(), RuntimeError(f"the worker has failed: {error!r}"))
@@ -290,8 +291,8 @@ class Engine:
         had before, in case the engine does not hold it (any more). parent: a conversation that begins as the
         context does; what it has cached is shared. like: a turn with the same prompt after the same context;
         the prompt is computed once for both, unless that turn ends first. reached_stop: the owner calls it
-        with each token but a stop token; True ends the reply. on_end: the owner calls it when the turn has
-        ended. Neither may fail: that would stop the engine.
+        with each token that does not end the reply as a stop token; True ends it. on_end: the owner calls it
+        when the turn has ended. Neither may fail: that would stop the engine.
 
         ValueError for what cannot be served."""
         sampling = Sampling(**{name: value for name, value in sampling.items() if value is not None})
@@ -346,7 +347,8 @@ class Engine:
                 f"an int from 0 to {most}, which is max_tokens or the limit", min_tokens)
 
     def _check_length(self, prompt, conversation, context, max_tokens):
-        """A context that is still growing in a turn ahead of this one is checked again at admission."""
+        """TooLong if the context would exceed the limit. One that is still growing in a turn ahead of this
+        one is checked again at admission."""
         held = self.cache.conversations.get(conversation)
         length, limit = len(held.tokens if held else context) + len(prompt), self.scheduler.limit
         if length + (max_tokens or 1) > limit:
@@ -417,7 +419,7 @@ class Handle:
         self.engine, self.conversation, self.sampling, self.on_end = engine, conversation, sampling, on_end
         self.submitted = engine.clock()
         self.tokens = Outbox(engine)
-        self.request: Request | None = None         # since the owner has taken the turn from the inbox
+        self.request: Request | None = None         # None until the owner takes the turn from the inbox
         self.reply: Reply | None = None             # in the end either this
         self.error: Exception | None = None         # or this
 
@@ -504,8 +506,9 @@ class Outbox:
 
     def wait_closed(self, seconds: float | None = None) -> bool:
         """Return when the outbox is closed, or after so many seconds. True if it is closed."""
-        self.engine.step_until(self.closed.is_set)
-        return self.closed.wait(seconds)
+        end = math.inf if seconds is None else time.monotonic() + seconds
+        self.engine.step_until(lambda: self.closed.is_set() or time.monotonic() >= end)
+        return self.closed.wait(None if seconds is None else max(0.0, end - time.monotonic()))
 
     def wait_beyond(self, seen: int):
         """Return when there are more than `seen` items, or the outbox is closed."""

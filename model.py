@@ -11,9 +11,9 @@ batches, and a test can run it with ten lines of dense attention.
                                    |
                                    attend(0, q, k, v, rotation)
 
-Architectures differ in a ModelConfig: its switches are everything that Llama does otherwise than
-GPT (norm, gated, biases, rope_theta), and that Qwen and SmolLM do otherwise than Llama (biases,
-head_dim, qk_norm, unrotated). checkpoint.py fills the parameters.
+Architectures differ in a ModelConfig: Llama from GPT mainly in norm, activation, gated, biases and
+rope_theta; Qwen and SmolLM from Llama in biases, head_dim, qk_norm and unrotated. checkpoint.py
+fills the parameters.
 """
 import math
 from collections.abc import Callable
@@ -35,7 +35,7 @@ ROPE_SCALING = "factor", "low_freq_factor", "high_freq_factor", "original_max_po
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes and switches of a decoder; the defaults are GPT's. ValueError if they do not fit together."""
+    """The sizes and switches of a decoder; the defaults are GPT's. ValueError if the sizes do not fit."""
     vocab_size: int
     num_layers: int
     num_heads: int
@@ -68,19 +68,19 @@ class ModelConfig:
 
     def __post_init__(self):
         sizes = ["vocab_size", "num_layers", "num_heads", "num_kv_heads", "width", "ffn_width", "max_context"]
-        units = [("num_heads", "num_kv_heads")]
+        divisors = [("num_heads", "num_kv_heads")]
         if self.head_dim is None:
-            units.append(("width", "num_heads"))
+            divisors.append(("width", "num_heads"))
         else:
             sizes.append("head_dim")
         for name in sizes:
             value, most = getattr(self, name), MOST_LAYERS if name == "num_layers" else 2**31 - 1
             if type(value) is not int or not 1 <= value <= most:
                 raise ValueError(f"{name} must be an int from 1 to {most}, not {value!r:.100}")
-        for name, unit in units:
-            if getattr(self, name) % getattr(self, unit):
+        for name, divisor in divisors:
+            if getattr(self, name) % getattr(self, divisor):
                 raise ValueError(f"{name} {getattr(self, name)} must be a multiple of "
-                                 f"{unit} {getattr(self, unit)}")
+                                 f"{divisor} {getattr(self, divisor)}")
         if self.head_dim is None:
             object.__setattr__(self, "head_dim", self.width // self.num_heads)      # the class is frozen
         if self.rope_theta is not None and self.head_dim % 2:
@@ -91,11 +91,11 @@ class ModelConfig:
         for name, number in numbers.items():
             if type(number) not in (int, float) or not 0 < number < 2**63:
                 raise ValueError(f"{name} must be a number above 0 and below 2**63, not {number!r:.100}")
-        if str(self.activation) not in ACTIVATIONS:
+        if str(self.activation) not in ACTIVATIONS:         # in a config.json it can be anything
             raise ValueError(f"unknown activation {self.activation!r}; known: {', '.join(ACTIVATIONS)}")
 
     def share(self, size: int) -> "ModelConfig":
-        """What each of `size` processes has. With size 4, 32 query heads and 8 K/V heads become 8 and
+        """What each of `size` processes has. With size 4, 32 query heads and 8 KV heads become 8 and
         2. ValueError for what they cannot share evenly."""
         parts = {}
         for name in ("num_heads", "num_kv_heads", "ffn_width"):
@@ -124,7 +124,7 @@ def rotary_frequencies(config: ModelConfig, device) -> Tensor:
 
 
 class Alone:
-    """A process that computes a whole model. parallel.Ranks is one of several that share a model."""
+    """The processes that share a model, where there is only one. parallel.Ranks: where there are more."""
     rank, size = 0, 1
 
     def add_up(self, part: Tensor) -> Tensor:
@@ -199,8 +199,8 @@ def embedding(rows: int, width: int) -> nn.Embedding:
 class Model(nn.Module):
     """A pre-norm decoder over packed tokens. Build it with `load_model` or `random_model`.
 
-    Several processes can share a model: each has some of the heads, and of each MLP's inner values.
-    Everything else is the same in all of them, and the config says what this one has."""
+    Several processes can share a model: each has some of the heads and some of each MLP's inner
+    values. Everything else is the same in all of them. `config` has the sizes of this process."""
 
     def __init__(self, config: ModelConfig, ranks: Alone = ALONE):
         super().__init__()
@@ -214,7 +214,7 @@ class Model(nn.Module):
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """tokens [T], positions [T] (each token's place in its own sequence) -> hidden [T, width],
+        """tokens [T], positions [T] (each token's index in its own context) -> hidden [T, width],
         after the final norm.
 
         attend(layer, q [T, H, D], k [T, H_kv, D], v [T, H_kv, D], rotation) -> [T, H, D] is called
@@ -239,8 +239,9 @@ class Model(nn.Module):
         return angles.cos(), angles.sin()
 
     def through_layers(self, x: Tensor, attend: Attend) -> Tensor:
-        """Embeddings -> hidden states, both [T, width]. attend(layer, q, k, v): `forward` has added
-        the rotation. This is a method so that loading.fuse can replace it by one that is compiled."""
+        """Embeddings -> hidden states, both [T, width]. attend(layer, q, k, v): that of `forward`, with
+        the rotation already given. This is a method so that loading.fuse can replace it: there
+        everything between two attentions is compiled."""
         for number, layer in enumerate(self.layers):
             attended = attend(number, *layer.before_attention(x))           # [T, H, D]
             x = layer.after_attention(x, attended)                          # [T, width]

@@ -6,9 +6,9 @@ distance between two tokens and not on where they stand. The cache holds rotated
 
     D 4, a token whose angles are 90 and 0 degrees:     [1, 2, 3, 4] -> [-3, 2, 1, 4]
 
-A model with learned positions rotates nothing; we store its K and V all the same. On a GPU one
-kernel does all of this. Torch would launch four: for one token each of them takes longer to launch
-than to run.
+A layer without rotary positions rotates nothing; we store its K and V all the same. On a GPU one
+kernel does all of this. Torch would launch some 16: for one token each of them takes longer to
+launch than to run.
 """
 from __future__ import annotations      # where triton is absent, `tl.constexpr` is, too
 
@@ -18,19 +18,19 @@ from torch import Tensor
 from attention_kernel import jit, runs_triton, tl, triton
 
 Rotation = tuple[Tensor, Tensor]        # cos and sin of each token's angles, [T, D/2] float32
-ELEMENTS = 1024                         # of one program: 16 bytes for each of its 128 threads
+ELEMENTS = 1024                         # of one program: 8 for each of its 128 threads (bfloat16: 16 bytes)
 
 
 def rotate_and_store(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
                      rotation: Rotation | None) -> Tensor:
-    """Rotate q and k of T tokens, write k and v into the slots, and return the rotated q [T, H, D].
+    """Rotate q and k of T tokens, write k and v into the slots, and return q, rotated [T, H, D].
 
     q               [T, H, D]               the tokens may lie apart, as in one projection of q, k, v
     k, v            [T, H_kv, D]            likewise
     k_cache         [num_slots, H_kv, D]    the K of one layer of the GPU cache
     v_cache         [num_slots, H_kv, D]    its V, with the same strides
     slots           [T] int64               where each token's k and v go
-    rotation                                None: q and k stay as they are
+    rotation        two of [T, D/2]         cos and sin of the angles; None: q and k stay as they are
 
     Triton computes it wherever it computes the attention; elsewhere the reference does."""
     if not runs_triton(q.device, q.dtype):
@@ -74,10 +74,11 @@ def rotate_and_store_kernel(q, k, v, rotated, k_cache, v_cache, slots, cos, sin,
                             HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KV_TILES: tl.constexpr,
                             D: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
                             ROTATE: tl.constexpr):
-    """A program moves TILE_H heads of one token. The first KV_TILES programs of a token move k and v,
-    the others q. Grid (T, tiles). Offsets of tokens and slots are int64.
+    """A program copies TILE_H heads of one token. The first KV_TILES programs of a token take k and v,
+    the others, which there are only with ROTATE, q. Grid (T, tiles). Offsets of tokens and slots are
+    int64.
 
-        32 heads, 8 KV heads, D 128: TILE_H 8, so program 0 moves k and v, programs 1 to 4 move q"""
+        32 heads, 8 KV heads, D 128: TILE_H 8, so program 0 copies k and v, programs 1 to 4 copy q"""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     if ROTATE:
@@ -85,17 +86,17 @@ def rotate_and_store_kernel(q, k, v, rotated, k_cache, v_cache, slots, cos, sin,
         sin += token * (D // 2)
     if tile < KV_TILES:
         slot = tl.load(slots + token)
-        move_heads(k + token * stride_kt, stride_kh, k_cache + slot * stride_slot, stride_ch,
+        copy_heads(k + token * stride_kt, stride_kh, k_cache + slot * stride_slot, stride_ch,
                    tile, cos, sin, KV_HEADS, D, TILE_H, TILE_D, ROTATE)
-        move_heads(v + token * stride_vt, stride_vh, v_cache + slot * stride_slot, stride_ch,
+        copy_heads(v + token * stride_vt, stride_vh, v_cache + slot * stride_slot, stride_ch,
                    tile, cos, sin, KV_HEADS, D, TILE_H, TILE_D, False)
     else:
-        move_heads(q + token * stride_qt, stride_qh, rotated + token * stride_rt, stride_rh,
+        copy_heads(q + token * stride_qt, stride_qh, rotated + token * stride_rt, stride_rh,
                    tile - KV_TILES, cos, sin, HEADS, D, TILE_H, TILE_D, ROTATE)
 
 
 @jit
-def move_heads(source, stride_source, target, stride_target, tile, cos, sin, HEADS: tl.constexpr,
+def copy_heads(source, stride_source, target, stride_target, tile, cos, sin, HEADS: tl.constexpr,
                D: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr, ROTATE: tl.constexpr):
     """Copy a tile of the heads of one token from source to target. With ROTATE, turn them on the
     way: each dimension is loaded together with its partner, half a head away."""

@@ -14,7 +14,8 @@ is drawn from Exp(1). The token that arrives first is a draw from p: it is the o
 log p - log E (the Gumbel-max trick).
 
 Invariant: E is a function of (seed, position, token id) alone, hashed in integers. So a reply with
-a seed repeats whatever else is in the batch, after a suspension, and on any device.
+a seed repeats, up to the rounding of its logits, whatever else is in the batch, after a suspension,
+and on any device.
 """
 import random
 from collections.abc import Callable
@@ -49,7 +50,7 @@ class Sampling:
     temperature: float = 0.0            # 0 is greedy
     top_k: int = 0                      # draw from the k most likely tokens; 0: from all
     top_p: float = 1.0                  # draw from the fewest tokens that together are this likely
-    min_p: float = 0.0                  # draw from tokens that are this share as likely as the most likely
+    min_p: float = 0.0                  # draw from tokens at least this times as likely as the most likely
     presence_penalty: float = 0.0       # subtracted from the logit of each token that the reply contains
     frequency_penalty: float = 0.0      # the same, times how often the reply contains it
     repetition_penalty: float = 1.0     # divides positive logits of the context's tokens, multiplies negative
@@ -76,7 +77,7 @@ class Sampling:
 
 
 def within(value, low, high) -> bool:
-    """Whether value is a number between the limits, of their type; True and False are no numbers."""
+    """Whether value is a number between the limits, an int if they are; True and False are no numbers."""
     return type(value) in (int, type(low)) and low <= value <= high
 
 
@@ -85,7 +86,7 @@ def sample(logits: Tensor, requests: list[Request]) -> list[Tensor]:
     infinity. The logits are used up.
 
     The results stay on the device: the tokens [N], and, if requests ask for log probabilities, the
-    report() of these. Log probabilities are those before penalties, bias and temperature: they say
+    log_probabilities() of these. They are those before penalties, bias and temperature: they say
     what the model believes, not what the draw was asked for."""
     reported = rows_that(requests, lambda sampling: sampling.logprobs is not None)
     asked = [(stage, rows) for stage in STAGES if (rows := rows_that(requests, stage.is_asked_for))]
@@ -104,7 +105,7 @@ def sample(logits: Tensor, requests: list[Request]) -> list[Tensor]:
     if not reported:
         return [sampled]
     top = max(requests[i].sampling.logprobs for i in reported)
-    return [sampled, *report(believed, tokens[reported_rows], top)]
+    return [sampled, *log_probabilities(believed, tokens[reported_rows], top)]
 
 
 def rows_that(requests: list[Request], ask: Callable) -> list[int]:
@@ -112,28 +113,26 @@ def rows_that(requests: list[Request], ask: Callable) -> list[int]:
     return [i for i, request in enumerate(requests) if ask(request.sampling)]
 
 
-def report(logprobs: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For each row of logprobs [n, vocab]: that of its token, tokens [n]; and the token ids of the
-    `top` largest, and these."""
+def log_probabilities(logprobs: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """logprobs [n, vocab], tokens [n] -> the log probability of each row's token, [n]; the token ids and
+    the log probabilities of its `top` most likely tokens, [n, top] each."""
     best = logprobs.topk(min(top, logprobs.shape[1]))                           # [n, top]
     return logprobs.gather(1, tokens[:, None])[:, 0], best.indices, best.values
 
 
-def read(requests: list[Request], tokens: Tensor, *report: Tensor) -> tuple[list[int], list | None]:
+def read(requests: list[Request], tokens: Tensor, *logprobs: Tensor) -> tuple[list[int], list | None]:
     """The results of sample(), when they have come to the host, as numbers: the tokens, and what each
     request has asked to know of its own.
 
     The second is None, unless a request asks for log probabilities: then there is an entry for each
     request, None or (the token's, [(token id, its log probability), ...] of the most likely)."""
-    if not report:
+    if not logprobs:
         return tokens.tolist(), None
-    rows, reports = zip(*(part.tolist() for part in report)), []
-    for top in (request.sampling.logprobs for request in requests):
-        if top is None:
-            reports.append(None)
-        else:
-            own, ids, values = next(rows)
-            reports.append((own, list(zip(ids[:top], values[:top]))))
+    reports = [None] * len(requests)
+    rows = rows_that(requests, lambda sampling: sampling.logprobs is not None)
+    for row, own, ids, values in zip(rows, *(part.tolist() for part in logprobs)):
+        top = requests[row].sampling.logprobs
+        reports[row] = own, list(zip(ids[:top], values[:top]))
     return tokens.tolist(), reports
 
 
@@ -270,10 +269,10 @@ def noise_keys(seeds: list[int], positions: list[int]) -> np.ndarray:
 
 
 def uniform(keys: Tensor, vocab_size: int) -> Tensor:
-    """Numbers [N, vocab_size] from (0, 1) in float32, each a function of its key, keys [N], and its
+    """Numbers [n, vocab_size] from (0, 1) in float32, each a function of its key, keys [n], and its
     token id. They are most precise near 0, where the tokens that win a race are."""
     token = mix(torch.arange(vocab_size, dtype=torch.int32, device=keys.device))        # [vocab]
-    bits = mix(token ^ keys[:, None]) & 0x7FFFFFFF                              # [N, vocab]
+    bits = mix(token ^ keys[:, None]) & 0x7FFFFFFF                              # [n, vocab]
     return bits.float().add_(0.5).mul_(2**-31 - 2**-55)                         # rounded, still below 1
 
 
@@ -296,7 +295,7 @@ def column(requests: list[Request], name: str, dtype=np.float32) -> np.ndarray:
 
 
 def entries(sequences: list) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column in [n, vocab] of every token of n sequences.
+    """Row and token id, in [n, vocab], of every token of n sequences.
     [[7, 5], [9]] -> [0, 0, 1] and [7, 5, 9]."""
     rows = np.repeat(np.arange(len(sequences)), [len(tokens) for tokens in sequences])
     return rows, np.concatenate(sequences).astype(np.int32)         # of empty lists numpy makes floats

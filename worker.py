@@ -1,4 +1,4 @@
-"""A batch becomes tensors: inputs, transfers, forward, sampling (paper §4.2-4.4).
+"""A batch becomes tensors: inputs, copies, forward, sampling (paper §4.2-4.4).
 
 The scheduler speaks of integers; from here on there are tensors. The spans of a batch are packed
 into one ragged sequence of T tokens and go through the model together, whatever phase their
@@ -51,7 +51,7 @@ class Packed(NamedTuple):
     end: list[int]              # [S]
     tokens: array               # [T]
     sample_at: list[int]        # [N] the last token of each span that ends its request's context
-    sampling_requests: list[Request]    # [N] those of these spans
+    sampling_requests: list[Request]    # [N] the requests of those spans
 
     def padded(self, size: int, table_row: int) -> "Packed":
         """With spans of one token, at position 0 of `table_row`, until there are `size` spans."""
@@ -62,7 +62,7 @@ class Packed(NamedTuple):
 
 
 def pack(spans: list[Span]) -> Packed:
-    """The one loop over the spans of a step. Everything after it works on arrays."""
+    """The worker's one loop over the spans of a step. `_inputs` makes arrays of these lists."""
     table_rows, starts, ends, tokens, sample_at, sampling_requests = [], [], [], array("i"), [], []
     for request, start, end in spans:
         conversation = request.conversation
@@ -86,7 +86,7 @@ def table_changes(updates: list[tuple[int, int, np.ndarray]]) -> list[np.ndarray
 
 
 class Inputs(NamedTuple):
-    """What the worker tells the device about a step: int32 tensors on the device."""
+    """What the worker tells the device about a step. The tensors are int32, and on the device."""
     tokens: Tensor              # [T]
     positions: Tensor           # [T]
     table_rows: Tensor          # [T] of the slot table
@@ -125,11 +125,11 @@ class Worker:
         self.padding_row = max_running
         self.slot_table[self.padding_row] = num_slots
         self.sampled = self.slot_table.new_zeros(max_running + 1)       # the last token sampled in each row
-        self.depth = int(self.device.type == "cuda")                    # see Engine
+        self.depth = int(self.device.type == "cuda")                    # batches in flight, see Engine
         self.graphs: dict[int, tuple[Inputs, Callable]] = {}    # by size; the function returns hidden states
 
     def execute(self, batch: Batch) -> Result:
-        """Run the batch's spans and start its transfers. With nothing to compute, wait for a copy in
+        """Run the batch's spans and start its copies. With nothing to compute, wait for a copy in
         flight, if there is one."""
         return self.launch(batch)()
 
@@ -144,7 +144,7 @@ class Worker:
         if not batch.spans:
             return lambda: Result([], self.pool.landed(wait=True))
         sampled = sample(logits, packed.sampling_requests)
-        self._remember(inputs, sampled[0].clamp(min=0).int())
+        self._remember(inputs, sampled[0].clamp(min=0).int())       # -1 has no embedding
         on_host = [part.to("cpu", non_blocking=True) for part in sampled]       # into pinned memory
         done = self.pool.now()
 
@@ -161,8 +161,8 @@ class Worker:
 
     def _start(self, packed: Packed, changes: list[np.ndarray], slot_copies: dict[int, int],
                swap_in: list[Ticket], swap_out: list[Ticket]) -> tuple[Inputs, Tensor | None]:
-        """Start all that is known of a step before its tokens are sampled: it is all numbers. Returns its
-        inputs and logits [N, vocab]; None if there is nothing to compute."""
+        """All of a step but the sampling. (Its arguments are numbers, so parallel.py can send them to
+        other processes.) Returns the inputs and logits [N, vocab]; None if there is nothing to compute."""
         size = self._graph_size(packed, swap_in)
         inputs = self._inputs(packed, changes, size)
         self.pool.copy_slots(slot_copies)
@@ -203,6 +203,7 @@ class Worker:
         # An entry named twice has the same slot both times.
         self.slot_table[changed_rows, changed_positions] = new_slots
         *planned, tokens, positions, table_rows = split_like(flat, graph_reads)
+        # In place: the tokens are a part of `flat`.
         tokens.copy_(torch.where(tokens == PLACEHOLDER, self.sampled[table_rows], tokens))
         spans.plans[self.group, self.kv_heads, self.dtype] = plan.with_arrays(planned)
         return Inputs(tokens, positions, table_rows, spans, sample_at, flat)
@@ -217,8 +218,7 @@ class Worker:
         return plan.padded(size, self.group, wanted) if size else plan
 
     def _logits(self, inputs: Inputs, size: int) -> Tensor:
-        """One forward over all spans -> logits [N, vocab] behind the tokens at which one is
-        sampled."""
+        """One forward over all spans -> logits [N, vocab] of the tokens at `sample_at`."""
         if size:
             captured, forward = self.graphs[size]
             captured.refill(inputs)
@@ -275,13 +275,12 @@ class Worker:
     @torch.inference_mode()
     def profile(self, repeats: int = 4) -> RecomputeCost:
         """Measure what one more chunk adds to a batch that runs anyway: its attention, at context
-        lengths of chunk_size, twice it, four times it, ...; and all else, which is c.
+        lengths of chunk_size, twice it, four times it, ...; and the rest, the paper's c.
 
         The batch reads the weights and launches its kernels with or without the chunk. So c is the
         difference of two batches that both take longer to compute than to read the weights, divided
         by the number of chunks between them. In a simulation of OPT-13B on an A100:
 
-            32 tokens alone: 21.6 ms (16.6 of them read weights)
             1,024 tokens take 63.5 ms longer than 512 tokens, which is 16 chunks:  c = 4.0 ms"""
         chunk = min(self.chunk_size, self.max_context)
         lengths = [chunk]
@@ -291,15 +290,15 @@ class Worker:
 
         def fastest(run: Callable) -> float:            # the first run compiles and warms up
             return min(device_seconds(self.device, run) for _ in range(repeats))
-        small, large = (fastest(partial(self._all_but_attention, tokens)) for tokens in (few, many))
+        small, large = (fastest(partial(self._all_but_attention, count)) for count in (few, many))
         added = max(large - small, 1e-9)                # noise of a busy machine can turn it around
         rest = added * chunk / (many - few)
         attention = {length: fastest(partial(self._attention, chunk, length)) for length in lengths}
         return RecomputeCost(attention, rest)
 
-    def _all_but_attention(self, tokens: int):
+    def _all_but_attention(self, count: int):
         """All layers on that many tokens, but for attention. Dropped chunks need no logits."""
-        tokens = torch.arange(tokens, device=self.device)
+        tokens = torch.arange(count, device=self.device)
         self.model(tokens % self.vocab_size, tokens % self.max_context, lambda layer, q, k, v, rotation: q)
 
     def _attention(self, chunk: int, length: int):

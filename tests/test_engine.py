@@ -58,6 +58,12 @@ def alone(name, turns=3):
 
 # ---- turns
 
+def test_who_steps_the_engine_waits_no_longer_than_asked(engine):
+    handle = engine.submit(ids(6), max_tokens=50, ignore_eos=True)
+    assert not handle.tokens.wait_closed(0.0)
+    assert handle.tokens.wait_closed() and len(handle.token_ids) == 50
+
+
 def test_threads_share_a_started_engine(depth):
     engine = make(depth).start()
     names, replies = [f"c{i}" for i in range(6)], {}
