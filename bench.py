@@ -212,9 +212,11 @@ WORDS = dict(
 
 
 def plot(figure: Figure, rows: list[dict], path: str):
-    """Draw the figure as a PNG."""
+    """Draw the figure as a PNG: of several seeds, the first."""
     from matplotlib.figure import Figure as Canvas          # here, since only --plot needs it
-    rows = [row for row in rows if figure.x in row]
+    rows = [row for row in rows if figure.x in row and row.get("seed") == rows[0].get("seed")]
+    if not rows:
+        raise ValueError(f"there is nothing to plot: no row has {figure.x}")
     canvas = Canvas(layout="constrained")
     if figure.bars or all(row[figure.x] is None for row in rows):       # a trace has one load: its own
         draw_bars(canvas, rows, figure.bars or (figure.y,))

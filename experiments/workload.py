@@ -185,7 +185,7 @@ def synthetic(dataset: str, count: int, seed: int) -> list[PlannedConversation]:
     kept = []
     while len(kept) < count:
         turns, lengths = draw(shape, means, count, rng)
-        kept += np.split(lengths, np.cumsum(turns)[:-1])
+        kept += np.split(lengths, np.cumsum(turns))[:-1]        # behind the last one there is nothing
     return list(numbered([PlannedTurn(*turn) for turn in lengths.tolist()] for lengths in kept[:count]))
 
 

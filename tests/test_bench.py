@@ -250,6 +250,18 @@ def test_a_plot_is_drawn(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_plot_shows_the_first_of_several_seeds(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    rows = [dict(system="a", model="m", dataset="d", throughput=1.0, normalized_latency_ms=2.0, seed=seed)
+            for seed in (3, 4)]
+    drawn = []
+    monkeypatch.setattr(bench, "draw_lines", lambda canvas, panels, x, y: drawn.extend(panels.values()))
+    bench.plot(bench.FIGURES["fig10"], rows, str(tmp_path / "plot"))
+    assert drawn == [rows[:1]]
+    with pytest.raises(ValueError, match="nothing to plot"):
+        bench.plot(bench.FIGURES["fig10"], [dict(seed=3)], str(tmp_path / "plot"))
+
+
 def test_policies_on_a_trace_are_bars(tmp_path, monkeypatch):
     """There is one load, the trace's own: nothing that lines could be drawn over."""
     pytest.importorskip("matplotlib")

@@ -108,6 +108,11 @@ def test_the_drafts_conversations_have_five_turns():
     assert min(len(conversation.turns) for conversation in synthetic("lmsys-draft", 500, seed=0)) == 5
 
 
+def test_as_many_conversations_as_asked():
+    """Many drawn ones have too few turns for the draft's shape."""
+    assert all(len(synthetic("sharegpt-draft", 1, seed)) == 1 for seed in range(5))
+
+
 def test_a_load_is_met_under_way():
     users = [planned("a", (5, 5), (3, 7, 50.0), (2, 8, 40.0)), planned("b", (1, 1), arrival=60.0),
              planned("c", (1, 1), arrival=59.0)]
