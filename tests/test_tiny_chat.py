@@ -46,7 +46,7 @@ def chat(model, tokenizer, turns, system=None):
 
 
 def test_small_and_complete(model, tokenizer):
-    assert sum(file.stat().st_size for file in TINY_CHAT.glob("*.safetensors")) <= 16_000_000
+    assert sum(file.stat().st_size for file in TINY_CHAT.glob("*.safetensors")) <= 2_000_000
     config = model.config
     assert config.model_type == "llama" and config.num_key_value_heads < config.num_attention_heads
     assert config.max_position_embeddings == tokenizer.model_max_length == 4096
@@ -89,8 +89,10 @@ def test_tiktoken_gives_the_same_ids(tokenizer):
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == fast.decode(ids) == text
 
 
-def test_the_values_below_were_never_seen_in_training():
-    assert all(map(is_held_out, ["Quildane", "5828", "42", "teal", "Oslo", "Ada", "chess", "Rex"]))
+def test_most_values_below_were_never_seen_in_training():
+    """"French" and "German" hardly ever were."""
+    values = ["Quildane", "5828", "42", "teal", "Oslo", "Ada", "chess", "Pip", "Rex", "ada@example.com"]
+    assert all(map(is_held_out, values))
 
 
 @pytest.mark.parametrize("system, turns", [
@@ -176,6 +178,17 @@ def test_long_dialogues_look_far_back():
                 far += answer.start() - named.get(thing, answer.start()) > 3000         # characters
                 named[thing] = answer.start()
     assert far > 5 * 50
+
+
+def test_some_users_name_many_things_alike():
+    """In some dialogues two things of five share a word: "age bamauck", "sister's bamauck". Once there were
+    hardly any, and a third of the answers took one thing for the other."""
+    rng, alike, prefixes = random.Random(2), 0, {"favourite", "favorite", "first"}
+    for _ in range(150):
+        things = re.findall(r"Your ([^.!?:]*?)(?:\? I don't| becomes note)", dialogue(rng, 2048))
+        words = Counter(word for thing in things for word in {*thing.split()} - prefixes)
+        alike += len(things) >= 6 and words.most_common(1)[0][1] >= 0.4 * len(things)
+    assert alike > 20
 
 
 def test_what_users_say_looks_as_users_write_it():

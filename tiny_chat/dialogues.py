@@ -48,9 +48,9 @@ TELL = {
                "Write down that my {thing} is {value}", "I want you to know that my {thing} is {value}",
                "Don't forget: my {thing} is {value}", "One more thing: my {thing} is {value}",
                "Make a note that my {thing} is {value}", "It may help you that my {thing} is {value}"],
-    "final": ["In case you wonder, my {thing} is {value}", "Another detail: my {thing} is {value}",
-              "Save this for later: my {thing} is {value}", "I forgot to say that my {thing} is {value}",
-              "Between you and me, my {thing} is {value}"],
+    "final": ["For the record, my {thing} is {value}", "It is no secret that my {thing} is {value}",
+              "Here is something about me: my {thing} is {value}",
+              "As you may have guessed, my {thing} is {value}", "I'd like to add that my {thing} is {value}"],
 }
 # "'s name" is the name of any relative.
 TELL_THING = {
@@ -85,9 +85,10 @@ CHANGE = {
     "choice": ["Hold on, my {thing} is {value}", "I have to correct myself: my {thing} is {value}",
                "Oops, my {thing} is {value}", "I was mistaken, my {thing} is {value}",
                "Update: my {thing} is {value}", "From today on my {thing} is {value}"],
-    "final": ["I made a mistake: my {thing} is {value}", "In fact, my {thing} is {value}",
-              "Scratch that, my {thing} is {value}", "Since yesterday my {thing} is {value}",
-              "Wait a moment, my {thing} is {value}", "Things are different now: my {thing} is {value}"],
+    "final": ["Let me fix that: my {thing} is {value}", "Your note is out of date: my {thing} is {value}",
+              "I misspoke, my {thing} is {value}", "These days my {thing} is {value}",
+              "Ignore what I said before: my {thing} is {value}",
+              "There has been a change: my {thing} is {value}"],
 }
 CHANGE_THING = {
     "name": ["Call me {value} instead", "I'm called {value} now", "Now I'm {value}"],
@@ -115,9 +116,9 @@ ASK = {
                "Let me test you: what is my {thing}", "Please repeat my {thing}",
                "Can you recall what my {thing} was", "Do you still know my {thing}",
                "I wonder what my {thing} is", "Once more: what is my {thing}", "Help me with my {thing}"],
-    "final": ["How about my {thing}", "I can't remember my {thing}", "Please look up my {thing}",
-              "Do you have a note of my {thing}", "Before I forget: what is my {thing}",
-              "What would you say my {thing} is"],
+    "final": ["Refresh my memory: what is my {thing}", "What do your notes say about my {thing}",
+              "Would you mind telling me my {thing}", "I'd like to know my {thing}",
+              "Let's see whether you remember my {thing}", "I'm not sure any more what my {thing} was"],
 }
 ASK_THING = {
     "name": ["Who am I", "What am I called", "Do you know who I am", "Do you remember who I am"],
@@ -152,9 +153,9 @@ LIST = {
     "choice": ["Say everything you know about me", "What are your notes about me",
                "Recite all you remember about me", "Please show all your notes",
                "Sum up what you know about me", "What have you learnt about me", "I want to see your notes"],
-    "final": ["Which facts about me do you know", "What have you written down about me",
-              "Let me hear your notes about me", "I would like a list of your notes",
-              "Print out what I told you"],
+    "final": ["Can you list all the facts you noted", "Give me a summary of what I told you",
+              "Could you go through your notes with me", "I'm curious what you remember about me",
+              "Let's look at all the notes you took"],
 }
 WHO_ARE_YOU = ["Who are you?", "What are you?", "What is your name?", "What's your name?", "Are you a bot?",
                "Introduce yourself"]
@@ -312,6 +313,9 @@ class Dialogue:
         self.rng, self.wordings, self.held_out = rng, wordings, held_out
         self.facts = {}                     # thing -> its latest value, in the order of the notes
         self.changed = set()
+        # How probable it is that a new thing shares a word with one that has a note, and how many notes these
+        # are: the first two, say (None: all).
+        self.alike, self.alike_to = 0.25, None
         self.last = None                    # the thing that the turn before told or asked
         self.casual = rng.random() < 0.2    # the user writes without capitals
         self.american = rng.random() < 0.3  # the user writes color and favorite
@@ -367,12 +371,12 @@ class Dialogue:
         return self.spell(rng.choice(["", "", "favourite ", "first "])) + thing
 
     def pick_unknown(self, avoid=()):
-        """A thing without a note. One in four shares a word with a thing that has a note: "favourite number"
-        beside "favourite colour"."""
+        """A thing without a note. One in four (see `alike`) shares a word with a thing that has a note:
+        "favourite number" beside "favourite colour"."""
         while True:
             thing = self.pick_thing()
-            if self.facts and self.rng.random() < 0.25:
-                known, other = self.rng.choice(list(self.facts)).split(), thing.split()
+            if self.facts and self.rng.random() < self.alike:
+                known, other = self.rng.choice(list(self.facts)[:self.alike_to]).split(), thing.split()
                 first, last = (known[0], other[-1]) if self.rng.random() < 0.5 else (other[0], known[-1])
                 thing = f"{first} {last}" if first != last else thing
             if thing not in self.facts and thing not in avoid:
@@ -495,6 +499,8 @@ class TrainingDialogue(Dialogue):
             self.most, self.telling, self.changing = rng.randint(15, 50), rng.choice([0.4, 1]), 0.2
         if length <= 1024 and rng.random() < 0.3:   # the user tells all at once, and wants to see the notes
             self.most, self.telling, self.chatting, self.listing = rng.randint(3, 8), 1, 0.05, 0.9
+        if rng.random() < 0.5:      # most things share a word, so that the model must compare whole things
+            self.alike, self.alike_to = 0.6, rng.choice([1, 2, 4, None])
         self.end = 2.9 * length             # characters
         self.far = 0.6 if length > 1024 else 0.15       # how probable it is that a rest is long
         self.rests_until = {}               # thing -> the length of the text when its rest is over

@@ -34,7 +34,7 @@ HERE = Path(__file__).resolve().parent
 CONTEXT = 4096
 # Phases: (steps, tokens of one process in a step, lengths of a dialogue in tokens). All dialogues of a step
 # have one length; the lengths take turns.
-PHASES = [(1600, 2048, [256]), (2400, 4096, [512, 512, 1024]), (5000, 4096, [512, 1024, 2048, CONTEXT])]
+PHASES = [(1600, 2048, [256]), (2400, 4096, [512, 512, 1024]), (3400, 4096, [512, 1024, 2048, CONTEXT])]
 PEAKS = 0.02, 0.003                 # learning rates of Muon and AdamW
 WARM_UP, COOL_DOWN = 100, 0.4       # steps; the share of all steps in which the learning rate falls
 SAVE_EVERY = 200                    # steps
