@@ -236,7 +236,7 @@ def is_held_out(word):
 
 def any_word(rng):
     """A made-up word: 73% have one to four syllables ("skaubrie"), 13% one to eight letters, of which one may
-    not be English; 10% are common English words, and 4% two or three words with signs between them
+    not be English; 10% are common English words, and 4% two or three words joined, mostly by signs
     ("foo@tri.be")."""
     if (kind := rng.random()) < 0.1:
         return rng.choice(COMMON)
@@ -292,7 +292,7 @@ def capital(sentence):
 
 
 def question(sentence):
-    """The sentence, with a question mark unless it is a request such as "Tell me my name"."""
+    """The sentence, with a question mark if it begins as a question or says "what is"."""
     asks = re.search(r"^(what|who|what's|who's|which|where|when|how|do|can|could|would|have|and|so) |what is",
                      sentence.lower())
     return f"{sentence}?" if asks else sentence
@@ -507,8 +507,9 @@ class TrainingDialogue(Dialogue):
         self.rest(ALL_NOTES)
 
     def rest(self, *things):
-        """The user does not mention these things for a while. A long rest takes at least 60% of the text
-        still to come, so that the model must look far back; a short one takes 8% of it on average."""
+        """The user does not come back to these things for a while, unless at once. A long rest takes at least
+        60% of the text still to come, so that the model must look far back; a short one takes 8% of it on
+        average."""
         for thing in things:
             now = len(self.text)
             share = self.rng.uniform(0.6, 1) if self.rng.random() < self.far else self.rng.random() ** 2 / 4
@@ -519,10 +520,11 @@ class TrainingDialogue(Dialogue):
         return [thing for thing, until in self.rests_until.items() if until <= len(self.text)]
 
     def turn(self):
-        """Add a turn: the user tells a new fact, chats, changes a fact, asks for all notes or for one."""
+        """Add a turn: the user tells a new fact, chats, changes a fact, asks for all notes, for one, or for a
+        fact without a note."""
         rng, rested = self.rng, self.rested()
         facts = [thing for thing in rested if thing != ALL_NOTES]
-        changes = rng.random() < self.changing
+        changes = rng.random() < self.changing          # drawn in any case: the weights depend on the order
         if len(self.facts) < self.most and rng.random() < (self.telling if self.facts else 0.5):
             self.say(*self.tell_new())
         elif rng.random() < self.chatting:
@@ -545,7 +547,7 @@ class TrainingDialogue(Dialogue):
             self.say(*self.chatter())
 
     def tell_new(self):
-        """The user tells a new fact, at times the one just asked for; one message in five tells more."""
+        """The user tells a new fact, at times the one just asked for; one message in four tells more."""
         rng = self.rng
         asked = self.last if self.last not in self.facts and rng.random() < 0.4 else None
         thing = asked or self.pick_unknown()

@@ -143,9 +143,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def schedule():
-    """For each step the number and the length of its dialogues, and the share of the peak learning rate: it
-    rises for WARM_UP steps, stays at its peak, and falls to a fiftieth in the last 40% of the steps
-    (COOL_DOWN). The first is (8, 256, 0.01): 8 dialogues of 256 tokens."""
+    """For each step the number (of one process) and the length of its dialogues, and the share of the peak
+    learning rate: it rises for WARM_UP steps, stays at its peak, and falls to a fiftieth in the last 40% of
+    the steps (COOL_DOWN). The first is (8, 256, 0.01): 8 dialogues of 256 tokens."""
     sizes = [(tokens // length, length) for steps, tokens, lengths in PHASES
              for length in (lengths * steps)[:steps]]
     for step, (count, length) in enumerate(sizes):
@@ -163,7 +163,8 @@ def average_gradients(parameters):
 
 
 def logits_of(model, ids, positions):
-    """With a mask, transformers does not take a gap in the positions for the start of another text."""
+    """Logits [B, length, V]. The mask hides nothing. But without one, transformers takes a gap in the
+    positions for the start of another text."""
     return model(ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=False).logits
 
 
@@ -234,7 +235,7 @@ def save(model, tokenizer, directory):
 
 
 def told_and_asked(rng, wordings, tokenizer, column, distance):
-    """The text of a dialogue, and how many of its first answers note the facts that we measure.
+    """The text of a dialogue, and how many answers, from the first one on, note the facts that we measure.
 
     The user tells a fact (for "changed" twice, for "list" one to six, for "never told" none), talks about
     other things for about `distance` tokens, and asks. column: one of the table's, see `evaluate`. For "list"
@@ -251,7 +252,7 @@ def told_and_asked(rng, wordings, tokenizer, column, distance):
             chat.say(*chat.tell(thing, value_for(column, thing, chat)))
     told = chat.text.count("<|assistant|>")
     between = len(tokenizer.encode(chat.text).ids) if column in ("list", "changed") else 0      # tokens
-    while between < distance - 60:      # a turn has 30 tokens, at times 100; the context ends at 4,096
+    while between < distance - 60:      # a turn has 30 tokens, at times 200; the context ends at 4,096
         start = len(chat.text)
         fill(chat, thing, more_facts=column != "list")
         between += len(tokenizer.encode(chat.text[start:]).ids)
@@ -260,7 +261,7 @@ def told_and_asked(rng, wordings, tokenizer, column, distance):
 
 
 def value_for(column, thing, chat):
-    """The value of a column's facts; None: any made-up value."""
+    """The value of a column's facts; None (for "changed"): any made-up value."""
     if column == "words":
         return " ".join(chat.word() for _ in range(chat.rng.choice([1, 2])))
     if column == "numbers":
@@ -281,7 +282,7 @@ def fill(chat, thing, more_facts):
 
 @torch.no_grad()
 def right_answers(model, tokenizer, text):
-    """For each answer: does the model, after the text before it, write the same tokens greedily?"""
+    """For each answer: is each of its tokens the model's first choice after the text before it?"""
     ids, targets = encode(tokenizer, [text], len(tokenizer.encode(text).ids) - 1)       # [1, L], [1, L]
     wrong = ((model(ids).logits.argmax(-1) != targets) & (targets != -100))[0]          # [L]
     number = (ids[0] == tokenizer.token_to_id("<|assistant|>")).cumsum(0)               # [L]
