@@ -47,7 +47,8 @@ MAX_FAILURES = 3            # after so many failures of the worker in a row the 
 class Reply:
     token_ids: list[int]        # all generated tokens, a stop token included
     finish_reason: str          # "stop" | "length" | "cancelled"
-    usage: dict                 # prompt_tokens (the whole context), completion_tokens, and by SOURCES
+    # prompt_tokens (of the whole context), completion_tokens, gpu, cpu, recomputed, new
+    usage: dict
     logprobs: list | None       # see Handle.logprobs
 
     @property

@@ -88,7 +88,7 @@ def sample(logits: Tensor, requests: list[Request]) -> list[Tensor]:
     The results stay on the device: the tokens [N], and, if requests ask for log probabilities, the
     log_probabilities() of these. They are those before penalties, bias and temperature: they say
     what the model believes, not what the draw was asked for."""
-    reported = rows_that(requests, lambda sampling: sampling.logprobs is not None)
+    reported = rows_to_report(requests)
     asked = [(stage, rows) for stage in STAGES if (rows := rows_that(requests, stage.is_asked_for))]
     groups = [[np.array(rows), *stage.tell([requests[i] for i in rows])] for stage, rows in asked]
     told = upload_groups([*groups, [np.array(reported, int)]], logits.device) if asked or reported else []
@@ -113,6 +113,11 @@ def rows_that(requests: list[Request], ask: Callable) -> list[int]:
     return [i for i, request in enumerate(requests) if ask(request.sampling)]
 
 
+def rows_to_report(requests: list[Request]) -> list[int]:
+    """The rows of the requests that ask for log probabilities."""
+    return rows_that(requests, lambda sampling: sampling.logprobs is not None)
+
+
 def log_probabilities(logprobs: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
     """logprobs [n, vocab], tokens [n] -> the log probability of each row's token, [n]; the token ids and
     the log probabilities of its `top` most likely tokens, [n, top] each."""
@@ -129,8 +134,7 @@ def read(requests: list[Request], tokens: Tensor, *logprobs: Tensor) -> tuple[li
     if not logprobs:
         return tokens.tolist(), None
     reports = [None] * len(requests)
-    rows = rows_that(requests, lambda sampling: sampling.logprobs is not None)
-    for row, own, ids, values in zip(rows, *(part.tolist() for part in logprobs)):
+    for row, own, ids, values in zip(rows_to_report(requests), *(part.tolist() for part in logprobs)):
         top = requests[row].sampling.logprobs
         reports[row] = own, list(zip(ids[:top], values[:top]))
     return tokens.tolist(), reports

@@ -48,7 +48,7 @@ class Stem(Conversation):
         # stems, and among stems the one at the end that the policy takes from.
         # (At least 2**40, the order is above that of every conversation; the number makes it unique.)
         leaves = chunk.index if toward > 0 else 2**20 - chunk.index
-        super().__init__(holder.name, (1 + leaves << 40) + number, (), holder.chunk_size, toward)
+        super().__init__(holder.name, (1 + leaves) * 2**40 + number, (), holder.chunk_size, toward)
         self.chunks = [chunk]
         self.used_by: dict[int, Conversation] = {}       # by order
         self.last_active = holder.last_active
