@@ -19,6 +19,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from contextlib import suppress
@@ -91,8 +92,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--think", type=think, metavar="SECONDS",
         help="mean think time; or \"reading\": 100 ms per token of the reply, at least 5 s")
     add("--seconds", type=positive, default=1500.0,
-        help="length of a run, of which the first third only fills the caches; a measured run without "
-             "--dataset and --trace ends by itself (default: 1500)")
+        help="length of a run, of which the first third only fills the caches; the embedded model's own load "
+             "and a trace with times end by themselves (default: 1500)")
     add("--at-ms", type=positive, metavar="MS", help="compare throughputs at this normalized latency")
 
     add = parser.add_argument_group("machine").add_argument
@@ -115,6 +116,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("hardware", "gpus", "cpu_gb"):
         if getattr(options, name) and not options.simulate:
             parser.error(f"--{name.replace('_', '-')} needs --simulate: add --simulate")
+    if options.trace and options.dataset:
+        parser.error("--trace and --dataset are two loads: give one of them")
     for file in filter(None, (options.json, options.plot)):
         if Path(file).is_dir() or not Path(file).parent.is_dir():
             parser.error(f"{file} cannot be written: name a file in a directory that exists")
@@ -142,7 +145,8 @@ def by_panel(rows: list[dict]) -> dict[str, list[dict]]:
 
 
 def print_rows(figure: Figure, rows: list[dict]):
-    """A table for each panel; or one table, if its lines name model and dataset themselves."""
+    """A table for each panel; or one, if its lines name model and dataset, or if the figure has no
+    columns."""
     if {"model", "dataset"} <= {*figure.columns} or not figure.columns:
         print_table(rows, figure.columns)
         print()
@@ -187,9 +191,16 @@ def write_json(path: str, name: str, found: Found, seed: int):
     if torch.cuda.is_available():
         machine.append(torch.cuda.get_device_name())
     machine += [f"python {platform.python_version()}", f"torch {torch.__version__}"]
-    figure = dict(figure=name, command="python " + " ".join(sys.argv), commit=commit(),
+    figure = dict(figure=name, command=command(sys.argv), commit=commit(),
                   machine=", ".join(machine), seed=seed, rows=found.rows, ratios=found.ratios)
     Path(path).write_text(json.dumps(figure, indent=1) + "\n")
+
+
+def command(argv: list[str]) -> str:
+    """The command line, to run it again. It does not tell the server's key: files are passed on."""
+    words = ["KEY" if before == "--server-key" else word for before, word in zip(["python", *argv], argv)]
+    words = ["--server-key=KEY" if word.startswith("--server-key=") else word for word in words]
+    return shlex.join(["python", *words])
 
 
 def commit() -> str:
@@ -237,13 +248,16 @@ def draw_bars(canvas, rows: list[dict], fields: tuple):
 
 
 def draw_lines(canvas, panels: dict[str, list[dict]], x: str, y: str):
-    """A diagram for each panel, and in it a line for each system."""
+    """A diagram for each panel, and in it a line for each system: for each way to run it, or chunk size."""
     canvas.set_size_inches(5 * len(panels), 4)
     axes = canvas.subplots(1, len(panels), squeeze=False)[0]
     for ax, (panel, rows) in zip(axes, panels.items()):
-        for system in dict.fromkeys(row["system"] for row in rows):
-            points = sorted((row[x], row[y]) for row in rows if row["system"] == system)
-            ax.plot(*zip(*points), marker="o", label=system)
+        lines = {}
+        for row in rows:
+            label = ", ".join(str(row[field]) for field in ("system", "how", "chunk") if field in row)
+            lines.setdefault(label, []).append((row[x], row[y]))
+        for label, points in lines.items():
+            ax.plot(*zip(*sorted(points)), marker="o", label=label)
         ax.set(title=panel, xlabel=WORDS[x], ylabel=WORDS[y], yscale="log")
     axes[0].legend()
 
@@ -258,9 +272,9 @@ def main():
         found = over_seeds(figure.run, seeds, options)
         print_rows(figure, found.rows)
         if any("too_short" in row for row in found.rows):
-            print("too_short: the run was too short. This tier never filled up, or the hits still change,\n"
-                  "or contexts still grow (load). Give --seconds a larger number, or the tiers fewer "
-                  "tokens.\n")
+            print("too_short: the run was too short. GPU, CPU: this tier never filled up. hits: the hit\n"
+                  "rates still change. load: the contexts still grow. Give --seconds a larger number, or\n"
+                  "the tiers fewer tokens.\n")
         # Some figures' ratios also have the spread over the seeds, or the value that they must reach.
         more = [name for name in ("spread", "must") if any(name in ratio for ratio in found.ratios)]
         print_table(found.ratios, ("name", "paper", "ours", "how", *more))

@@ -75,14 +75,18 @@ def adapted(panels: list[Panel], options) -> list[Panel]:
     """The panels as the flags change them: --model, --dataset, --rates, --think, --at-ms, --gpus,
     --hardware, --cpu-gb.
 
-    A --trace replaces all panels by one, for a long-context model on H100 GPUs."""
+    A --trace replaces all panels by one, at the paper's scale for a long-context model on H100 GPUs.
+    ValueError: the flags contradict each other."""
     if options.trace:
         has_times = any(conversation.arrival or any(turn.think_seconds for turn in conversation.turns)
                         for conversation in options.conversations)
         rates, think = ((None,), "own") if has_times else (panels[0].rates, panels[0].think)
-        gpus = 4 if at_scale(options) else 1
-        panels = [Panel("llama2-13b-gqa", Path(options.trace).stem, rates, gpus=gpus, hardware="h100",
-                        think=think)]
+        if has_times and options.think:
+            raise ValueError("this trace has its own times: leave --think out")
+        model, gpus = ("llama2-13b-gqa", 4) if at_scale(options) else (panels[0].model, 1)
+        panels = [Panel(model, Path(options.trace).stem, rates, gpus=gpus, hardware="h100", think=think)]
+    if options.cpu_gb and not at_scale(options):
+        raise ValueError("--cpu-gb is for the paper's machines: give --cpu-cache-tokens instead")
     changes = {field: value for field in Panel._fields
                if (value := getattr(options, field, None)) is not None}
     if changes:
@@ -141,8 +145,11 @@ def compared(panel: Panel, other: list[dict], last: list[dict], paper: float | N
     percentile = "p90 " if panel.latency.startswith("p90") else ""
     name = f"{panel}: throughput at {percentile}{panel.at_ms:g} ms per token, {systems}"
     curves = [[(row["throughput"], row[panel.latency]) for row in rows] for rows in (last, other)]
-    if last[-1][panel.latency] <= panel.at_ms:
-        name += ", at least"                            # at a higher rate it might have served more
+    last_is_fast, other_is_fast = (rows[-1][panel.latency] <= panel.at_ms for rows in (last, other))
+    if last_is_fast and other_is_fast:
+        name += ", at their highest rates: try higher ones"
+    elif last_is_fast or other_is_fast:                 # at a higher rate it might have served more
+        name += ", at least" if last_is_fast else ", at most"
     if max(other[0][panel.latency], last[0][panel.latency]) > panel.at_ms:
         name += ", extrapolated: try lower rates"
     ours, theirs = (throughput_at(curve, panel.at_ms) for curve in curves)

@@ -4,6 +4,7 @@
 small, for the embedded model. `PAPER`, at the end of this file, names all figures but Figure 12: the
 attention kernel is only measured (more_figures.py).
 """
+from contextlib import closing
 from functools import partial
 from itertools import chain
 from typing import Callable
@@ -43,11 +44,13 @@ CPU_GB = 110.0, 165.0, 220.0        # the paper does not say how much of the mac
 
 def fig14(options) -> Found:
     """All policies under the same load, also those that no server has."""
+    if options.at_ms:
+        raise ValueError("this figure compares policies at equal rates: leave --at-ms out")
     panels = [Panel("opt-13b", "sharegpt", (2.0, 2.5), cpu_gb=size) for size in CPU_GB]
     rows, _ = sweep((*POLICIES, *EXPERIMENTS), panels, HERE, options)
     by_load = {}                                # (model, CPU tier, rate) -> policy -> row
     for row in rows:
-        by_load.setdefault((row["model"], row["cpu_gb"], row["request_rate"]), {})[row["policy"]] = row
+        by_load.setdefault((row["model"], row.get("cpu_gb"), row["request_rate"]), {})[row["policy"]] = row
     ratios = [policy_ratios(by_policy, options) for by_policy in by_load.values()]
     return Found(rows, list(chain(*ratios)))
 
@@ -101,9 +104,8 @@ def prefill_and_generation(panel: Panel, batch: int, prompt: int, reply: int, op
     users = [PlannedConversation(str(n), [PlannedTurn(prompt, reply)]) for n in range(batch)]
     room = dict(gpu_cache_tokens=2 * batch * longest_context(users), max_batch_tokens=batch * prompt,
                 max_running=batch)
-    engine = build(System(STATELESS | room), panel, users, options)
-    served = drive(engine, users, options.seed)
-    engine.close()
+    with closing(build(System(STATELESS | room), panel, users, options)) as engine:
+        served = drive(engine, users, options.seed)
     prefilled = max(turn.first_token for turn in served)
     return prefilled, max(turn.ended for turn in served) - prefilled
 
@@ -112,7 +114,8 @@ def fig4(options) -> Found:
     """The seconds to recompute a chunk: attention rises with its context, all else stays the same."""
     panel, = adapted([Panel("opt-13b" if at_scale(options) else "tiny_chat", "one chunk")], options)
     longest = [PlannedConversation("", [PlannedTurn(16_384, 1)])]
-    return costs(build(System(), panel, longest, options).worker.profile(), panel, options)
+    with closing(build(System(), panel, longest, options)) as engine:
+        return costs(engine.worker.profile(), panel, options)
 
 
 def costs(cost: RecomputeCost, panel: Panel, options) -> Found:

@@ -1,4 +1,4 @@
-"""Several servers behind one router, simulated: when is affinity worth its imbalance?
+"""Several servers behind one router, simulated. Should a conversation always come to the same server?
 
                       +-> engine 1, clock 1
     turns -> router --+-> engine 2, clock 2        each engine is the real one on a simulated worker
@@ -78,7 +78,7 @@ class Fleet:
         heapq.heapify(self.due)                     # of (time, conversation, turn)
 
     def play(self, until: float):
-        """Until that many seconds have passed, or all turns have ended."""
+        """Play until that many seconds have passed, or all turns have ended."""
         while True:
             busy = [server for server, engine in enumerate(self.engines) if engine.scheduler.busy]
             behind = min(busy, key=self._time, default=None)
@@ -125,8 +125,12 @@ class Fleet:
 
 
 def play_fleet(task: tuple[Panel, int, str, argparse.Namespace]) -> dict:
-    """One row: that many servers behind one router. The panel's rate is that of each server."""
+    """One row: that many servers behind one router. The panel's rate is that of each server.
+
+    ValueError: the load has its own times, so it cannot grow with the servers."""
     panel, servers, name, options = task
+    if panel.rates[0] is None:
+        raise ValueError("this trace has its own times, but a fleet's load must grow with it: add --rates")
     rate = panel.rates[0] * servers
     conversations = planned(panel, rate, options)
     engines = [build(System(), panel, conversations, options) for _ in range(servers)]
@@ -140,6 +144,6 @@ def play_fleet(task: tuple[Panel, int, str, argparse.Namespace]) -> dict:
     cached = sum(turn.usage["gpu"] + turn.usage["cpu"] for turn, _ in counted)
     busiest = max(fleet.computing) / (sum(fleet.computing) / servers)
     row = dict(system=name, servers=servers, model=panel.model, dataset=panel.dataset, think=panel.think,
-               request_rate=rate, hit_rate=cached / max(1, sum(said for _, said in counted)),
-               busiest_server=busiest)
+               cpu_gb=panel.cpu_gb, request_rate=rate, busiest_server=busiest,
+               hit_rate=cached / max(1, sum(said for _, said in counted)))
     return row | outcome(engines[0], [turn for turn, _ in fleet.served], begin, until)

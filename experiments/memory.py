@@ -207,7 +207,8 @@ def waste(seed: int) -> tuple[list[dict], list[dict]]:
     ratios, by_name = [], {(row["dataset"], row["system"]): row for row in rows}
     for (dataset, name), row in by_name.items():
         paper = PUBLISHED_USE.get(name) if dataset == "sharegpt" else None
-        ratios.append(ratio(f"{dataset}, {name}: slots that hold KV, %", 100 * row["kv_share"], paper))
+        ratios.append(ratio(f"{dataset}, {name}: slots that hold KV, %", 100 * row["kv_share"], paper,
+                            how="simulated"))
         ratios.append(ratio(f"{dataset}, {name}: requests at once", row["running"],
                             PUBLISHED_RUNNING[dataset].get(name), how="simulated"))
     for dataset in MEANS:

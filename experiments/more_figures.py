@@ -10,6 +10,7 @@
 import argparse
 import json
 import sys
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -27,11 +28,15 @@ from experiments.run import HERE, Panel, System, at_scale, build, drive, planned
 from experiments.workload import cut_to_context
 
 
+def under_one_load(options):
+    if options.rates and len(options.rates) > 1:
+        raise ValueError(f"this figure has one load: give --rates one number instead of "
+                         f"{len(options.rates)}, or name another figure, such as fig10")
+
+
 def everyday(options) -> Found:
     """Stateful against stateless on this machine, under a load that the stateless system cannot carry."""
-    if options.rates and len(options.rates) > 1:
-        raise ValueError(f"this figure compares systems under one load: give --rates one number instead of "
-                         f"{len(options.rates)}, or name another figure, such as fig10")
+    under_one_load(options)
     systems = "stateless", "gpu cache", "pensieve"
     rows, _ = sweep(systems, [], [HERE[0]._replace(rates=(60.0,))], options)
     stateless, pensieve = rows[0], rows[-1]
@@ -47,6 +52,7 @@ def fleet(options) -> Found:
     """Servers behind a router, each under the same load. Ratios compare the routers with one server."""
     if not at_scale(options):
         raise ValueError("a fleet is simulated, not measured: add --simulate, and no profile of this machine")
+    under_one_load(options)
     panel, = adapted([Panel("opt-13b", "sharegpt", (2.0,))], options)
     alone = play_fleet((panel, 1, "consistent hashing", options))
     tasks = [(panel, servers, router, options) for servers in (4, 16, 64) for router in ROUTERS]
@@ -60,7 +66,8 @@ def fleet(options) -> Found:
 
 
 def of_memory(count: Callable, options) -> Found:
-    """A figure of memory.py: it counts slots, and needs neither a device nor a model."""
+    """A figure of memory.py. It counts slots and takes seconds from a cost model: --simulate changes
+    nothing."""
     return Found(*count(options.seed))
 
 
@@ -84,13 +91,11 @@ def profile(options) -> Found:
     """The cost of recomputing a chunk (for --profile) and the rates of this machine (for --hardware)."""
     only_measured(options)
     panel = adapted(HERE, options)[0]
-    engine = build(System(), panel, [], options)
-    cost = engine.worker.profile()
-    rows, ratios = costs(cost, panel, options)
-    for part in microbench.machine(engine, options.seed):
-        rows += [dict(system=type(part).__name__, name=name, value=value)
-                 for name, value in part._asdict().items()]
-    engine.close()
+    with closing(build(System(), panel, [], options)) as engine:
+        rows, ratios = costs(engine.worker.profile(), panel, options)
+        for part in microbench.machine(engine, options.seed):
+            rows += [dict(system=type(part).__name__, name=name, value=value)
+                     for name, value in part._asdict().items()]
     return Found(rows, ratios)
 
 
@@ -122,6 +127,8 @@ def check(options) -> Found:
 
 def serve(options) -> Found:
     """A running server, under clients that resend their history, and under stateful ones if it can."""
+    only_measured(options)
+    under_one_load(options)
     panel = adapted([HERE[0]._replace(rates=(20.0,))], options)[0]
     rows = [drive_server("resend", panel, options)]
     try:
@@ -144,7 +151,9 @@ def drive_server(system: str, panel: Panel, options) -> dict:
     if not users:
         raise ValueError(f"no conversation of {panel.dataset} fits half of {engine.limit} tokens")
     begin, until = window(panel, rate, options)
-    row = summary(drive(engine, users, options.seed, until=until), begin)
+    served = drive(engine, users, options.seed, until=until)
+    engine.close()
+    row = summary(served, begin)
     row = {name.replace("p50", "median"): value for name, value in row.items()}
     return dict(system=system, model=engine.model, dataset=panel.dataset, request_rate=rate,
                 request_throughput=row["throughput"], **row)

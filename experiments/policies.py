@@ -29,11 +29,11 @@ class TailOptimized(LeastRecentlyUsed):
 
     If a conversation returns, and its next prompt and all that must be recomputed take no more than 200 ms,
     its first token still comes in time. Chunks within that budget are free: they leave first, in the order of
-    LRU. (The paper's server can use a prefix only, so there the trailing blocks are free; here the leading
-    ones are.)"""
+    LRU. (That paper's server can use a prefix only, so there the trailing blocks are free; here the
+    leading ones are.)"""
     BUDGET = 0.2        # seconds
     PROMPT = 200        # tokens that we expect of the next prompt, as vLLM's implementation does
-    FREE = 1e-9         # of the value of other chunks
+    FREE = 1e-9         # a free chunk is worth this share of another chunk that has been idle as long
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
         super().__init__(cost, chunk_size)
@@ -53,7 +53,7 @@ class TailOptimized(LeastRecentlyUsed):
 class ReuseByCategory(Policy):
     """From "KVCache in the wild" (arXiv 2506.02634): conversations of a category return alike, and their
     think times are exponential. Our categories: conversations that have had equally many turns; TURNS or more
-    count as one category.
+    count as one category. We count from a reply to the admission of the next turn, so waiting is included.
 
     A category's share p returns at all, after `mean` seconds on average. The odds that a conversation which
     has been idle for `idle` seconds still returns are p exp(-idle / mean) : 1 - p. The value is the chance
@@ -67,7 +67,7 @@ class ReuseByCategory(Policy):
         # We begin as if of 10 conversations of a category 5 had returned, after a minute on average.
         self.left = [10] * (self.TURNS + 1)             # [turns]: how many conversations became idle
         self.returns = [5] * (self.TURNS + 1)           # [turns]: how many of them returned
-        self.waited = [300.0] * (self.TURNS + 1)        # [turns]: their think times together, in seconds
+        self.waited = [300.0] * (self.TURNS + 1)        # [turns]: seconds until they returned, summed
 
     def ended(self, conversation):
         conversation.turns = min(conversation.turns + 1, self.TURNS)
@@ -81,15 +81,15 @@ class ReuseByCategory(Policy):
     def key(self, conversation, index, count):
         return conversation.turns
 
-    def chance(self, turns: int, idle: float) -> tuple[float, float]:
-        """The chance that it still returns, and the mean think time of its category in seconds."""
+    def chance_and_mean(self, turns: int, idle: float) -> tuple[float, float]:
+        """The chance that it still returns, and the mean seconds until its category returns."""
         returns = self.returns[turns]
         mean = self.waited[turns] / returns
         waiting = returns * math.exp(-idle / mean)
         return waiting / (waiting + max(self.left[turns] - returns, 0) + 1), mean
 
     def value(self, key, idle):
-        chance, mean = self.chance(key, idle)
+        chance, mean = self.chance_and_mean(key, idle)
         return chance * (1 - math.exp(-self.HORIZON / mean))
 
 
@@ -108,7 +108,7 @@ class ExpectedCost(ReuseByCategory):
 
     def value(self, key, idle):
         index, turns = divmod(key, self.TURNS + 1)
-        chance, mean = self.chance(turns, idle)
+        chance, mean = self.chance_and_mean(turns, idle)
         return chance / mean * self.cost((index + 1) * self.chunk_size)
 
 

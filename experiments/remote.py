@@ -7,7 +7,7 @@
 reads its stream in a thread of its own.
 
 The experiment plans prompts in tokens, but we do not know the server's tokenizer. So a prompt consists of
-short English words, and one request at the start tells how many tokens the server makes of a word.
+short English words, and two requests at the start tell how many tokens the server makes of a word.
 
 Servers do not say where a context came from, beyond OpenAI's `cached_tokens`. Those count as "gpu"
 here, and the other tokens as "new". (Our own server names every source.)
@@ -18,13 +18,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 from scheduler import SOURCES
 
 WORDS = ("time year people way day man thing woman life child world school "
          "state family student group country problem hand part").split()
-PROBE = 50      # words of the request that measures tokens per word
+PROBE = 50      # words of the longer of the two requests that measure tokens per word
 SILENCE_SECONDS = 600       # without a byte of an answer: then the server is lost
 
 
@@ -61,16 +62,34 @@ class RemoteEngine:
         self.key, self.stateful = key, stateful
         self.clock = time.monotonic
         self.worker = SimpleNamespace(vocab_size=len(WORDS))        # `drive` draws prompts from this many
-        with self.open("/v1/models") as answer:
-            served = json.load(answer)["data"][0]
-        self.model = model or served["id"]
-        self.limit = served.get("max_model_len") or 4096            # tokens of the longest context
+        self.threads: list[threading.Thread] = []       # one for each turn
         self.histories: dict[str, list[dict]] = {}      # by conversation: its visible messages
         self.latest: dict[str, str] = {}                # by conversation: the id of its last response
         self.tokens_per_word = 1.0
-        probe = RemoteTurn()
-        self.resend(probe, self.message([0] * PROBE), "", {}, max_tokens=1)
-        self.tokens_per_word = probe.usage["prompt_tokens"] / PROBE
+        with self.sense_expected():
+            with self.open("/v1/models") as answer:
+                models = json.load(answer)["data"]
+            served = next((one for one in models if one["id"] == model), models[0])
+            self.model = model or served["id"]
+            self.limit = served.get("max_model_len") or 4096            # tokens of the longest context
+            # The chat template adds as many tokens to a long message as to a short one.
+            self.tokens_per_word = (self.probe(PROBE) - self.probe(1)) / (PROBE - 1)
+
+    @contextmanager
+    def sense_expected(self):
+        """Whatever in the server's answer breaks the block, the error is a ValueError."""
+        try:
+            yield
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ValueError(f"{self.url} did not answer as it should: {error!r}") from error
+
+    def probe(self, words: int) -> int:
+        """The prompt tokens of a message of so many words."""
+        turn = RemoteTurn()
+        self.resend(turn, self.message([0] * words), f"probe of {words} words", {}, max_tokens=1)
+        return turn.usage["prompt_tokens"]
 
     def message(self, prompt: list[int]) -> dict:
         """A user's message of about len(prompt) tokens. Each number below len(WORDS) names a word."""
@@ -81,8 +100,15 @@ class RemoteEngine:
                on_end: Callable[[RemoteTurn], None]) -> RemoteTurn:
         turn, extra = RemoteTurn(), dict(ignore_eos=ignore_eos)
         arguments = turn, self.message(prompt), conversation, extra, max_tokens, on_end
-        threading.Thread(target=self.run, args=arguments, daemon=True).start()
+        thread = threading.Thread(target=self.run, args=arguments, daemon=True)
+        self.threads.append(thread)
+        thread.start()
         return turn
+
+    def close(self):
+        """Wait until the server has answered all turns: they must not slow down what comes next."""
+        for thread in self.threads:
+            thread.join()
 
     def step(self):
         """The server steps by itself; wait a millisecond."""
@@ -93,12 +119,11 @@ class RemoteEngine:
     def run(self, turn, message, conversation, extra, max_tokens, on_end):
         post = self.respond if self.stateful else self.resend
         try:
-            post(turn, message, conversation, extra, max_tokens)
-            turn.times = turn.times or [self.clock()]               # a reply without text
-            turn.token_ids = range(turn.usage["completion_tokens"])
-        except Exception as error:
-            if not isinstance(error, ValueError):
-                error = ValueError(f"{self.url} did not answer as it should: {error!r}")
+            with self.sense_expected():
+                post(turn, message, conversation, extra, max_tokens)
+                turn.times = turn.times or [self.clock()]           # a reply without text
+                turn.token_ids = range(turn.usage["completion_tokens"])
+        except ValueError as error:
             turn.error = error
         on_end(turn)
 
@@ -138,7 +163,7 @@ class RemoteEngine:
                     continue
                 event = json.loads(line[6:])
                 if event.get("error") or event.get("type") == "response.failed":
-                    raise ValueError(f"{self.url}{path}: {line[6:500].decode()}")
+                    raise ValueError(f"{self.url}{path}: {line[6:500].decode(errors='replace')}")
                 yield event
 
     def open(self, path: str, body: dict | None = None):

@@ -21,6 +21,7 @@ import heapq
 import json
 import math
 import time
+from contextlib import closing
 from functools import partial
 from multiprocessing import parent_process
 from pathlib import Path
@@ -107,7 +108,7 @@ def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Ca
             if users.serving or batch:          # as in Engine._run: copies begin after the last reply, too
                 batch = engine.step()
             else:
-                sleep(users.due[0][0] - now)
+                sleep(min(users.due[0][0], until) - now)
             now = engine.clock() - begin
             for name, due, handle in users.read_replies(now):
                 reply, first_token = handle.result(), handle.request.times[0] - begin
@@ -127,7 +128,7 @@ def watch_recomputation(engine: Engine) -> dict[str, float]:
     policy, seconds = engine.cache.policy, {}
     size, limit = policy.chunk_size, engine.scheduler.limit
     ends = [0, *range(size, limit + size, size)]
-    until = np.cumsum([0.0, *map(policy.cost, ends[1:])])       # [chunks + 1], in seconds
+    cost_up_to = np.cumsum([0.0, *map(policy.cost, ends[1:])])  # [chunks + 1]: seconds to compute [0, end)
 
     def count(batch):
         for request, start, end in batch.spans:
@@ -135,9 +136,9 @@ def watch_recomputation(engine: Engine) -> dict[str, float]:
                 continue
             seen = request.usage["gpu"] + request.usage["cpu"] + request.usage["recomputed"]
             if start < seen:
-                begin, done = np.interp([start, min(end, seen)], ends, until)
+                before, after = np.interp([start, min(end, seen)], ends, cost_up_to)
                 name = request.conversation.name
-                seconds[name] = seconds.get(name, 0.0) + float(done - begin)
+                seconds[name] = seconds.get(name, 0.0) + float(after - before)
     engine.watchers.append(count)
     return seconds
 
@@ -183,7 +184,7 @@ def summary(served: list[Served], begin: float = 0.0) -> dict:
         row[f"prompt_tokens_{source}"] = count
     row["recomputed_tokens"] = tokens["recomputed"]
     row["recomputed_seconds"] = sum(turn.recomputed_seconds for turn in served)
-    # An infinite cache keeps all that a conversation has said. So these rates are shares of the attainable.
+    # The next three rates are shares of `seen_before`: an infinite cache would hit all of these tokens.
     # (Prefixes that the conversations of a trace have in common do not count: a replay does not share them.)
     row["gpu_hit_rate"] = tokens["gpu"] / seen_before
     row["cpu_hit_rate"] = tokens["cpu"] / seen_before
@@ -220,7 +221,7 @@ class Panel(NamedTuple):
     """One diagram of a figure: a model under one kind of load, at several request rates."""
     model: str
     dataset: str
-    rates: tuple = (None,)          # requests per second; None: a trace's own times
+    rates: tuple = (None,)          # turns per second; None: a trace's own times
     at_ms: float | None = None      # systems are compared by their throughput at this normalized latency
     paper: float | None = None      # the paper's ratio there, of the last system to vLLM
     paper_fused: float | None = None                            # and to TensorRT-LLM
@@ -260,7 +261,7 @@ def at_scale(options) -> bool:
     return options.simulate and options.hardware in (None, *HARDWARE)
 
 
-# Mean think times. So long after the first arrival the mean context grows no more.
+# A run begins this many mean think times after the first arrival: by then the mean context grows no more.
 PAST = 100
 
 
@@ -271,18 +272,15 @@ def planned(panel: Panel, rate: float | None, options) -> list[PlannedConversati
     else:
         think = partial(exponential_think, mean=panel.think)
     if options.trace:
-        if rate is None:
-            return options.conversations
-        conversations = options.conversations
-    elif panel.dataset == "many turns":
+        trace = options.conversations
+        return trace if rate is None else with_arrivals(trace, rate, options.seed, think)
+    if panel.dataset == "many turns":
         return many_turns(3500, rate, think, options.seed)
-    else:
-        # As many as arrive during the run and in a long time before it, and some more: arrivals are random.
-        past = PAST * (60.0 if panel.think == "reading" else panel.think)
-        count = rate * (past + options.seconds) / SHAPES[panel.dataset].turns
-        conversations = synthetic(panel.dataset, math.ceil(count + 4 * math.sqrt(count)) + 1, options.seed)
-        return list(under_way(with_arrivals(conversations, rate, options.seed, think), past))
-    return with_arrivals(conversations, rate, options.seed, think)
+    # As many as arrive during the run and in a long time before it, and some more: arrivals are random.
+    past = PAST * (60.0 if panel.think == "reading" else panel.think)
+    count = rate * (past + options.seconds) / SHAPES[panel.dataset].turns
+    conversations = synthetic(panel.dataset, math.ceil(count + 4 * math.sqrt(count)) + 1, options.seed)
+    return list(under_way(with_arrivals(conversations, rate, options.seed, think), past))
 
 
 def window(panel: Panel, rate: float | None, options) -> tuple[float, float]:
@@ -300,27 +298,27 @@ def window(panel: Panel, rate: float | None, options) -> tuple[float, float]:
 def play(name: str, panel: Panel, rate: float | None, options) -> dict:
     """Run one system in one panel at one rate -> its row. ValueError: no conversation fits its cache."""
     conversations = planned(panel, rate, options)
-    engine = build(SYSTEMS[name], panel, conversations, options)
-    limit = engine.scheduler.limit
-    conversations = within_context(conversations, limit)
-    if not conversations:
-        raise ValueError(f"no conversation of {panel.dataset} fits {limit} tokens: "
-                         "give --gpu-cache-tokens a larger number")
-    sleep = engine.clock.sleep if options.simulate else time.sleep
-    policy = engine.cache.policy
-    foresee = policy.foresee if isinstance(policy, Oracle) else None
     begin, until = window(panel, rate, options)
-    served = drive(engine, conversations, options.seed, sleep, until, foresee)
+    with closing(build(SYSTEMS[name], panel, conversations, options)) as engine:
+        limit, policy = engine.scheduler.limit, engine.cache.policy
+        conversations = within_context(conversations, limit)
+        if not conversations:
+            raise ValueError(f"no conversation of {panel.dataset} fits {limit} tokens: "
+                             "give --gpu-cache-tokens a larger number")
+        sleep = engine.clock.sleep if options.simulate else time.sleep
+        foresee = policy.foresee if isinstance(policy, Oracle) else None
+        served = drive(engine, conversations, options.seed, sleep, until, foresee)
+        results, stats = outcome(engine, served, begin, until), engine.stats()
 
     row = dict(system=name, policy=name if name in EXPERIMENTS else engine.config.policy, model=panel.model,
-               dataset=panel.dataset, think=panel.think, request_rate=rate, cpu_gb=panel.cpu_gb)
-    row |= outcome(engine, served, begin, until)
-    stats = engine.stats()
+               dataset=panel.dataset, think=panel.think, request_rate=rate)
+    if at_scale(options):
+        row["cpu_gb"] = panel.cpu_gb
+    row |= results
     if places := stats["cpu_chunks_total"]:
         row["turnovers"] = stats["chunks_dropped"] / places             # of the CPU tier
     for counter, value in stats.items():        # of the whole run, so the fields of the summary win
         row.setdefault(counter, value)
-    engine.close()
     return row
 
 

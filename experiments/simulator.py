@@ -13,8 +13,8 @@ per layer and per step, and the copies, which overlap the computation layer by l
 
 Each product takes its arithmetic or its reading from memory, whichever is longer (the roofline model).
 
-Invariant: the rates of the hardware come from data sheets or from measurements, and the operators'
-shares of them were chosen once. No experiment has rates or shares of its own.
+Invariant: for the paper's machines the rates come from data sheets, and we chose the operators' shares of
+them once. For a measured machine `bench.py profile` gives both. No experiment has rates or shares of its own.
 """
 from typing import NamedTuple
 

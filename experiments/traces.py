@@ -98,7 +98,7 @@ def trace_request(seconds: float, prompt: int, reply: int, ids: list[int], piece
     return TraceRequest(float(seconds), int(prompt), int(reply), ids[:int(prompt) // piece])
 
 
-def planned(chains: Iterable[list[TraceRequest]]) -> list[PlannedConversation]:
+def conversations_of(chains: Iterable[list[TraceRequest]]) -> list[PlannedConversation]:
     return [PlannedConversation(str(number), replay(chain), chain[0].arrival)
             for number, chain in enumerate(chains)]
 
@@ -135,7 +135,7 @@ def mooncake(path: str) -> list[PlannedConversation]:
                              record["hash_ids"], piece=512)
     requests = list(json_lines(path, parse))
     check_unit(path, [request.arrival for request in requests], "ms")
-    return planned(rebuild(requests))
+    return conversations_of(rebuild(requests))
 
 
 def sessions(path: str) -> list[PlannedConversation]:
@@ -204,7 +204,7 @@ def bailian(path: str) -> list[PlannedConversation]:
             chains.append(chain)
         chain.append(request)
         ends[chat] = chain
-    return planned(chains)
+    return conversations_of(chains)
 
 
 ROOT = -1           # the parent of a conversation's first request
@@ -237,7 +237,7 @@ def weka(path: str) -> list[PlannedConversation]:
                 for entry in asked]
     of_session = list(json_lines(path, parse))
     check_unit(path, [request.arrival for requests in of_session for request in requests], "s")
-    return planned(chain for requests in of_session for chain in rebuild(requests))
+    return conversations_of(chain for requests in of_session for chain in rebuild(requests))
 
 
 def rebuild(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:

@@ -97,7 +97,7 @@ def with_arrivals(conversations: Iterable[PlannedConversation], request_rate: fl
     if not conversations or not request_rate > 0:
         raise ValueError("arrivals need conversations and a request rate above 0, "
                          f"got {len(conversations)} and {request_rate}")
-    # A stream of its own: with the stream of synthetic(seed), gaps would depend on the numbers of turns.
+    # Not default_rng(seed): synthetic draws the turns from it, and the gaps would repeat the same numbers.
     rng = np.random.default_rng([seed, 1])
     mean_turns = sum(len(conversation.turns) for conversation in conversations) / len(conversations)
     gaps = rng.exponential(mean_turns / request_rate, len(conversations))       # [conversations]
@@ -128,9 +128,9 @@ def under_way(conversations: Iterable[PlannedConversation], begin: float) -> Ite
 # ---- synthetic conversations
 
 def many_turns(limit: int, rate: float, think: Callable, seed: int) -> list[PlannedConversation]:
-    """16 users who come within a few seconds and stay for about 12 turns of some 250 tokens.
+    """16 users who come at random times and stay for about 12 turns of some 250 tokens.
 
-    Their contexts grow to some 3,000 tokens.
+    At 60 turns per second all come within some 3 s. Their contexts grow to some 3,000 tokens.
     limit: the longest context, in tokens. rate, think: see `with_arrivals`.
     """
     rng = np.random.default_rng(seed)

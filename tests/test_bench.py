@@ -3,6 +3,7 @@ import io
 import json
 import re
 import sys
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -69,6 +70,13 @@ def test_without_git_a_figure_is_written_all_the_same(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "figure.json").read_text())["commit"] == "unknown"
 
 
+def test_a_figure_keeps_its_command_but_not_the_servers_key():
+    for key in (["--server-key", "sk-1"], ["--server-key=sk-1"]):
+        told = bench.command(["bench.py", "serve", *key, "--trace", "my file"])
+        assert told in ("python bench.py serve --server-key KEY --trace 'my file'",
+                        "python bench.py serve --server-key=KEY --trace 'my file'")
+
+
 def test_the_everyday_figure_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "many_turns", lambda limit, rate, think, seed: USERS)
     figure = run_bench(tmp_path, monkeypatch, "--seed 0")
@@ -76,6 +84,7 @@ def test_the_everyday_figure_is_measured(tmp_path, monkeypatch, capsys):
     fields = {"model", "dataset", "request_rate", "throughput", "normalized_latency_ms", "p99_ttft_ms"}
     assert fields <= figure["rows"][0].keys()
     assert all(ratio["how"] == "measured" and ratio["ours"] > 0 for ratio in figure["ratios"])
+    assert not any("cpu_gb" in row for row in figure["rows"])           # this machine's tier has another size
     assert "pensieve" in capsys.readouterr().out
 
 
@@ -178,10 +187,13 @@ def test_throughput_is_read_where_the_curve_crosses():
     assert curves.throughput_at(curve, 10.0) == pytest.approx(0.5)
     rows = [dict(throughput=throughput, normalized_latency_ms=latency, system="any")
             for throughput, latency in curve]
-    for at_ms, doubt in ((80.0, ""), (500.0, "at least"), (10.0, "extrapolated")):
+    slow = [dict(row, normalized_latency_ms=9 * row["normalized_latency_ms"]) for row in rows]
+    for at_ms, other, last, doubt in (
+            (80.0, rows, rows, "any / any"), (500.0, rows, rows, "at their highest rates: try higher ones"),
+            (500.0, slow, rows, "at least"), (500.0, rows, slow, "at most"),
+            (10.0, rows, rows, "extrapolated: try lower rates")):
         panel = run.HERE[0]._replace(at_ms=at_ms)
-        name = curves.compared(panel, rows, rows, None, bench.parse_flags([]))["name"]
-        assert name.endswith("any / any") if not doubt else doubt in name
+        assert curves.compared(panel, other, last, None, bench.parse_flags([]))["name"].endswith(doubt)
 
 
 @pytest.mark.parametrize("at_ms, played", [
@@ -250,6 +262,14 @@ def test_a_plot_is_drawn(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_each_way_to_run_a_system_has_its_line(monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    row = dict(system="a", request_rate=1.0, normalized_latency_ms=2.0)
+    rows = [dict(row, how=how) for how in ("measured", "simulated") for _ in range(2)]
+    bench.draw_lines(figure, dict(panel=rows), "request_rate", "normalized_latency_ms")
+    assert [line.get_label() for line in figure.axes[0].lines] == ["a, measured", "a, simulated"]
+
+
 def test_a_plot_shows_the_first_of_several_seeds(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     rows = [dict(system="a", model="m", dataset="d", throughput=1.0, normalized_latency_ms=2.0, seed=seed)
@@ -297,7 +317,8 @@ def test_every_figure_can_be_plotted():
     (["--plot", "plot.png"], "pip install matplotlib"),
     (["fig10", "--json", "no/such/directory/figure.json"], "no/such/directory"),
     (["fig10", "--plot", "/"], "/ cannot be written"),
-    (["fig10", "--gpus", "2"], "add --simulate")])
+    (["fig10", "--gpus", "2"], "add --simulate"),
+    (["fig10", "--trace", "trace.jsonl", "--dataset", "sharegpt"], "give one of them")])
 def test_a_flag_that_cannot_work_fails_before_anything_runs(monkeypatch, capsys, flags, message):
     monkeypatch.setitem(sys.modules, "matplotlib", None)        # as if it were not installed
     with pytest.raises(SystemExit, match="2"):
@@ -352,12 +373,17 @@ def test_a_run_that_has_not_settled_says_so(stateless, late, until, reason):
     (["fig14", "--simulate", "--trace", __file__], "test_bench.py"),
     (["fig10", "--rates", "1,x"], "--rates: must be a number above 0, got 'x'"),
     (["--rates", "20,40"], "one number"),
+    (["fleet", "--simulate", "--rates", "1,2"], "one number"),
+    (["serve", "--rates", "1,2"], "one number"),
+    (["fig14", "--simulate", "--at-ms", "120"], "leave --at-ms out"),
+    (["--simulate", "--hardware", __file__, "--cpu-gb", "10"], "give --cpu-cache-tokens instead"),
     (["--simulate"], "leave --simulate out"),
     (["--simulate", "--jobs", "1", "--hardware", "b200"], "b200"),
     (["--think", "soon"], "--think: must be a number above 0, got 'soon'"),
     (["--hardware", "h100"], "add --simulate"),
     (["profile", "--simulate"], "profile"),
     (["check", "--simulate"], "check"),
+    (["serve", "--simulate"], "serve"),
     (["kernel", "--simulate"], "kernel"),
     (["fig10", "--profile", __file__], "no profile")])
 def test_bad_input_gets_one_line_and_exit_2(monkeypatch, capsys, flags, message):
@@ -365,6 +391,34 @@ def test_bad_input_gets_one_line_and_exit_2(monkeypatch, capsys, flags, message)
     with pytest.raises(SystemExit) as exit:
         bench.main()
     assert exit.value.code == 2 and message in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["fig10", "--simulate", "--think", "30"], "leave --think out"),
+    (["fleet", "--simulate"], "add --rates")])
+def test_a_trace_with_times_has_a_load_of_its_own(tmp_path, monkeypatch, capsys, flags, message):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(record) + "\n" for record in TRACE))
+    test_bad_input_gets_one_line_and_exit_2(monkeypatch, capsys, [*flags, "--trace", str(trace)], message)
+
+
+def test_a_measured_trace_is_played_by_the_embedded_model(tmp_path):
+    options = bench.parse_flags(["fig10"])
+    options.trace, options.conversations = "trace.jsonl", USERS
+    panel, = curves.adapted(run.HERE, options)
+    assert (panel.model, panel.dataset, panel.gpus) == ("tiny_chat", "trace", 1)
+
+
+def test_a_run_sleeps_no_longer_than_it_lasts():
+    engine = Engine("tiny_chat", cost=COST, gpu_cache_tokens=64, cpu_cache_tokens=256)
+    late = [PlannedConversation("late", [PlannedTurn(5, 6)], arrival=1000.0)]
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        time.sleep(0.1)
+    assert run.drive(engine, late, seed=0, sleep=sleep, until=0.1) == [] and max(slept) <= 0.1
+    engine.close()
 
 
 def test_a_broken_line_is_named(tmp_path, monkeypatch, capsys):

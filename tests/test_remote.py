@@ -1,8 +1,11 @@
 """A running server as an engine: our own, over its sockets."""
 import json
+import socketserver
 import sys
+import threading
 
 import pytest
+from tokenizers import Tokenizer
 
 import bench
 from serving.sessions import Sessions
@@ -52,3 +55,28 @@ def test_the_figure_has_the_names_that_others_use(server, tmp_path, monkeypatch,
 def test_a_server_that_does_not_serve_is_told_in_one_line(server, url, key, message):
     with pytest.raises(ValueError, match=message):
         RemoteEngine(url or server.url, key)
+
+
+@pytest.mark.parametrize("answer", [
+    b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"])
+def test_something_else_than_a_chat_server_is_told_in_one_line(answer):
+    class Nonsense(socketserver.StreamRequestHandler):
+        def handle(self):
+            self.wfile.write(answer)
+    with socketserver.TCPServer(("127.0.0.1", 0), Nonsense) as other:
+        threading.Thread(target=other.handle_request).start()
+        with pytest.raises(ValueError, match="did not answer as it should"):
+            RemoteEngine(f"http://127.0.0.1:{other.server_address[1]}")
+
+
+def test_the_chat_template_does_not_count_as_words(server):
+    engine = RemoteEngine(server.url, "secret")
+    tokenizer = Tokenizer.from_file("tiny_chat/tokenizer.json")
+    assert engine.tokens_per_word == len(tokenizer.encode(" time").ids)
+
+
+def test_close_waits_for_the_turns_under_way(server):
+    engine, ended = RemoteEngine(server.url, "secret"), []
+    turns = [engine.submit([0] * 20, name, 20, True, ended.append) for name in "ab"]
+    engine.close()
+    assert {*ended} == {*turns} and all(turn.result().text for turn in turns)
