@@ -39,7 +39,7 @@ def test_chunks_that_can_be_recomputed_in_time_leave_first():
 
 def test_a_category_returns_with_its_own_chance():
     policy = learnt(ReuseByCategory(COST, 32))
-    once, twice = (policy.chance(turns, 60.0)[0] for turns in (1, 2))
+    once, twice = (policy.chance_and_mean(turns, 60.0)[0] for turns in (1, 2))
     assert once == pytest.approx(1 / (1 + 3 * math.e), rel=0.05)        # odds of 1 / e : 3
     assert twice == pytest.approx(3 / (3 + math.e), rel=0.05)           # 3 / e : 1
     assert policy.value(1, 60.0) == pytest.approx(once * (1 - math.exp(-5)), rel=0.05)
