@@ -134,12 +134,10 @@ def many_turns(limit: int, rate: float, think: Callable, seed: int) -> list[Plan
     limit: the longest context, in tokens. rate, think: see `with_arrivals`.
     """
     rng = np.random.default_rng(seed)
-    conversations = []
-    for number in range(16):
-        count = rng.integers(8, 17)
-        lengths = rng.integers((120, 12), (360, 36), (count, 2)).tolist()      # [count, 2]: input, output
-        conversations.append(PlannedConversation(str(number), [PlannedTurn(*turn) for turn in lengths]))
-    return with_arrivals(cut_to_context(conversations, limit), rate, seed, think)
+    # Of each user [turns, 2]: the input and output tokens of 8 to 16 turns.
+    lengths = [rng.integers((120, 12), (360, 36), (rng.integers(8, 17), 2)).tolist() for _ in range(16)]
+    users = numbered([PlannedTurn(*turn) for turn in turns] for turns in lengths)
+    return with_arrivals(cut_to_context(users, limit), rate, seed, think)
 
 
 class Shape(NamedTuple):
