@@ -47,7 +47,7 @@ from serving.sockets import Drained, Server
 
 DAY = 86400                 # seconds
 PRUNE_SECONDS = 60          # between two checks of the history's age
-FIRST_PRUNE_SECONDS = 3600  # before the first of these checks
+FIRST_PRUNE_SECONDS = 3600  # before the first of these checks, at most
 ABOUT = """A chat server that remembers: after an answer, the KV-tokens of the conversation stay in two tiers.
 The first (GPU) tier is the memory of the GPU, the second (CPU) tier is ordinary memory. On a machine without
 a GPU the first tier lies in ordinary memory, too; everything works the same there, only slower."""
@@ -138,8 +138,8 @@ def open_server(flags: argparse.Namespace) -> Server:
 
 def prune_by_age(sessions: Sessions, max_age: float):
     """Forgets conversations that are idle for longer than max_age seconds. Runs in a thread of its own, until
-    the engine fails. In the first hour nothing is too old: if the clock was wrong at the start, somebody has
-    time to set it right."""
+    the engine fails. In the first hour (or max_age, if that is less) nothing is too old: if the clock was
+    wrong at the start, somebody has time to set it right."""
     time.sleep(min(max_age, FIRST_PRUNE_SECONDS))
     while not sessions.engine.failure:
         try:

@@ -6,7 +6,8 @@ own machine gets requests from strangers. Three headers tell us who asks:
     Origin          the site whose page sends the request. Clients that are no browsers send none.
     Host            the name by which the client calls us. A site can let a name of its own point to
                     127.0.0.1 (DNS rebinding). Then Origin names the same site as Host, as it does for our own
-                    page; but Host is not a loopback name, so we refuse the request.
+                    page; but Host is not a loopback name. If we listen on a loopback address, we refuse
+                    the request. On another address (--host 0.0.0.0) only an API key helps against this.
     Authorization   the API key, if the server has any. `--metrics-key` opens /metrics alone.
 
 `--allow-origin https://chat.example` lets in the pages of one more site. It also lets clients call us by the

@@ -234,24 +234,24 @@ class History:
         return turn
 
     def match(self, messages: list[dict], hint: str | None = None,
-              owner: str = "") -> tuple[Turn, int] | None:
+              prefix: str = "") -> tuple[Turn, int] | None:
         """The turn that a client continues when it resends its messages, and how many of them are known.
 
         The first n of `messages` are known if they are the visible messages up to the end of a turn. We
         look for the turn with the largest n, but at least one message must be new. Among equal turns we
         prefer one of the conversation `hint`, then the head of any conversation, then the newest.
 
-        owner: we only look at conversations whose name begins with it."""
+        prefix: we only look at conversations whose name begins with it."""
         hashes = rolled(self._root_hash, messages)
         for n in range(len(messages) - 1, 0, -1):
             if messages[n - 1]["role"] != "assistant":          # a turn ends with its reply
                 continue
             with self._reading() as db:
                 turn = find_turn(db, """
-                    hash = :hash AND NOT hidden AND substr(conversation, 1, length(:owner)) = :owner
+                    hash = :hash AND NOT hidden AND substr(conversation, 1, length(:prefix)) = :prefix
                     ORDER BY :hint IN (name, conversation) DESC, name = :hint DESC,
                              name IS NOT NULL DESC, turn.rowid DESC""",
-                    hash=hashes[n - 1], hint=hint, owner=owner)
+                    hash=hashes[n - 1], hint=hint, prefix=prefix)
             if turn:
                 return turn, n
         return None
@@ -306,7 +306,8 @@ class History:
               limit: int | None = None) -> list[dict]:
         """The visible messages of a conversation, each once, in order, without those of deleted turns.
 
-        Each has an id. The reply of turn T is msg_T; the messages before it are msg_T_0, msg_T_1, ...
+        Each has an id. The reply of turn T is msg_T; the messages before it are msg_T_0, msg_T_1, ... A
+        message that waited for its turn keeps the id that it had.
         after, limit: see `items_after`."""
         with self._reading() as db:
             if (record := find_record(db, conversation)) is None:
@@ -357,21 +358,22 @@ class History:
             delete_unneeded(db, record.head)
             return True
 
-    def oldest(self, before: float, max_bytes: float, owner: str = "",
+    def oldest(self, before: float, max_bytes: float, prefix: str = "",
                spared: Iterable[str] = ()) -> str | None:
-        """The least recently active conversation of an owner, if it must go; else None.
+        """The least recently active conversation whose name begins with the prefix, if it must go; else None.
 
-        It must go if it was last active before `before` (seconds since 1970), or if the owner has stored more
-        than max_bytes (for the owner "": if the file holds more). spared: conversations that stay."""
+        It must go if it was last active before `before` (seconds since 1970), or if the prefix's owner has
+        stored more than max_bytes. The prefix "" stands for everybody's conversations: then the size of the
+        file counts. spared: conversations that stay."""
         with self._write_lock:          # the table `stored` exists in the writing connection alone
             db = self._db
             row = db.execute("""
                 SELECT name, active FROM conversation
-                WHERE substr(name, 1, length(:owner)) = :owner
+                WHERE substr(name, 1, length(:prefix)) = :prefix
                       AND name NOT IN (SELECT value FROM json_each(:spared))
-                ORDER BY active LIMIT 1""", dict(owner=owner, spared=json.dumps(list(spared)))).fetchone()
-            if owner:
-                stored, = db.execute("SELECT total(bytes) FROM stored WHERE owner = ?", (owner,)).fetchone()
+                ORDER BY active LIMIT 1""", dict(prefix=prefix, spared=json.dumps(list(spared)))).fetchone()
+            if prefix:
+                stored, = db.execute("SELECT total(bytes) FROM stored WHERE owner = ?", (prefix,)).fetchone()
             else:
                 stored, = db.execute("""
                     SELECT page_size * (page_count - freelist_count)

@@ -12,13 +12,15 @@
     R    being recomputed: it has slots again, but not all of its KV yet
 
 `leaves_next` is the index of the chunk that leaves the GPU next. It is null for all conversations but one (or
-a few, if they share the chunk). Chunk i is worth recompute_seconds[i] / idle_seconds (see eviction.py).
+a few, if they share the chunk). Under the policy "retention", chunk i is worth recompute_seconds[i] /
+idle_seconds (see eviction.py).
 
 While nobody watches, none of this costs the engine any time.
 """
 import json
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -31,7 +33,7 @@ from scheduler import Batch
 
 LETTERS = {"GPU": "G", "GPU_AND_CPU": "B", "CPU": "C", None: "."}      # by the state of a chunk
 EVENT_SECONDS = 0.1     # between two pictures, at least
-STILL_SECONDS = 1.0     # between two pictures while no step runs
+STILL_SECONDS = 1.0     # the longest rest after a picture, and the longest wait for a step after that
 RESTS = 9               # seconds of rest for each second of drawing
 MOST_MOVES = 1000       # remembered between two pictures
 
@@ -115,7 +117,7 @@ class Broadcast:
 
     def follow(self, prefix: str, over: Callable[[], bool]) -> Iterator[str]:
         """Yields events, as JSON: the picture and the `transfers` since the last one, whenever a step has
-        changed it, otherwise once a second. Ends when over() is true, or when the engine fails."""
+        changed it, otherwise every second or two. Ends when over() is true, or when we fail to draw."""
         events = Queue()
         self._come(events, prefix)
         try:
@@ -130,6 +132,7 @@ class Broadcast:
     def _come(self, events: Queue, prefix: str):
         with self.lock:
             if not self.queues:
+                self.recent.clear()
                 self.engine.watchers.append(self._remember)
             self.queues[events] = prefix
             if not self.drawing:
@@ -165,7 +168,8 @@ class Broadcast:
                 rest = RESTS * (time.monotonic() - begin)
                 time.sleep(min(max(rest, EVENT_SECONDS), STILL_SECONDS))
                 self.changed.wait(STILL_SECONDS)
-        except Exception:                                       # the engine has failed
+        except Exception as error:                              # a bug; it should not stay unseen
+            traceback.print_exception(error)
             with self.lock:
                 self.drawing = False
             for events in self._watchers():
@@ -225,8 +229,9 @@ def departures(before: dict[str, str], after: dict[str, str], chunk_size: int) -
 
 def outside(prefix: str, entries: list[dict], key: str) -> list[dict]:
     """The entries of one client, with the names that it knows. entry[key] is the name of a conversation: we
-    keep the entries whose name begins with the prefix, and remove the prefix."""
+    keep the entries whose name begins with the prefix, and remove the prefix. (A one-off's name is a number,
+    or None. It belongs to no key.)"""
     if not prefix:
         return entries
     return [dict(entry, **{key: entry[key].removeprefix(prefix)})
-            for entry in entries if entry[key] and entry[key].startswith(prefix)]
+            for entry in entries if isinstance(entry[key], str) and entry[key].startswith(prefix)]

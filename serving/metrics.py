@@ -1,7 +1,8 @@
 """The numbers that Prometheus reads at /metrics.
 
     the engine's counts      read from `engine.stats()` at the moment when Prometheus asks
-    answers and seconds      counted here when a turn is done, since the engine keeps no histogram
+    answers and seconds      counted here when a turn is done, since the engine keeps no histogram; and so are
+                             the tokens of each API key
 
 A server with several API keys counts for each key separately, and shows a key no counts of the engine: they
 would tell how long the others' turns are. `--metrics-key` shows the counts of the engine and of all keys.
@@ -9,8 +10,8 @@ would tell how long the others' turns are. `--metrics-key` shows the counts of t
 A number that means the same as one of vLLM's has vLLM's name, so that dashboards made for vLLM work. All
 numbers of the engine have a name of our own as well, `nano_pensieve:...`.
 
-A prompt's tokens are counted once, when its request is first admitted, by the place where their KV was. Of a
-prompt of 206 tokens:
+The engine counts a prompt's tokens once, when its request is first admitted, by the place where their KV was.
+Of a prompt of 206 tokens:
 
     gpu 96 + cpu 64 + recomputed 32 + new 14        prefix_cache_hits += 96 + 64, prefix_cache_queries += 206
 """

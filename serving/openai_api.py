@@ -11,8 +11,9 @@ the turn's note. Two responses that follow the same response are two branches. `
 response: as long as they stay the same, they are the cached beginning of the context; when they change, the
 whole context is computed again.
 
-Two things differ from OpenAI. The default temperature is 0, not 1, so that answers repeat. And
-`cached_tokens` counts the tokens whose KV came from either tier.
+Some things differ from OpenAI. The default temperature is 0, not 1, so that answers repeat. Chat completions
+are stored, too, unless `store` is false: else we could not recognise them. `cached_tokens` counts the tokens
+whose KV came from either tier. And we refuse a field that we do not serve.
 """
 import json
 import time
@@ -89,8 +90,8 @@ class API:
             return ResponseWriter(unfinished, prefix, self.model).response("in_progress")
         turn = self._finished(prefix, id)
         note = dict(created_at=int(turn.created)) | json.loads(turn.note)
-        messages = self.history.messages(turn.id)           # none for a turn of raw token ids
-        text = messages[-1]["content"] if messages else ""
+        items = self.history.items_of(turn.id)              # none for a turn of raw token ids
+        text = items[-1]["content"] if items else ""
         status, item_status = STATUS[note["finish_reason"]]
         return response(turn.id, self.model, turn.conversation.removeprefix(prefix), note, status,
                         [reply_item(turn.id, text, item_status)], note["usage"], ended=turn.created)

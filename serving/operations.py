@@ -86,6 +86,14 @@ def limited(name: str):
     return Field(None, ge=least, le=most)
 
 
+def simple(value: Any) -> Any:
+    """The value, if a template's option may have it. (A union alone would report a fault for each kind.)"""
+    if isinstance(value, bool | int | float) or isinstance(value, str) and len(value) <= 512:
+        return value
+    raise PydanticCustomError("simple", "Input should be a boolean, a number or a string of at most 512 "
+                                        "characters")
+
+
 def text_part(text: str) -> list[dict]:
     return [dict(type="text", text=text)]
 
@@ -100,8 +108,8 @@ StopString = Annotated[str, Field(min_length=1, max_length=100)]
 TokenId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=BIAS[0], le=BIAS[1])]
 Key, Value = Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]
-TemplateOptions = Annotated[dict[Key, bool | int | float | Value], Field(max_length=16),
-                            BeforeValidator(without_empty)]
+Option = Annotated[bool | int | float | Value, BeforeValidator(simple)]
+TemplateOptions = Annotated[dict[Key, Option], Field(max_length=16), BeforeValidator(without_empty)]
 Metadata = Annotated[dict[Key, Value], Field(max_length=16), BeforeValidator(without_empty)]
 
 
@@ -134,7 +142,8 @@ class Item(Fields):
 
 
 class ItemReference(Fields):
-    """Stands for a message of a turn that we have: its user's, or our reply."""
+    """Stands for a message of a turn that we have, or of the request's conversation. (A message that was
+    added to a conversation before its turn is found only there: its id names no turn.)"""
     type: Literal["item_reference"]
     id: Name
 
@@ -354,6 +363,8 @@ def sentence(fault: dict) -> str:
         return f"{where} is missing"
     if fault["type"] == "extra_forbidden":
         return f"{where} is not supported here: leave it out"
+    if fault["type"] == "int_parsing_size":
+        return f"{where} has too many digits"
     rule = "be a JSON object" if fault["type"] == "model_type" else fault["msg"].partition(" should ")[2]
     return f"{where} should {rule}, got {reprlib.repr(fault['input'])}"
 
@@ -381,7 +392,8 @@ def openapi() -> dict:
             parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in query.items()]
         elif operation.fields.model_fields:
             schema = references[operation.fields, "validation"]
-            entry["requestBody"] = dict(required=True, content={"application/json": dict(schema=schema)})
+            entry["requestBody"] = dict(required=operation.needs_body,
+                                        content={"application/json": dict(schema=schema)})
         paths.setdefault(operation.path, {})[operation.method.lower()] = entry
     return dict(openapi="3.1.0", info=dict(title="nano-pensieve", version="1"), paths=paths,
                 components=dict(schemas=definitions["$defs"]))

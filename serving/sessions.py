@@ -10,9 +10,10 @@ must never be tokenised again, since other ids for the same text would be anothe
 new messages. A client that resends its whole history is recognised by the text; a client that sends only new
 messages says after which turn. The turn goes on in the conversation that ends there, or branches off.
 
-A turn *claims* its conversation before it reads the history, so a conversation has at most one live turn. In
-the end the turn *settles*: it is committed (or cancelled, or failed). It frees the conversation and then
-tells its readers, so a reader who is told can start the next turn at once.
+A turn *claims* its conversation, so a conversation has at most one live turn. If the client names the
+conversation, the turn claims it before it reads the history; else afterwards, when it knows which turn it
+follows. In the end the turn *settles*: it is committed (or cancelled, or failed). It frees the conversation
+and then tells its readers, so a reader who is told can start the next turn at once.
 
 Commits are made in a thread of their own. While another process holds the history's file, only that thread
 waits: all streams go on, and new turns begin. Without `start()` there is no such thread, and whoever steps
@@ -96,7 +97,8 @@ class Plan:
 
 
 class LiveTurn:
-    """A turn that has not settled yet. Read it as it grows with `progress()`, or whole with `result()`.
+    """A turn as its readers see it, also after it has settled. Read it as it grows with `progress()`, or
+    whole with `result()`.
 
     Any number of threads may read it, any number of times. Nobody has to: it is committed all the same."""
 
@@ -241,7 +243,7 @@ class Sessions:
                             recognised by its text.
 
         In the last two ways, the turn goes on in the conversation that ends with the turn before it, if that
-        is idle; else in a new one.
+        is idle and no client has created it by name; else in a new one.
 
             exists              True: StaleTurn if `conversation` does not exist.
             wait                False: raise Answering if `conversation` is busy, instead of waiting.
@@ -448,8 +450,8 @@ class Sessions:
         return live
 
     def _ended(self, live: LiveTurn, handle: Handle):
-        """The engine's owner calls this. A cancelled, failed or one-off turn writes nothing, so the owner
-        settles it at once. A commit may have to wait for the history's file."""
+        """Whoever steps the engine calls this, and settles a cancelled, failed or one-off turn at once, since
+        it writes nothing. A commit may have to wait for the history's file."""
         complete = handle.reply and handle.reply.finish_reason != "cancelled"
         commits = complete and live.conversation is not None
         if commits and self.writer:
@@ -545,19 +547,19 @@ class Sessions:
         self._write(lambda: [self.engine.forget(name) for name in self.history.delete(turn.id)])
         self._cancel_orphans()
 
-    def prune(self, max_age: float, max_bytes: float, owner: str = ""):
-        """Forget idle conversations of an owner (see History.oldest), the least recently active first, until
-        none is older (seconds) and the history is small enough. Those that are being answered stay. The next
-        call goes on after MOST_PRUNED.
+    def prune(self, max_age: float, max_bytes: float, prefix: str = ""):
+        """Forget idle conversations (see History.oldest), the least recently active first, until none is
+        older (seconds) and the history is small enough. Those that are being answered stay. The next call
+        goes on after MOST_PRUNED.
 
         If the clock jumps ahead, everything would be too old at once. So we do not let it run ahead of
         time.monotonic()."""
         before, busy = min(time.time(), self.clock_offset + time.monotonic()) - max_age, []
         for _ in range(MOST_PRUNED):
-            name = self.history.oldest(before, max_bytes, owner, busy)
+            name = self.history.oldest(before, max_bytes, prefix, busy)
             if name is None:
                 return
-            if not self._erase(name, lambda: self.history.oldest(before, max_bytes, owner, busy) == name):
+            if not self._erase(name, lambda: self.history.oldest(before, max_bytes, prefix, busy) == name):
                 busy.append(name)
 
     def update(self, conversation: str, metadata: dict | None = None, new: list[dict] = ()) -> bool:

@@ -284,7 +284,7 @@ class Handler(BaseHTTPRequestHandler):
         except (ValueError, RecursionError) as error:
             raise APIError(400, f"the body is not valid JSON: {error}") from error
         if issubclass(operation.fields, ReplyBody) and isinstance(given, dict):
-            names = [given.get("session_id"), *map(self.headers.get, SESSION_HEADERS)]
+            names = [given.get("session_id"), *(self.headers.get(name) or None for name in SESSION_HEADERS)]
             given["session_id"] = next((name for name in names if name is not None), None)
         return given
 
@@ -446,6 +446,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_request(self, code="-", size="-"):
         """Logs nothing: finish_turn prints a line for each turn, and `send` logs each error."""
+
+    def log_error(self, format, *args):
+        """Logs nothing: http.server calls this when a connection has rested for `timeout` seconds."""
 
     def finish(self):
         """Reads for a moment what the client still sends. If we closed at once, the client's system would

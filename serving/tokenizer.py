@@ -92,6 +92,8 @@ class Tokenizer:
         self._template = compile_template(source)
         hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
         decisive = [hashes, sorted(self.special.items()), source, self._for_template]
+        if len(files) > 1 and config.get("add_prefix_space"):       # tokenizer.json says it itself
+            decisive.append("add_prefix_space")
         self.fingerprint = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -134,7 +136,7 @@ class Tokenizer:
         return self._encode(text)
 
     def _render(self, messages: list[dict], options: dict | None) -> str:
-        """The template's own names, such as bos_token and messages, cannot be changed by an option."""
+        """An option changes neither `messages` nor a name that tokenizer_config.json sets."""
         guarded = {name: self._guarded(value) if isinstance(value, str) else value
                    for name, value in (options or {}).items()}
         try:

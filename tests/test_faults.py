@@ -291,6 +291,14 @@ def test_one_picture_for_all_watchers(server, client, monkeypatch):
     eventually(lambda: not server.engine.watchers and not server.broadcast.drawing)
 
 
+def test_a_new_watcher_hears_of_no_old_move(server):
+    move = dict(step=1, kind="drop", conversation="of yesterday", start=0, end=16)
+    server.broadcast.recent.append(move)        # as when the last watcher leaves before it is told
+    events = server.broadcast.follow("", lambda: False)
+    assert json.loads(next(events))["transfers"] == []
+    events.close()
+
+
 def test_one_conversation_is_drawn_alone(server, client, monkeypatch):
     names, drawn, portrait = [ask(client, [user(text)])[3] for text in "abc"], [], live.portrait
 

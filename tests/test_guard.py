@@ -175,6 +175,20 @@ def test_a_key_learns_nothing_about_the_turns_of_another(checkpoint):
         assert f'vllm:prompt_tokens_total{{model_name="ascii"}} {usage.prompt_tokens}.0' in metrics
 
 
+def test_one_offs_are_in_no_keys_picture(checkpoint):
+    """Their conversations have numbers for names."""
+    sessions = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0)
+    with serving(sessions, api_keys=["ada", "bob"]) as server, connect(server.url, "ada") as ada:
+        with ada.chat.completions.create(model="ascii", messages=[user("Hi")], store=False, stream=True,
+                                         extra_body=dict(ignore_eos=True)) as stream:
+            next(iter(stream))
+            names = server.engine.call(lambda: list(server.engine.cache.conversations))
+            assert [type(name) for name in names] == [int]
+            for key in ("ada", "bob"):
+                status, cache = fetch(server, "GET", "/cache", headers={"Authorization": f"Bearer {key}"})
+                assert status == 200 and cache["conversations"] == []
+
+
 def test_the_live_picture_shows_a_key_its_own_conversations_alone(checkpoint):
     sessions = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0)
     with (serving(sessions, api_keys=["ada", "bob"]) as server, connect(server.url, "ada") as ada,

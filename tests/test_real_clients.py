@@ -145,6 +145,11 @@ def test_a_session_name_is_a_hint(server, path, field, header):
             history += [dict(role="assistant", content=text), user("And?")]
 
 
+def test_an_empty_header_names_no_session(server):
+    conversation = ask(server, CHAT, [user("Hello")], {"X-Session-ID": "", "session_id": "mine"})[-1]
+    assert conversation == "mine"
+
+
 # ---- benchmarks
 
 def test_min_tokens(server):

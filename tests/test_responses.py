@@ -231,6 +231,8 @@ def test_input_items_and_their_tokens(client):
     assert anew.input_tokens == respond(client, "two", instructions="Be long.").usage.input_tokens
     listed = client.responses.input_items.list(second.id, order="asc")
     assert [item.content[0].text for item in listed] == ["one", first.output_text, "two"]
+    with pytest.raises(openai.BadRequestError, match="limit has too many digits"):
+        client.responses.input_items.list(second.id, limit="9" * 5000)
     newest = client.responses.input_items.list(second.id, limit=1)
     assert newest.data[0].content[0].text == "two" and newest.has_more
     with pytest.raises(openai.NotFoundError):
@@ -669,6 +671,15 @@ def test_each_key_has_its_own_world(checkpoint):
         assert {entry["id"] for entry in seen["bob"]["conversations"]} == {"diary"}
         assert {turn["conversation"] for turn in seen["bob"]["turns"]} == {"diary"}
         assert {entry["id"] for entry in seen["ada"]["conversations"]} == {"diary", conversation}
+
+
+def test_a_reply_of_token_ids_has_no_text(client, server):
+    """Not that of the reply before it."""
+    made = client.conversations.create().id
+    assert respond(client, "Hello", conversation=made).output_text
+    raw = server.sessions.submit([5, 6, 7], made, max_tokens=2)
+    raw.result()
+    assert client.responses.retrieve(f"resp_{raw.id}").output_text == ""
 
 
 # ---- the live picture

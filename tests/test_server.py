@@ -244,8 +244,18 @@ def test_options_of_the_chat_template(server, client, monkeypatch):
     counted = client.responses.input_tokens.count(
         input="Hi", extra_body=dict(chat_template_kwargs=dict(enable_thinking=True)))
     assert counted.input_tokens == thinking
-    with pytest.raises(openai.BadRequestError, match="chat_template_kwargs"):
-        prompt(chat_template_kwargs=dict(tools=[1]))
+    for value in ([1], "x" * 513):
+        with pytest.raises(openai.BadRequestError, match="tools should be a boolean, a number or a string of "
+                                                         "at most 512 characters, got") as refused:
+            prompt(chat_template_kwargs=dict(tools=value))
+        assert refused.value.param == "chat_template_kwargs.tools" and ";" not in refused.value.message
+
+
+def test_the_document_says_whether_a_body_may_be_left_out(server):
+    paths = fetch(server, "GET", "/openapi.json")[1]["paths"]
+    for path in ("/v1/conversations", "/v1/responses"):
+        refused = fetch(server, "POST", path, b"")[0] >= 400
+        assert paths[path]["post"]["requestBody"]["required"] == refused == (path == "/v1/responses")
 
 
 def test_models_and_names(server, client, checkpoint):
@@ -658,6 +668,14 @@ def test_a_damaged_checkpoint_is_one_line(file, content, tmp_path, capsys, monke
     (tmp_path / "damaged" / file).write_text(content)
     words = last_words(tmp_path / "damaged", "", monkeypatch, capsys)
     assert words.count("\n") == 1 and (file in words or "template" in words)
+
+
+def test_a_connection_that_rests_is_not_worth_a_line(server, capfd, monkeypatch):
+    """Clients keep connections for later; after a while the server closes them."""
+    monkeypatch.setattr(Handler, "timeout", 0.2)
+    with socket.create_connection(server.server_address, timeout=30) as connection:
+        assert connection.recv(1) == b""
+    assert capfd.readouterr().err == ""
 
 
 def test_the_log_says_why(server, capfd):

@@ -391,6 +391,12 @@ def test_fingerprint_follows_what_decides_ids(tmp_path):
     assert len({first, *(other.fingerprint for other in others)}) == 4
 
 
+def test_fingerprint_follows_the_space_before_a_text(tmp_path):
+    """In a checkpoint with vocab.json the configuration decides on it."""
+    without, with_one = (save_like_opt(tmp_path, add_prefix_space=flag) for flag in (False, True))
+    assert without.encode("Hi") != with_one.encode("Hi") and without.fingerprint != with_one.fingerprint
+
+
 def first_stop(content, stop):
     """The specification, one character at a time: text up to the stop string that is completed first."""
     for end in range(len(content) + 1):
