@@ -70,7 +70,8 @@ class Policy:
 
     - From which end of a conversation do chunks leave? `toward` is the step from one victim to the next.
       +1: chunk 0 leaves first, then chunk 1, ... -1: the last chunk leaves first.
-    - How many chunks leave together? `unit(count)`, of a conversation that has `count` chunks to give.
+    - How many chunks leave the GPU together? `unit(count)`, of a conversation that has `count` chunks to
+      give. (The CPU tier drops them one by one.)
     - What is its next chunk worth to one user? `value(key, idle)`. The key is a small integer that stands for
       everything but time. Chunks with equal keys differ only in how long they have been idle, and that is
       what makes `VictimIndex` fast.
@@ -86,7 +87,7 @@ class Policy:
 
         A conversation whose turn waits in the queue is needed soon. We answer inf, so that `idle` gives
         MIN_IDLE and its chunks are worth most. (The paper counts from its last answer. On an hour of
-        Mooncake's trace that recomputes 37% more than this: `bench.py fig14 --trace`, "literal idleness".)"""
+        Mooncake's trace that recomputes 37% more tokens: `bench.py fig14 --trace`, "literal idleness".)"""
         return math.inf if conversation.waiting else conversation.last_active
 
     def idle(self, now: float, last_needed: float) -> float:
@@ -200,9 +201,9 @@ class VictimIndex:
     group and compare only their tops. There are a few hundred groups (the longest context divided by the
     chunk size; more if chunks are shared), however many conversations there are.
 
-        group 0   [ A 12:00, D 12:07, ... ]
-        group 1   [ B 12:03, ... ]
-        group 5   [ C 11:58, ... ]
+        group (0, 1)   [ A 12:00, D 12:07, ... ]       key 0, one user
+        group (1, 1)   [ B 12:03, ... ]
+        group (5, 1)   [ C 11:58, ... ]
 
     At 12:10 we compute what A, B and C are worth and keep them in one more heap, `tops`. Each further
     victim of that moment costs us only a look at what has moved since.

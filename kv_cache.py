@@ -11,21 +11,23 @@ The life of a chunk, and who moves it on:
     absent --admit, grow--> GPU, not filled yet --computed--> GPU
     GPU --plan_swap_out, complete--> GPU_AND_CPU --reclaim--> CPU --drop--> absent         while it is idle
     GPU (evictable_without_copy) --reclaim--> absent                                       while it is idle
-    CPU --admit, complete--> GPU_AND_CPU                                                   when it returns
-    GPU_AND_CPU --computed (its tail grows)--> GPU                                         while it runs
+    CPU --admit--> GPU_AND_CPU, whose KV is there at `complete`                            when it returns
+    GPU_AND_CPU --computed (it grows)--> GPU                                               while it runs
     GPU_AND_CPU --_free_spare_place (an idle chunk needs the place)--> GPU                 while it runs
+    any --truncate (a turn was cancelled, or is forgotten)--> shorter, or absent           while it is idle
 
 The policy decides which end of a conversation leaves first. A chunk is evictable_without_copy if a full CPU
 tier had no place for it: each chunk that was there alone was worth more. A copy in flight is a `Ticket`. A
-running conversation is *pinned*: none of its chunks is evicted.
+running conversation is *pinned*: none of its chunks is evicted. It has a row in the *slot table*: the slot of
+each of its positions, by which attention finds the KV.
 
 Invariants: KV that counts as cached is there when a step reads it. Every slot and every place is free, or in
-exactly one chunk, or given up to a copy in flight. The slot table agrees with the chunks. `check_integrity`
+exactly one chunk, or held by a copy in flight alone. The slot table agrees with the chunks. `check_integrity`
 checks all but the first: it sees no bytes.
 
 Admission and release cost O(context). A decode costs O(1), however long its context is and however many
-conversations there are. Whoever takes slots from idle chunks, or copies them ahead of need, also searches for
-victims.
+conversations there are. To take slots from idle chunks, or to copy such chunks ahead of need, costs a search
+for victims as well (`VictimIndex` in eviction.py).
 """
 import heapq
 from array import array
@@ -102,9 +104,9 @@ class Conversation:
         self.holders = [self]
         self.row: int | None = None     # in the slot table, while it runs
         self.room = 0                   # while it runs, positions [0, room) have slots
-        self.pins = 0                   # how many users of what it holds are running
+        self.pins = 0                   # how many users of what it holds run, or get room just now
         self.waiting = 0                # how many users of what it holds have a turn in the queue
-        self.last_active = 0.0          # the end of its last turn, in seconds
+        self.last_active = 0.0          # when it last stopped running, in seconds
         self.turns = 0                  # for policies that count them
         # Totals over the chunks that it holds.
         self.held = 0                               # slots
@@ -136,15 +138,15 @@ class Conversation:
 class Ticket:
     """A copy in flight between `slots` (those of the first `filled` tokens of a chunk) and a CPU `place`.
 
-    A chunk with a ticket is never evicted. During a copy out the ticket owns the place. Its end depends on
-    what happens to the chunk meanwhile:
+    A chunk with a ticket is never evicted. During a copy out the ticket owns the place. What holds when the
+    copy has ended depends on what has happened to the chunk meanwhile:
 
-        nothing, or it runs unchanged     the chunk gets the place: GPU_AND_CPU
-        its tail is truncated             the same; slots that the tail gave up are free now
-        its tail grows                    the copy is stale; the place is free, the chunk stays GPU
-        it becomes absent                 the copy is stale; the place and all its slots are free now
+        nothing; steps may have read it    the chunk gets the place: GPU_AND_CPU
+        a part of it was truncated         the same; slots that it gave up are free now
+        it has grown                       the copy is stale; the place is free, the chunk stays GPU
+        it became absent                   the copy is stale; the place and all its slots are free now
 
-    During a copy in the chunk has both slots and place. If its tail grows meanwhile, the place is free at the
+    During a copy in the chunk has both slots and place. If it grows meanwhile, the place is free at the
     end."""
     conversation: Conversation     # "in": the one that returns; "out": the holder
     chunk: Chunk
@@ -162,7 +164,8 @@ class Ticket:
 
 
 class KVCache:
-    """The books of both tiers. A conversation is pinned between `admit` and `release`."""
+    """The books of both tiers. A conversation is pinned between `admit` and `release`, and while
+    `plan_swap_out_for` looks for its slots."""
 
     def __init__(self, num_slots: int, num_places: int, chunk_size: int, rows: int, max_context: int,
                  policy: Policy):
@@ -459,7 +462,8 @@ class KVCache:
         return given_up + copied
 
     def _take_slots(self, needed: int, now: float) -> list[int]:
-        """The caller has checked that so many are available."""
+        """Take free slots; if they do not suffice, first reclaim those of idle chunks, the cheapest first.
+        The caller has checked that so many are available."""
         while len(self.free_slots) < needed:
             self.reclaim(self._cheapest("reclaim", now))
         cut = len(self.free_slots) - needed
@@ -524,7 +528,8 @@ class KVCache:
                 self._update(chunk)
 
     def _write_table(self, conversation: Conversation, start: int, slots: list[int]):
-        """Write `slots` into the conversation's row of the slot table, from position `start` on."""
+        """Write `slots` into the conversation's row of the slot table, from position `start` on. Its `room`
+        ends behind them."""
         conversation.room = start + len(slots)
         self.table[conversation.row, start:conversation.room] = slots
         self.table_updates.append((conversation.row, start, conversation.room))

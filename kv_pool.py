@@ -4,9 +4,8 @@ kv_cache.py decides which chunk goes where. This file allocates the two tiers an
 It copies chunks in layer by layer, and records an event after each layer, so that the model
 computes one layer while the next one arrives.
 
-    layer      0   1   2   3
-    copy in   [==][==][==][==]
-    compute       [==][==][==][==]      layer 1 computes while layer 2 arrives
+    copy in   [ 0][ 1][ 2][ 3]          the layers' KV arrives
+    compute       [ 0][ 1][ 2][ 3]      layer 1 computes while layer 2 arrives
     copy out                  [====]    begins when the copies in of its step have ended
 
 A copy out waits for the copies in of its step because both ways at once are slower: the paper
@@ -15,7 +14,8 @@ a step waits for them.
 
 Neighbouring tokens of a chunk lie in slots anywhere, so a copy moves single tokens. To call the
 driver for each of them would take longer than the copies. So one kernel reads one tier and writes
-the other, for all tokens of a layer: the GPU reaches the host's memory, which is pinned, by itself.
+the other, for all tokens of a layer: the GPU reaches the host's memory by itself. (That memory is
+pinned as CUDA says: its pages never move. Pinned conversations are something else.)
 
 Invariants: a slot is overwritten only when earlier steps have read it; a copy out reads only what
 earlier steps have written; a ticket has landed only when its copy has ended. Without CUDA the same
@@ -52,14 +52,14 @@ class Flight:
     begin: object
     end: object = None
     arrived: list = field(default_factory=list)     # one for each layer, on the way in
-    waits: list = field(default_factory=list)       # (reached, arrived) of each layer: the current stream
+    waits: list = field(default_factory=list)       # (reached, arrived) of each layer: the model's stream
     #                                                 reached the layer; the layer had arrived
 
     def seconds(self) -> float:
         return self.begin.elapsed_time(self.end) / 1e3
 
     def waited_seconds(self) -> float:
-        """Seconds for which the current stream stood still for this flight, which has ended. A
+        """Seconds for which the model's stream stood still for this flight, which has ended. A
         stream that has not reached a layer even now will not wait for it."""
         waited = [reached.elapsed_time(arrived) for reached, arrived in self.waits if reached.query()]  # ms
         return sum(max(0.0, ms) for ms in waited) / 1e3
@@ -81,7 +81,7 @@ class KVPool:
         self.flights: list[Flight] = []         # by time of issue
         self.arriving: Flight | None = None     # the latest one in, until a step has waited for all layers
         self.totals = Counter(swap_in_bytes=0, swap_out_bytes=0, swap_in_seconds=0.0, swap_out_seconds=0.0)
-        self.overhead_seconds = 0.0     # the host was busy swapping, or the current stream waited
+        self.overhead_seconds = 0.0     # the host was busy swapping, or the model's stream waited
         if cuda:
             self.stream, self.on = torch.cuda.current_stream, torch.cuda.stream
             self.event = partial(torch.cuda.Event, enable_timing=True)
@@ -170,7 +170,7 @@ class KVPool:
 
     def stats(self) -> dict:
         """Bytes and seconds of the copies that have ended, and the share of these seconds that
-        computation hid: neither did the current stream wait, nor was the host busy with copies.
+        computation hid: neither did the model's stream wait, nor was the host busy with copies.
         A lower bound: the GPU may have computed while the host was busy, and the host's time for
         copies still in flight counts already. Without CUDA nothing is hidden."""
         seconds = self.totals["swap_in_seconds"] + self.totals["swap_out_seconds"]

@@ -8,10 +8,10 @@ Here a returns with a new prompt. b decodes: it feeds position 31 and samples th
 the step copies its chunk [4:8) to the CPU ahead of need.
 
 A *span* is a run of positions of one request to compute in this step. A decode is a span of length 1 at the
-end. A new prompt is a span at the end. Dropped tokens are a span at the front (the paper's sub-request). Part
-of a long prefill is a span that stops early. `Request.missing()` lists the runs without KV, and a batch takes
-them left to right while its token budget lasts. One batch mixes all of them, decodes first; only the ablation
-`separate_phases` keeps them apart.
+end. A new prompt is a span at the end. Dropped tokens are a span before that, mostly at the front (the
+paper's sub-request). Part of a long prefill is a span that stops early. `Request.missing()` lists the runs
+without KV, and a batch takes them left to right while its token budget lasts. One batch mixes all of them,
+decodes first; only the ablation `separate_phases` keeps them apart.
 
 The books run ahead of the device: they follow the order of launches, as the device will. Right after the
 launch of a batch, `launched` books the KV that it will compute, and a PLACEHOLDER for each token that it will
@@ -51,7 +51,8 @@ class Request:
     max_tokens: int | None = None                  # None: as many as fit
     min_tokens: int = 0                            # no earlier token of stop_ids ends the reply
     stop_ids: frozenset[int] = frozenset()
-    reached_stop: Callable[[int], bool] | None = None       # asked after each token: does the reply end here?
+    # Asked after each token that is no such stop: does the reply end here?
+    reached_stop: Callable[[int], bool] | None = None
     sampling: object = None                        # the worker's business
     outbox: SimpleQueue = field(default_factory=SimpleQueue)      # its tokens, then None
     arrival: int = 0                               # its number in the order of submission
@@ -124,8 +125,8 @@ class Batch:
         self.budget = budget                       # tokens that still fit
         self.spans: list[Span] = []
         self.sampling_spans: list[Span] = []       # since its launch: those behind which a token is sampled
-        self.swap_in: list[Ticket] = []
-        self.swap_out: list[Ticket] = []
+        self.swap_in: list[Ticket] = []            # copies CPU -> GPU; a ticket is the copy of one chunk
+        self.swap_out: list[Ticket] = []           # copies GPU -> CPU
         self.table_updates: list[tuple] = []       # (row, start, slots): what changed in the slot table
         self.slot_copies: dict[int, int] = {}      # target -> source: KV to copy before all else
 
@@ -243,8 +244,8 @@ class Scheduler:
         1. Running requests, decodes first. Each needs slots for the tokens that it has grown by. A request
            that finds none sits out this step: it is starved. A request whose context is as long as it may
            become has nothing left to compute.
-        2. The queue, first come first served, while the budget, rows and slots last. Nobody overtakes the
-           head, even if a later request would fit.
+        2. The queue, first come first served, while the budget, the rows of the slot table (one for each
+           running request) and the slots last. Nobody overtakes the head, even if a later request would fit.
         3. Copies to the CPU ahead of need, so that starved requests and the head of the queue find slots
            later. They need to know the head, so it is prepared even if no budget is left.
 
@@ -268,7 +269,7 @@ class Scheduler:
             batch.swap_in += self.admit(request, now)
             batch.take(request)
             self.prepare_head(now)
-        if self.separate_phases:                   # a batch with any prefill keeps nothing else
+        if self.separate_phases:
             batch.spans = [span for span in batch.spans if span.request.prefilling] or batch.spans
         batch.swap_out = self.plan_swap_out(starved, now)
         return batch
@@ -428,6 +429,7 @@ class Scheduler:
         return bool(self.cache.in_flight) or any(request.unsettled for request in self.running)
 
     def _reserve(self) -> int:
+        """Slots that an admission must leave available. If nothing runs, a request may need them all."""
         return self.reserve_slots if self.running else 0
 
     def _leave(self, request: Request, now: float):

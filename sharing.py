@@ -10,7 +10,7 @@ the tokens up to there and on nothing else, so both conversations can use the sa
     a.holders = [a, S0, S1, S2]      b.holders = [b, S0, S1, S2]      S0.used_by = {a, b}
 
 If a and b also begin chunk 3 with the same tokens, b gets their KV as a copy, from slots of a to its own,
-when it is admitted. So only full chunks are shared, and nobody writes into a slot that others use.
+when it is admitted. So only full chunks are shared, and nobody writes other KV into a slot that others use.
 (PagedAttention shares the chunk that is not full, too, and copies it on write: that is when its second user
 computes its first token, so at the same time.)
 
@@ -21,7 +21,7 @@ talks to, with that one chunk and its users. The stem goes with its last user.
 `admit` pins every holder of the conversation that runs, stems too. A pinned stem is in no index and offers no
 slots, so its chunk is safe until its last running user is released. A stem waits while a turn of any user
 waits. It has been idle since the latest run of a user ended. A chunk with three users is worth three times as
-much. Whoever recomputes a shared chunk does it for all later steps; two users that are admitted together both
+much. Whoever recomputes a shared chunk does it for all users; only if one step takes it for two of them, both
 compute it.
 
 The *designated prefix* (the operator's system prompt) is a conversation that is pinned for good. Every
