@@ -146,8 +146,9 @@ def test_a_session_name_is_a_hint(server, path, field, header):
 
 
 def test_an_empty_header_names_no_session(server):
-    conversation = ask(server, CHAT, [user("Hello")], {"X-Session-ID": "", "session_id": "mine"})[-1]
-    assert conversation == "mine"
+    headers = {"X-Session-ID": "", "session_id": "named by the second"}
+    conversation = ask(server, CHAT, [user("Hello")], headers)[-1]
+    assert conversation == "named by the second"
 
 
 # ---- benchmarks
