@@ -86,11 +86,6 @@ class SharingCache(KVCache):
         self.designated.pins = math.inf
         self.designated.chunks = [Chunk(self.designated, index) for index in range(full)]
 
-    def open(self, name: str | None, tokens: Iterable[int] = ()) -> Conversation:
-        conversation = super().open(name, tokens)
-        self._share(conversation, conversation.tokens[:-1], self.designated)
-        return conversation
-
     def fork(self, origin: Conversation, name: str | None, tokens: Iterable[int]) -> Conversation:
         """A new conversation made from `tokens`, which begin like those of `origin`.
 

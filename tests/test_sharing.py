@@ -253,7 +253,8 @@ def test_the_designated_prefix_is_shared_and_never_evicted():
     cache.admit(a, 12, 0.0)
     cache.computed(a, 0, 12)
     cache.release(a, 0.0)
-    b, c = cache.open("b", range(11)), cache.open("c", [7, *range(1, 20)])
+    b, c = cache.open("b"), cache.open("c")
+    assert cache.extend(b, range(11)) and cache.extend(c, [7, *range(1, 20)])
     assert b.chunks == a.chunks[:2] and b.sources() == (8, 0) and not c.chunks
     assert runs(cache.plan_swap_out(99, 10.0)) == [("a", 8, 12)] and cache.shortfall(c, 16, 0) == 4
     cache.check_integrity()
@@ -261,7 +262,8 @@ def test_the_designated_prefix_is_shared_and_never_evicted():
     for conversation in (a, b, c):
         cache.forget(conversation)
     finish(cache, list(cache.in_flight))
-    assert len(cache.free_slots) == 24 - 8 and cache.open("d", range(9)).sources() == (8, 0)
+    d = cache.open("d", range(9))
+    assert cache.extend(d, [9]) and d.sources() == (8, 0) and len(cache.free_slots) == 24 - 8
 
 
 def test_a_designated_prefix_of_more_than_half_of_the_slots_is_refused():
