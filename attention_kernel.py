@@ -15,7 +15,7 @@ the KV-token of that position lies.
 
 Invariant: the KV-token of every position that a span sees is in the cache when the kernel starts.
 """
-from __future__ import annotations      # where triton is absent, `tl.constexpr` is, too
+from __future__ import annotations      # they are not evaluated: without triton there is no tl.constexpr
 
 import os
 from dataclasses import dataclass, field
@@ -113,36 +113,36 @@ def attend_many_queries(queries: Tensor, k: Tensor, v: Tensor, scale: float | No
 
 @dataclass(eq=False)
 class SpanTensors:
-    """The spans of a batch as the attention of every layer needs them: as integers on the host,
-    and as plans on the device. Make one with `build`."""
+    """The spans of a batch: as integers on the host, and as the kernels' plans for them on the
+    device. All layers share both. Make one with `build`."""
     host: np.ndarray                # [3, S] int64: table row, q_len and kv_len of each span
-    device: torch.device            # of the plans
+    device: torch.device            # where the plans are
     num_tokens: int                 # T, the sum of all q_len
-    max_row: int                    # of the slot table
+    max_row: int                    # the largest table row
     max_kv_len: int
-    plans: dict = field(default_factory=dict)       # (group, kv_heads, dtype) -> Plan: see `plan`
+    plans: dict = field(default_factory=dict)       # (group, kv_heads, D, dtype) -> Plan: see `plan`
 
     @staticmethod
     def build(row, q_len, kv_len, device="cpu") -> SpanTensors:
         """Three sequences of ints with one entry per span: its row of the slot table, how many
-        queries it has, and how many positions its last query sees. ValueError unless 1 <= q_len <=
-        kv_len."""
+        queries it has, and how many positions its last query sees. ValueError unless row >= 0 and
+        1 <= q_len <= kv_len."""
         host = np.array([row, q_len, kv_len], dtype=np.int64)
         row, q_len, kv_len = host
-        bad = (q_len < 1) | (q_len > kv_len)
+        bad = (row < 0) | (q_len < 1) | (q_len > kv_len)
         if bad.any():
             first = int(bad.argmax())
-            raise ValueError(f"a span with q_len {q_len[first]} and kv_len {kv_len[first]}: "
-                             "needs 1 <= q_len <= kv_len")
+            raise ValueError(f"a span of row {row[first]}, q_len {q_len[first]}, kv_len {kv_len[first]}: "
+                             "needs row >= 0 and 1 <= q_len <= kv_len")
         return SpanTensors(host, torch.device(device), int(q_len.sum()), int(row.max(initial=0)),
                            int(kv_len.max(initial=0)))
 
-    def plan(self, group: int, kv_heads: int, dtype: torch.dtype) -> Plan:
-        """The work of the kernels for `kv_heads` KV heads of `group` query heads each. It is
-        planned and uploaded at the first call, unless Worker._inputs has done so; all layers share it."""
-        key = group, kv_heads, dtype
+    def plan(self, group: int, kv_heads: int, D: int, dtype: torch.dtype) -> Plan:
+        """The work of the kernels for `kv_heads` KV heads of `group` query heads each, of D dimensions.
+        It is planned and uploaded by the first layer that asks, unless Worker._inputs has done so."""
+        key = group, kv_heads, D, dtype
         if key not in self.plans:
-            plan = make_plan(self.host, group, wanted_items(kv_heads, dtype, self.device))
+            plan = make_plan(self.host, group, wanted_items(kv_heads, D, dtype, self.device))
             self.plans[key] = plan.with_arrays(upload(plan.arrays(), self.device))
         return self.plans[key]
 
@@ -153,11 +153,12 @@ class SpanTensors:
 # 0..group-1: row r is token r // group, number r % group. With group 4, row 22 is token 5, number 2:
 # for KV head 0 it means head 2, for KV head 1 head 6.
 #
-# A tile is some query rows of one span. One program of the kernel computes one tile for one KV
-# head, and takes the positions in strips of `keys`. A tile that sees a long context is split:
-# several programs share its positions, each in a work item of its own. A piece is the context range
-# of one work item. Each piece leaves a partial result, one partial row for each query row of the
-# tile, and a second kernel merges these.
+# A GPU has many processors (an H100 has 132). A program is one run of a kernel's body, by the four
+# or eight warps that it gets on one of them. A tile is some query rows of one span. One program
+# computes one tile for one KV head, and takes the positions in strips of `keys`. A tile that sees a
+# long context is split: several programs share its positions, each in a work item of its own. A
+# piece is the context range of one work item. Each piece leaves a partial result, one partial row
+# for each query row of the tile, and a second kernel merges these.
 
 class TileShape(NamedTuple):
     """What one program holds at a time: `rows` query rows against a strip of `keys` positions."""
@@ -165,14 +166,14 @@ class TileShape(NamedTuple):
     keys: int
     warps: int
     stages: int         # K and V are copied stages - 1 strips ahead
-    resident: int       # programs that a processor runs at a time, for D 128 on an H100 or A100
+    resident: int       # programs that a processor runs at a time: for D 128, on an H100 or A100
 
 
 # A span takes the first shape that holds all its rows, or else the last. We found these shapes by
 # compiling: no register is spilled, and the copies of further strips go on while one is used (with
 # two stages they would wait for its end). Hopper's tensor cores want 64 rows and more, and its
-# shared memory holds 227 KB. Elsewhere all shapes stay within the 99 KB of consumer GPUs. Exact
-# float32 has no tensor cores: it is for checking.
+# shared memory holds 227 KB. Elsewhere all shapes stay within the 99 KB of consumer GPUs, up to D 128.
+# Exact float32 has no tensor cores: it is for checking. Its small shape serves any D above 128, too.
 HOPPER = TileShape(16, 64, 4, 3, 3), TileShape(64, 64, 4, 3, 2), TileShape(128, 128, 8, 3, 1)
 AMPERE = TileShape(16, 64, 4, 3, 2), TileShape(64, 32, 4, 4, 2), TileShape(128, 32, 8, 4, 1)
 FLOAT32 = (TileShape(16, 32, 8, 2, 3),)
@@ -221,14 +222,13 @@ class Plan(NamedTuple):
         """The same plan, of up to `size` decodes, in as much room as any `size` decodes need. A
         captured graph launches the same number of programs, with the same memory, each time.
 
-        Only a tile whose share of the wanted items is two or more is split. So at most wanted // 2
-        tiles are split, into at most `wanted` pieces. Size 64, group 4, HOPPER, 10 wanted: 64 tiles
-        of 4 rows, 74 items, 5 x 4 merges and 10 x 4 partial rows."""
+        If the shape's wanted number of items is n, a tile is split only if its share of them is two
+        or more. So at most n // 2 tiles are split, into at most n pieces. Size 64, group 4, HOPPER,
+        n = 10: 64 tiles of 4 rows, 74 items, 5 x 4 merges and 10 x 4 partial rows."""
         (shape, items), = self.launches     # decodes have equally many query rows: one shape
-        tiles, rows = size * ceil_div(group, shape.rows), min(group, shape.rows)
-        split = min(tiles, wanted[shape] // 2)
-        return Plan([(shape, with_zeros(items, tiles + wanted[shape]))],
-                    with_zeros(self.merges, split * rows), partial_rows=wanted[shape] * rows)
+        tiles, rows, n = size * ceil_div(group, shape.rows), min(group, shape.rows), wanted[shape]
+        return Plan([(shape, with_zeros(items, tiles + n))],
+                    with_zeros(self.merges, min(tiles, n // 2) * rows), partial_rows=n * rows)
 
 
 def with_zeros(array: np.ndarray, length: int) -> np.ndarray:
@@ -238,12 +238,12 @@ def with_zeros(array: np.ndarray, length: int) -> np.ndarray:
     return longer
 
 
-def wanted_items(kv_heads: int, dtype: torch.dtype, device: torch.device) -> Wanted:
-    """The tile shapes for that device, the smallest first, and how many work items of each, per KV
-    head, the device can run at a time."""
+def wanted_items(kv_heads: int, D: int, dtype: torch.dtype, device: torch.device) -> Wanted:
+    """The tile shapes for heads of D dimensions on that device, the smallest first, and how many
+    work items of each, per KV head, the device can run at a time."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     processors = gpu.multi_processor_count if gpu else 100      # about as many as a GPU has
-    if dtype == torch.float32:
+    if dtype == torch.float32 or D > 128:
         shapes = FLOAT32
     else:
         shapes = HOPPER if gpu and gpu.major == 9 else AMPERE
@@ -253,7 +253,7 @@ def wanted_items(kv_heads: int, dtype: torch.dtype, device: torch.device) -> Wan
 def make_plan(host: np.ndarray, group: int, wanted: Wanted, min_piece: int = MIN_PIECE) -> Plan:
     """Plan the attention of spans, host [3, S] (table_row, q_len, kv_len), on the host. Each shape
     of tile is a launch of its own and must fill the GPU by itself, so the tiles of each shape are
-    cut into about as many work items as wanted.
+    cut into about as many work items as are wanted of this shape.
 
     group 4, one span with q_len 50 and kv_len 1050, HOPPER, 8 wanted: 200 query rows in tiles of
     128 and 72. They see 1032 and 1050 positions, each split into 3 pieces. So there are 6 items,
@@ -398,7 +398,7 @@ def multi_token_attention(
     out = torch.empty_like(q) if out is None else out
     D, kv_heads = q.shape[2], k_cache.shape[1]
     group = q.shape[1] // kv_heads
-    plan = spans.plan(group, kv_heads, q.dtype)
+    plan = spans.plan(group, kv_heads, D, q.dtype)
     partial_out = torch.empty(plan.partial_rows, kv_heads, D, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(plan.partial_rows, kv_heads, dtype=torch.float32, device=q.device)
     scale = D ** -0.5 if scale is None else scale
@@ -435,7 +435,7 @@ def attention_kernel(q, k_cache, v_cache, slot_table, out, partial_out, partial_
     kv_head, item = tl.program_id(0), items + tl.program_id(1) * 8
     table_row = tl.load(item + 3)
     table = slot_table + table_row.to(tl.int64) * stride_row
-    offsets, inside, token, exists = query_rows(item, kv_head, stride_qt, stride_qh, TILE_M, GROUP, D, TILE_D)
+    offsets, inside, token, _ = query_rows(item, kv_head, stride_qt, stride_qh, TILE_M, GROUP, D, TILE_D)
     query = tl.load(q + offsets, mask=inside, other=0.0)                # [TILE_M, TILE_D]
     head_start = kv_head.to(tl.int64) * stride_kh
     k_head, v_head = k_cache + head_start, v_cache + head_start
@@ -486,19 +486,19 @@ def attend_range(query, position, k_head, v_head, table, kv_start, kv_end, scale
     exp. Returns the output [TILE_M, TILE_D] in float32, normalised over this range, and
     log2(sum(exp(score))) [TILE_M]: 0 and -inf for a row that sees nothing here.
 
-    Each round of the loop takes K and V at the slots of TILE_N positions, computes scores, and
-    raises the maximum so far, `highest`. The sums so far shrink by exp2(old maximum - new maximum),
-    and the round's weights and weighted values are added to them. If a row has the score 1 in the
-    first round and 3 in the next (times scale_log2): highest 1, total 1; then shrink = 2^-2, total =
-    0.25 + 1, and the result is 3 + log2(1.25).
+    The loop takes one strip at a time: the K and V at the slots of TILE_N positions. It computes the
+    strip's scores, and raises the maximum so far, `highest`. The sums so far shrink by exp2(old
+    maximum - new maximum), and the strip's weights and weighted values are added to them. If a row
+    has the score 1 in the first strip and 3 in the next (times scale_log2): highest 1, total 1; then
+    shrink = 2^-2, total = 0.25 + 1, and the result is 3 + log2(1.25).
 
     kv_start is a multiple of TILE_N. kv_end is one, too, or lies beyond every position that the tile's rows
     see. (Rows that do not exist compute garbage, which is never stored.) So the causal mask is the only one,
     and only strips that reach beyond the first row's position need it."""
     columns, dims = tl.arange(0, TILE_N), tl.arange(0, TILE_D)
     seen_by_all = tl.min(position, 0) + 1
-    last = tl.maximum(kv_end - 1, 0)        # beyond it table entries are garbage: read its slot again
-    highest = tl.full([TILE_M], -1e38, tl.float32)      # finite: a row that sees nothing has no -inf - -inf
+    last = tl.maximum(kv_end - 1, 0)        # table entries behind it are garbage: its own is read instead
+    highest = tl.full([TILE_M], -1e38, tl.float32)      # not -inf: -inf - -inf is NaN
     total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, TILE_D], tl.float32)
     slots = tl.load(table + tl.minimum(kv_start + columns, last))
@@ -529,7 +529,7 @@ def merge_kernel(partial_out, partial_lse, out, merges, stride_ot, stride_oh,
     exp2(lse), TILE_P pieces at a time. merges [m, 4]: the columns of MERGE. Grid (H_kv, m).
 
     Every query row sees something in the first piece, which holds position 0, so `highest` is
-    finite from there on."""
+    finite from there on. A merge of zeros, which pads a graph's plan, stores nothing."""
     kv_head, merge = tl.program_id(0), merges + tl.program_id(1) * 4
     query_row = tl.load(merge)
     first_partial = tl.load(merge + 1)

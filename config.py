@@ -15,7 +15,7 @@ from eviction import POLICIES
 def require(ok: bool, name: str, description: str, value):
     """ValueError unless ok: `name` must be `description`, got `value`."""
     if not ok:
-        raise ValueError(f"{name} must be {description}, got {value!r}")
+        raise ValueError(f"{name} must be {description}, got {value!r:.100}")
 
 
 def flag(default, help: str, choices: tuple[str, ...] | None = None):

@@ -1,11 +1,11 @@
-"""The model: GPT-2, GPT-3, OPT, Llama, Qwen and SmolLM as one plain decoder.
+"""The model: GPT-2, GPT-3, OPT, Llama, Mistral, Qwen and SmolLM as one plain decoder.
 
 The batch is ragged (the paper's unified batching, §4.2): the tokens of all spans lie packed in one
 dimension T, whatever request and phase they belong to. Except for attention, a decoder computes
 each token by itself, so T is the only batch dimension there is. Tokens meet in attention alone, and
 the caller hands that in as a function: `attend(layer, q, k, v, rotation)` rotates q and k, stores K
-and V, and lets every query see what its span sees. So this file knows nothing of caches, spans or
-batches, and a test can run it with ten lines of dense attention.
+and V, and lets every query see its context up to its own position. So this file knows nothing of
+caches, spans or batches, and a test can run it with ten lines of dense attention.
 
     tokens [T] -> embeddings -> layer 0 ... layer L-1 -> norm -> hidden [T, width] -> logits
                                    |
@@ -60,8 +60,8 @@ class ModelConfig:
     @property
     def matmul_parameters(self) -> int:
         """How many weights multiply every token, at 2 FLOP each: the matrices of all layers. The
-        output layer (vocab_size * width more) multiplies only the tokens behind which one is
-        sampled."""
+        output layer has vocab_size * width more; it multiplies only a token after which the next one
+        is sampled."""
         attention = 2 * self.width * self.head_dim * (self.num_heads + self.num_kv_heads)
         mlp = (3 if self.gated else 2) * self.width * self.ffn_width
         return self.num_layers * (attention + mlp)
@@ -91,6 +91,9 @@ class ModelConfig:
         for name, number in numbers.items():
             if type(number) not in (int, float) or not 0 < number < 2**63:
                 raise ValueError(f"{name} must be a number above 0 and below 2**63, not {number!r:.100}")
+        if self.rope_scaling and self.rope_scaling[1] >= self.rope_scaling[2]:
+            raise ValueError(f"low_freq_factor {self.rope_scaling[1]} must be below "
+                             f"high_freq_factor {self.rope_scaling[2]}")
         if str(self.activation) not in ACTIVATIONS:         # in a config.json it can be anything
             raise ValueError(f"unknown activation {self.activation!r}; known: {', '.join(ACTIVATIONS)}")
 
@@ -192,7 +195,7 @@ class Layer(nn.Module):
 
 
 def embedding(rows: int, width: int) -> nn.Embedding:
-    """With no values yet: drawing random ones takes a second even on the device "meta"."""
+    """With no values yet: even on the device "meta", drawing the first random ones takes 1.5 s."""
     return nn.Embedding.from_pretrained(torch.empty(rows, width))
 
 

@@ -7,10 +7,10 @@ distance between two tokens and not on where they stand. The cache holds rotated
     D 4, a token whose angles are 90 and 0 degrees:     [1, 2, 3, 4] -> [-3, 2, 1, 4]
 
 A layer without rotary positions rotates nothing; we store its K and V all the same. On a GPU one
-kernel does all of this. Torch would launch some 16: for one token each of them takes longer to
-launch than to run.
+kernel does all of this. Torch would launch 18 (in bfloat16): for one token each of them takes longer
+to launch than to run.
 """
-from __future__ import annotations      # where triton is absent, `tl.constexpr` is, too
+from __future__ import annotations      # they are not evaluated: without triton there is no tl.constexpr
 
 import torch
 from torch import Tensor
@@ -29,8 +29,8 @@ def rotate_and_store(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: 
     k, v            [T, H_kv, D]            likewise
     k_cache         [num_slots, H_kv, D]    the K of one layer of the GPU cache
     v_cache         [num_slots, H_kv, D]    its V, with the same strides
-    slots           [T] int64               where each token's k and v go
-    rotation        two of [T, D/2]         cos and sin of the angles; None: q and k stay as they are
+    slots           [T] int64               where each token's k and v go; contiguous
+    rotation        two of [T, D/2]         cos and sin of the angles, contiguous; None: nothing is rotated
 
     Triton computes it wherever it computes the attention; elsewhere the reference does."""
     if not runs_triton(q.device, q.dtype):

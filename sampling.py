@@ -68,12 +68,12 @@ class Sampling:
             value = getattr(self, name)
             if not within(value, low, high) and (name, value) != ("logprobs", None):
                 kind = "an int" if type(low) is int else "a number"
-                raise ValueError(f"{name} must be {kind} from {low} to {high}, got {value!r}")
+                raise ValueError(f"{name} must be {kind} from {low} to {high}, got {value!r:.100}")
         bias = self.logit_bias
         if not isinstance(bias, dict) or not all(
                 type(token) is int and within(value, *BIAS) for token, value in bias.items()):
             raise ValueError("logit_bias must be a dict of token ids to numbers "
-                             f"from {BIAS[0]} to {BIAS[1]}, got {bias!r}")
+                             f"from {BIAS[0]} to {BIAS[1]}, got {bias!r:.100}")
 
 
 def within(value, low, high) -> bool:
@@ -82,8 +82,8 @@ def within(value, low, high) -> bool:
 
 
 def sample(logits: Tensor, requests: list[Request]) -> list[Tensor]:
-    """A token from each row of logits [N, vocab] float32, for its request; -1 from a row with NaN or
-    infinity. The logits are used up.
+    """A token from each row of logits [N, vocab] float32, for its request; -1 where the largest of a
+    row is NaN or infinite. The logits are used up.
 
     The results stay on the device: the tokens [N], and, if requests ask for log probabilities, the
     log_probabilities() of these. They are those before penalties, bias and temperature: they say
@@ -126,11 +126,12 @@ def log_probabilities(logprobs: Tensor, tokens: Tensor, top: int) -> tuple[Tenso
 
 
 def read(requests: list[Request], tokens: Tensor, *logprobs: Tensor) -> tuple[list[int], list | None]:
-    """The results of sample(), when they have come to the host, as numbers: the tokens, and what each
-    request has asked to know of its own.
+    """The results of sample(), once they are on the host, as numbers: the tokens, and a report for each
+    request.
 
-    The second is None, unless a request asks for log probabilities: then there is an entry for each
-    request, None or (the token's, [(token id, its log probability), ...] of the most likely)."""
+    A request that asks for the two largest log probabilities gets the report (that of its own token,
+    [(token id, log probability), (token id, log probability)]), and None if it asks for none. If no
+    request asks, there is no list of reports, but None."""
     if not logprobs:
         return tokens.tolist(), None
     reports = [None] * len(requests)
@@ -173,7 +174,7 @@ def tell_reply(requests: list[Request]) -> list:
 
 def penalize_reply(logits: Tensor, rows: Tensor, tokens: Tensor, presence: Tensor,
                    frequency: Tensor) -> Tensor:
-    """By the tokens of the reply: once for each token, and once more for each of its occurrences."""
+    """By the tokens of the reply: one that occurs n times loses presence + n * frequency."""
     logits.index_put_((rows, tokens), logits[rows, tokens] - presence[rows])
     return logits.index_put_((rows, tokens), -frequency[rows], accumulate=True)
 
@@ -189,7 +190,7 @@ def add_bias(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> Te
 
 
 def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Below 1e-5 a draw is greedy anyway, and floats would overflow."""
+    """Below 1e-5 a draw is as good as greedy, except between ties, and floats would overflow."""
     return logits.div_(temperature[:, None].clamp(min=1e-5))
 
 
@@ -198,9 +199,9 @@ def tell_top_k(requests: list[Request]) -> list:
     return [top_k, int(top_k.max())]
 
 
-def keep_top_k(logits: Tensor, top_k: Tensor, largest: int) -> Tensor:
+def keep_top_k(logits: Tensor, top_k: Tensor, largest_k: int) -> Tensor:
     """In this and the next two stages, tokens that tie with the last one kept are kept, too."""
-    ranked = logits.topk(min(largest, logits.shape[1])).values                  # [n, largest], descending
+    ranked = logits.topk(min(largest_k, logits.shape[1])).values                # [n, largest_k], descending
     last = top_k[:, None].long().clamp_(max=ranked.shape[1]) - 1                # [n, 1]
     return logits.masked_fill_(logits < ranked.gather(1, last), -torch.inf)
 
@@ -277,7 +278,7 @@ def uniform(keys: Tensor, vocab_size: int) -> Tensor:
     token id. They are most precise near 0, where the tokens that win a race are."""
     token = mix(torch.arange(vocab_size, dtype=torch.int32, device=keys.device))        # [vocab]
     bits = mix(token ^ keys[:, None]) & 0x7FFFFFFF                              # [n, vocab]
-    return bits.float().add_(0.5).mul_(2**-31 - 2**-55)                         # rounded, still below 1
+    return bits.float().add_(0.5).mul_(2**-31 - 2**-55)                         # at most 1 - 2**-24
 
 
 def mix(x: Tensor | np.ndarray) -> Tensor | np.ndarray:
@@ -310,11 +311,7 @@ def upload_groups(groups: list[list], device: torch.device) -> list[list]:
     arrays are uploaded in one copy. Numbers stay numbers."""
     arrays = [member for group in groups for member in group if isinstance(member, np.ndarray)]
     bits = [array.view(np.int32) if array.dtype == np.float32 else array for array in arrays]
-    tensors = iter(upload(bits, device))
-
-    def uploaded(member):
-        if not isinstance(member, np.ndarray):
-            return member
-        tensor = next(tensors)
-        return tensor.view(torch.float32) if member.dtype == np.float32 else tensor
-    return [[uploaded(member) for member in group] for group in groups]
+    tensors = iter([tensor.view(torch.float32) if array.dtype == np.float32 else tensor
+                    for array, tensor in zip(arrays, upload(bits, device))])
+    return [[next(tensors) if isinstance(member, np.ndarray) else member for member in group]
+            for group in groups]

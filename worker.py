@@ -116,7 +116,8 @@ class Worker:
         self.max_running, self.max_context = max_running, max_context
         self.vocab_size, self.stop_ids = config.vocab_size, config.eos_ids
         self.kv_heads, self.group = config.num_kv_heads, config.num_heads // config.num_kv_heads
-        self.pool = KVPool(config.num_layers, config.num_kv_heads, config.head_dim, num_slots + 1, num_places,
+        self.head_dim = config.head_dim
+        self.pool = KVPool(config.num_layers, self.kv_heads, self.head_dim, num_slots + 1, num_places,
                            chunk_size, self.device, self.dtype, pipeline)
         # Any slots will do until the scheduler writes a row: the profile reads them. Padding has
         # the last row, whose only slot is one more than the scheduler knows of.
@@ -205,7 +206,7 @@ class Worker:
         *planned, tokens, positions, table_rows = split_like(flat, graph_reads)
         # In place: the tokens are a part of `flat`.
         tokens.copy_(torch.where(tokens == PLACEHOLDER, self.sampled[table_rows], tokens))
-        spans.plans[self.group, self.kv_heads, self.dtype] = plan.with_arrays(planned)
+        spans.plans[self.group, self.kv_heads, self.head_dim, self.dtype] = plan.with_arrays(planned)
         return Inputs(tokens, positions, table_rows, spans, sample_at, flat)
 
     def _plan(self, host: np.ndarray, size: int) -> Plan:
@@ -213,7 +214,7 @@ class Worker:
         plan has as much room as any `size` decodes can need."""
         if not runs_triton(self.device, self.dtype):
             return Plan([], np.zeros((0, 4), np.int32), 0)
-        wanted = wanted_items(self.kv_heads, self.dtype, self.device)
+        wanted = wanted_items(self.kv_heads, self.head_dim, self.dtype, self.device)
         plan = make_plan(host, self.group, wanted)
         return plan.padded(size, self.group, wanted) if size else plan
 
@@ -248,7 +249,8 @@ class Worker:
         For each shape of tile, a step computes the fewest tokens that take it, one more than the
         next smaller shape holds. They are padding, and they stand at the end of a whole context, so
         that their tiles are split and merged if that ever happens."""
-        held = [0, *(shape.rows for shape in wanted_items(self.kv_heads, self.dtype, self.device))]
+        wanted = wanted_items(self.kv_heads, self.head_dim, self.dtype, self.device)
+        held = [0, *(shape.rows for shape in wanted)]
         for rows in held[:-1]:
             q_len = min(rows // self.group + 1, self.max_context)
             span = [self.padding_row], [self.max_context - q_len], [self.max_context]
@@ -303,8 +305,8 @@ class Worker:
 
     def _attention(self, chunk: int, length: int):
         """The attention of all layers for one chunk that ends at that context length."""
-        q = torch.zeros(chunk, self.kv_heads * self.group, self.model.config.head_dim,
-                        device=self.device, dtype=self.dtype)
+        heads = self.kv_heads * self.group
+        q = torch.zeros(chunk, heads, self.head_dim, device=self.device, dtype=self.dtype)
         spans = SpanTensors.build(row=[0], q_len=[chunk], kv_len=[length], device=self.device)
         for layer in range(self.model.config.num_layers):
             multi_token_attention(q, *self.pool.gpu[layer], self.slot_table, spans)

@@ -102,8 +102,10 @@ def test_bad_arguments():
         multi_token_attention(q, k, v, table, spans, out=q[1:])
     with pytest.raises(ValueError, match="scale 0 is not positive"):
         multi_token_attention(q, k, v, table, spans, scale=0)
-    with pytest.raises(ValueError, match="q_len 3 and kv_len 2"):
+    with pytest.raises(ValueError, match="q_len 3, kv_len 2"):
         SpanTensors.build(row=[0], q_len=[3], kv_len=[2])
+    with pytest.raises(ValueError, match="row -1"):
+        SpanTensors.build(row=[0, -1], q_len=[1, 1], kv_len=[2, 2])
 
 
 def test_without_triton():
@@ -209,10 +211,10 @@ def test_long_histories_are_split_to_fill_the_gpu():
 
 def test_plan_is_made_once():
     spans = SpanTensors.build(row=[3, 1], q_len=[1, 5], kv_len=[7, 5])
-    assert spans.plan(4, 2, HALF) is spans.plan(4, 2, HALF)
+    assert spans.plan(4, 2, 64, HALF) is spans.plan(4, 2, 64, HALF)
     assert spans.host.tolist() == [[3, 1], [1, 5], [7, 5]]
     assert (spans.num_tokens, spans.max_row, spans.max_kv_len) == (6, 3, 7)
-    assert {array.dtype for array in spans.plan(4, 2, HALF).arrays()} == {torch.int32}
+    assert {array.dtype for array in spans.plan(4, 2, 64, HALF).arrays()} == {torch.int32}
 
 
 # ---- the Triton kernels, run
@@ -258,7 +260,7 @@ def check_case(case, shapes, dtype, device):
     spans = arguments[-1]
     plan = finest_plan(spans, group, shapes)
     arrays = kernel.upload(plan.arrays(), torch.device(device))
-    spans.plans[group, kv_heads, dtype] = plan.with_arrays(arrays)
+    spans.plans[group, kv_heads, D, dtype] = plan.with_arrays(arrays)
     out = torch.full_like(arguments[0], torch.nan)
     assert multi_token_attention(*arguments, out=out) is out
     assert_close(out, arguments)
@@ -281,9 +283,9 @@ def test_the_cases_have_tiles_of_every_shape_whole_and_split(shapes):
 
 def check_padding(device):
     case = make_case([1, 3], [700, 30], 2, 1, 16, device=device)
-    plan = case[-1].plan(2, 1, FLOAT)
+    plan = case[-1].plan(2, 1, 16, FLOAT)
     padded = [F.pad(rows, (0, 0, 0, 3)) for rows in plan.arrays()]
-    case[-1].plans[2, 1, FLOAT] = plan.with_arrays(padded)
+    case[-1].plans[2, 1, 16, FLOAT] = plan.with_arrays(padded)
     assert_close(multi_token_attention(*case), case)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 import attention_kernel as kernel
 import kv_pool
@@ -129,6 +130,13 @@ def test_exact_float32(tmp_path):
     code = sass(compiled, tmp_path)
     assert "FFMA" in code and "HMMA" not in code and compiled.metadata.shared <= SHARED[80] * 1024
     assert usage(80, compiled, tmp_path).resident == tile.resident
+
+
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.soak)])
+def test_larger_heads_fit_into_shared_memory(capability):
+    tile, = kernel.wanted_items(1, 256, torch.bfloat16, torch.device("cpu"))
+    compiled = build_attention(capability, tile, 256, 4)
+    assert compiled.metadata.shared <= SHARED[capability] * 1024
 
 
 @pytest.mark.parametrize("capability, D, rotate", [

@@ -298,6 +298,7 @@ def test_a_field_that_is_missing_is_named(tmp_path):
     (dict(rope_parameters={"rope_type": "llama3", "factor": 2.0}), "'low_freq_factor'"),
     (dict(rope_parameters=LLAMA3_ROPE | dict(factor="twice")), ": factor must be a number above 0 and below "
                                                                "2**63, not 'twice'"),
+    (dict(rope_parameters=LLAMA3_ROPE | dict(high_freq_factor=1.0)), "low_freq_factor 1.0 must be below"),
     (dict(rope_parameters=dict(rope_theta="fast")), ": rope_theta must be a number"),
     (dict(rope_parameters=dict(rope_theta=10**20)), "not 100000000000000000000"),
     (dict(rms_norm_eps="small"), ": norm_eps must be a number"),

@@ -44,10 +44,11 @@ CASES = {
 def right(spans, shapes, min_piece) -> bool:
     *sizes, dtype = spans
     arguments = make_case(*sizes, dtype, seed=SEED)
-    group, kv_heads = sizes[2:4]
+    group, kv_heads, D = sizes[2:]
     batch = arguments[-1]
     plan = make_plan(batch.host, group, dict.fromkeys(shapes, 999), min_piece)
-    batch.plans[group, kv_heads, dtype] = plan.with_arrays(kernel.upload(plan.arrays(), torch.device("cpu")))
+    arrays = kernel.upload(plan.arrays(), torch.device("cpu"))
+    batch.plans[group, kv_heads, D, dtype] = plan.with_arrays(arrays)
     out = torch.full_like(arguments[0], torch.nan)
     multi_token_attention(*arguments, out=out)
     return (out.double() - exact(*arguments)).abs().max().item() < TOLERANCE[dtype]
