@@ -34,7 +34,7 @@ def under_one_load(options):
                          f"{len(options.rates)}, or name another figure, such as fig10")
 
 
-def everyday(options) -> Found:
+def default(options) -> Found:
     """Stateful against stateless on this machine, under a load that the stateless system cannot carry."""
     under_one_load(options)
     systems = "stateless", "gpu cache", "pensieve"
@@ -172,7 +172,7 @@ RATES = "share", "gbytes_per_second", "tflops"
 # Times are of two cores, without a GPU.
 MORE = {
     "default": Figure(
-        everyday, "three systems on the embedded model, measured here (90 s)",
+        default, "three systems on the embedded model, measured here (90 s)",
         "request_rate", "normalized_latency_ms",
         bars=("mean_ttft_ms", "normalized_latency_ms", "throughput", "computed_tokens")),
     "fleet": Figure(

@@ -66,7 +66,7 @@ def run_bench(tmp_path, monkeypatch, command):
 
 def test_without_git_a_figure_is_written_all_the_same(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    bench.write_json(tmp_path / "figure.json", "everyday", curves.Found(rows=[], ratios=[]), seed=0)
+    bench.write_json(tmp_path / "figure.json", "default", curves.Found(rows=[], ratios=[]), seed=0)
     assert json.loads((tmp_path / "figure.json").read_text())["commit"] == "unknown"
 
 
@@ -77,7 +77,7 @@ def test_a_figure_keeps_its_command_but_not_the_servers_key():
                         "python bench.py serve --server-key=KEY --trace 'my file'")
 
 
-def test_the_everyday_figure_is_measured(tmp_path, monkeypatch, capsys):
+def test_the_default_figure_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "many_turns", lambda limit, rate, think, seed: USERS)
     figure = run_bench(tmp_path, monkeypatch, "--seed 0")
     assert [row["system"] for row in figure["rows"]] == ["stateless", "gpu cache", "pensieve"]
@@ -164,7 +164,7 @@ def test_a_profile_is_saved_and_loaded(tmp_path, monkeypatch):
     assert operators.attention > 0 and 0 <= operators.per_step < 1
     assert 0 < operators.matmul <= 1 and 0 < operators.memory < 1           # no decode reads KV at full speed
     (tmp_path / "figure.json").rename(tmp_path / "here.json")
-    # The prediction of the everyday figure on this machine.
+    # The prediction of the default figure on this machine.
     predicted = run_bench(tmp_path, monkeypatch, f"--simulate --hardware {tmp_path / 'here.json'}")
     assert [row["system"] for row in predicted["rows"]] == ["stateless", "gpu cache", "pensieve"]
     assert all(row["model"] == "tiny_chat" and row["turns"] > 100 for row in predicted["rows"])
