@@ -375,7 +375,8 @@ def test_nobody_watches(page, url):
 def test_narrow(page, url):
     page.resize(390, 844)
     page.open(url)
-    page.say(0, "Too long for a phone: " + 20 * "la")
+    word = "Supercalifragilisticexpialidociousandmuchlongerthanaphoneiswide"
+    assert word in page.say(0, f"My job is {word}")
     page.find("#start")[0].click()
     eventually(lambda: len(page.chats()) == 2)
     size = "return [document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
