@@ -226,10 +226,10 @@ def test_training_continues_where_it_stopped(tmp_path, monkeypatch):
     tokenizer = Tokenizer.from_file(str(TINY_CHAT / "tokenizer.json"))
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
-        def weights(name):
+        def weights(name, seed=0):
             torch.manual_seed(1)
-            return train.train(tokenizer, tmp_path / name).state_dict()
-        through = weights("through")
+            return train.train(tokenizer, tmp_path / name, seed).state_dict()
+        through, other = weights("through"), weights("other", seed=1)
         with monkeypatch.context() as interrupted:
             kept = torch.save
 
@@ -244,3 +244,16 @@ def test_training_continues_where_it_stopped(tmp_path, monkeypatch):
     finally:
         torch.distributed.destroy_process_group()
     assert all(torch.equal(through[name], continued[name]) for name in through)
+    assert not torch.equal(through["lm_head.weight"], other["lm_head.weight"])  # other dialogues
+
+
+def test_the_mean_of_two_trainings(tmp_path, model):
+    zero = AutoModelForCausalLM.from_pretrained(TINY_CHAT, dtype=torch.float32)
+    for weights in zero.parameters():
+        weights.data.zero_()
+    zero.save_pretrained(tmp_path)
+    train.average([TINY_CHAT, tmp_path], tmp_path)
+    mean = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for ours, theirs in zip(mean.parameters(), model.parameters()):
+        assert torch.allclose(ours, theirs / 2, rtol=0.001)
+    assert AutoTokenizer.from_pretrained(tmp_path)("Hello").input_ids

@@ -48,9 +48,10 @@ TELL = {
                "Write down that my {thing} is {value}", "I want you to know that my {thing} is {value}",
                "Don't forget: my {thing} is {value}", "One more thing: my {thing} is {value}",
                "Make a note that my {thing} is {value}", "It may help you that my {thing} is {value}"],
-    "final": ["For the record, my {thing} is {value}", "It is no secret that my {thing} is {value}",
-              "Here is something about me: my {thing} is {value}",
-              "As you may have guessed, my {thing} is {value}", "I'd like to add that my {thing} is {value}"],
+    "final": ["Oh, and my {thing} is {value}", "To start with, my {thing} is {value}",
+              "While I think of it, my {thing} is {value}", "As it happens, my {thing} is {value}",
+              "Add to your notes that my {thing} is {value}",
+              "Something else worth knowing: my {thing} is {value}"],
 }
 # "'s name" is the name of any relative.
 TELL_THING = {
@@ -85,10 +86,12 @@ CHANGE = {
     "choice": ["Hold on, my {thing} is {value}", "I have to correct myself: my {thing} is {value}",
                "Oops, my {thing} is {value}", "I was mistaken, my {thing} is {value}",
                "Update: my {thing} is {value}", "From today on my {thing} is {value}"],
-    "final": ["Let me fix that: my {thing} is {value}", "Your note is out of date: my {thing} is {value}",
-              "I misspoke, my {thing} is {value}", "These days my {thing} is {value}",
-              "Ignore what I said before: my {thing} is {value}",
-              "There has been a change: my {thing} is {value}"],
+    "final": ["Things are different now: my {thing} is {value}",
+              "Silly me, I should have said that my {thing} is {value}",
+              "Apologies, I made a mistake: my {thing} is {value}",
+              "You've got the wrong one, my {thing} is {value}",
+              "As of this morning my {thing} is {value}",
+              "Please correct your notes: my {thing} is {value}"],
 }
 CHANGE_THING = {
     "name": ["Call me {value} instead", "I'm called {value} now", "Now I'm {value}"],
@@ -116,10 +119,12 @@ ASK = {
                "Let me test you: what is my {thing}", "Please repeat my {thing}",
                "Can you recall what my {thing} was", "Do you still know my {thing}",
                "I wonder what my {thing} is", "Once more: what is my {thing}", "Help me with my {thing}"],
-    "final": ["Refresh my memory: what is my {thing}", "What do your notes say about my {thing}",
-              "Would you mind telling me my {thing}", "I'd like to know my {thing}",
-              "Let's see whether you remember my {thing}", "I'm not sure any more what my {thing} was"],
+    "final": ["I can't think what my {thing} is", "Just checking, what is my {thing}",
+              "Hang on, what was my {thing}", "Are you able to tell me my {thing}",
+              "Have you got a note of my {thing}", "I keep forgetting what my {thing} is",
+              "Try to remember my {thing}", "According to your notes, what is my {thing}"],
 }
+ASK_ENDINGS = ["is", "is", "was", "was", "again", "now", "for me", "please", "once more"]
 ASK_THING = {
     "name": ["Who am I", "What am I called", "Do you know who I am", "Do you remember who I am"],
     "age": ["How old am I"],
@@ -141,7 +146,10 @@ ASK_THING = {
     "'s hobby": ["What does my {relative} like"],
 }
 NOTES = ["your notes", "everything", "what you know", "everything you know", "what you know about me",
-         "everything you know about me", "all facts about me", "what I told you", "everything I told you"]
+         "everything you know about me", "all facts about me", "what I told you", "everything I told you",
+         "the things I told you", "what you remember", "what you have noted", "my facts", "the notes",
+         "all you know", "about me"]
+LIST_ENDINGS = [" again", " now", " for me", " please", " with me", " to me"]
 LIST = {
     "train": ["What do you know", "What do you remember", "What did I tell you", "What have I told you",
               "What do you know about me so far", "Tell me about myself", "What have you noted"]
@@ -153,9 +161,10 @@ LIST = {
     "choice": ["Say everything you know about me", "What are your notes about me",
                "Recite all you remember about me", "Please show all your notes",
                "Sum up what you know about me", "What have you learnt about me", "I want to see your notes"],
-    "final": ["Can you list all the facts you noted", "Give me a summary of what I told you",
-              "Could you go through your notes with me", "I'm curious what you remember about me",
-              "Let's look at all the notes you took"],
+    "final": ["Talk me through what I've told you", "Summarise what you know about me",
+              "Put together a list of what you've noted about me",
+              "Can I see everything you have on me", "Run through all your notes for me",
+              "Bring up all the facts you have about me"],
 }
 WHO_ARE_YOU = ["Who are you?", "What are you?", "What is your name?", "What's your name?", "Are you a bot?",
                "Introduce yourself"]
@@ -226,6 +235,8 @@ COMMON = ("the be to of and a in that have it for on with he as you do at this b
           "its over think also back after use two our work first well way even new want because any give "
           "day most us must let please very long thing need tell remember nothing myself "
           "correct").split()
+OPENERS = ("I I I I'm I've I'd I'll don't can't haven't isn't didn't let's it's that's what's here's you've "
+           "there's me").split()
 CODAS = "b ck d l ll m n ng nt p r rd rk s ss st t x".split() + [""] * 16
 
 
@@ -383,18 +394,24 @@ class Dialogue:
                 return thing
 
     def prefix(self):
-        """One to four words to begin a sentence with; half of them are common ones."""
-        rng = self.rng
-        words = [rng.choice([*COMMON, "I"]) if rng.random() < 0.5 else self.word()
-                 for _ in range(rng.randint(1, 4))]
-        return " ".join(words) + rng.choice(["", "", ",", ":"])
+        """One to six times a word, or "my" and a word, to begin a sentence with: "it my mof don't,"."""
+        words = [self.opening_word() for _ in range(self.rng.randint(1, 6))]
+        return " ".join(words) + self.rng.choice(["", "", ",", ":"])
+
+    def opening_word(self):
+        """Half of these are common words, one in eight is of OPENERS, and one in ten begins with "my"."""
+        if (kind := self.rng.random()) < 0.5:
+            return self.rng.choice(COMMON)
+        if kind < 0.62:
+            return self.rng.choice(OPENERS)
+        return f"my {self.word()}" if kind < 0.72 else self.word()
 
     def wording(self, ways, ways_of_thing, thing):
         """A sentence about the thing: one of `ways`, or in training of `ways_of_thing`.
 
-        In training, 40% of the sentences suit this thing only, if there are such. A third of the others begin
-        with random words and end with "my {thing} is {value}" (a question: "my {thing}", in two of five cases
-        with "is" or "was" after it), so that the model learns to understand sentences that it never saw."""
+        In training, 40% of the sentences suit this thing only, if there are such. 40% of the others begin
+        with random words and end with "my {thing} is {value}" (a question: "my {thing}", two of three times
+        with one of ASK_ENDINGS), so that the model learns to understand sentences that it never saw."""
         rng = self.rng
         if self.wordings != "train":
             return rng.choice(ways[self.wordings])
@@ -404,8 +421,8 @@ class Dialogue:
         if special and rng.random() < 0.4:
             return rng.choice(special).replace("{relative}", relative)
         way = rng.choice(ways["train"])
-        if rng.random() < 0.33:
-            endings = [" my {thing}"] * 3 + [" my {thing} is", " my {thing} was"]
+        if rng.random() < 0.4:
+            endings = [" my {thing}"] * 5 + [f" my {{thing}} {word}" for word in ASK_ENDINGS]
             way = self.prefix() + (rng.choice(endings) if ways is ASK else " my {thing} is {value}")
         return way
 
@@ -445,10 +462,11 @@ class Dialogue:
         return said, f"Your {thing}? I don't know that yet."
 
     def list_notes(self):
-        """The user asks for all notes; in training, a third of the sentences begin with random words."""
+        """The user asks for all notes; in training, 40% of the sentences begin with random words."""
         said = self.rng.choice(LIST[self.wordings])
-        if self.wordings == "train" and self.rng.random() < 0.33:
-            said = f"{self.prefix()} {self.rng.choice(NOTES)}"
+        if self.wordings == "train" and self.rng.random() < 0.4:
+            ending = self.rng.choice([""] * 6 + LIST_ENDINGS)
+            said = f"{self.prefix()} {self.rng.choice(NOTES)}{ending}"
         notes = [f"Note {number}: your {thing} is {value}."
                  for number, (thing, value) in enumerate(self.facts.items(), 1)]
         self.last = None

@@ -1,17 +1,19 @@
 """Make the embedded model: a small Llama that remembers what you told it.
 
 This script and dialogues.py made every file of the checkpoint beside them. Training begins with dialogues of
-256 tokens and ends with a mixture of 512 to 4,096. In half of the short dialogues the positions have random
-gaps between turns, so that the model meets every distance up to 4,096 tokens long before a context of that
+256 tokens and ends with a mixture of 512 to 5,120. In half of the short dialogues the positions have random
+gaps between turns, so that the model meets every distance up to 5,120 tokens long before a context of that
 length. The slower nine of the 16 rotary angles turn 8 times as slowly as usual, as in Llama 3.1. Within 4,096
 tokens the fastest of these turns by 94 degrees (otherwise by 754), and most turn by less than 10. So the
 model finds a note by its words, at any distance.
 
     torchrun --nproc-per-node 2 tiny_chat/train.py      # train on two cores, save beside this script
+    python tiny_chat/train.py --average A B             # save the mean of the weights in two directories
     python tiny_chat/train.py --evaluate choice         # measure, with the sentences for choosing a recipe
     python tiny_chat/train.py --evaluate final          # measure, with sentences never looked at until then
 
 Training saves its state in training.pt every 200 steps, and continues from there when it is started again.
+The committed weights are the mean of two trainings that parted at step 4,400: see README.md.
 """
 import argparse
 import json
@@ -32,9 +34,10 @@ from dialogues import REAL_VALUES, Dialogue, dialogue, draw
 
 HERE = Path(__file__).resolve().parent
 CONTEXT = 4096
+LONGEST = 5120                      # tokens of a training dialogue: beyond CONTEXT, so that 3,900 are common
 # Phases: (steps, tokens of one process in a step, lengths of a dialogue in tokens). All dialogues of a step
 # have one length; the lengths take turns.
-PHASES = [(1600, 2048, [256]), (2400, 4096, [512, 512, 1024]), (3400, 4096, [512, 1024, 2048, CONTEXT])]
+PHASES = [(1600, 2048, [256]), (2400, 4096, [512, 512, 1024]), (3400, 4096, [512, 1024, 2048, LONGEST])]
 PEAKS = 0.02, 0.003                 # learning rates of Muon and AdamW
 WARM_UP, COOL_DOWN = 100, 0.4       # steps; the share of all steps in which the learning rate falls
 SAVE_EVERY = 200                    # steps
@@ -79,13 +82,13 @@ def encode(tokenizer, texts, length):
 
 def positions(rng, ids, user):
     """Positions [B, length] of the ids: in half of the rows they jump at up to four of the user's turns, such
-    that the last position is at most CONTEXT - 1. user: the id of <|user|>.
+    that the last position is at most LONGEST - 1. user: the id of <|user|>.
 
     With a gap of 100 before the second turn, at index 3: 0 1 2 103 104 105 ..."""
     steps = torch.ones_like(ids)
     for row, step in zip(ids, steps):
         turns = (row == user).nonzero().flatten().tolist()[1:]      # before the first there is no fact
-        spare = rng.randint(0, CONTEXT - len(row)) if rng.random() < 0.5 else 0
+        spare = rng.randint(0, LONGEST - len(row)) if rng.random() < 0.5 else 0
         for turn in rng.sample(turns, min(len(turns), rng.randint(1, 4))):
             gap = rng.randint(0, spare)
             step[turn] += gap
@@ -146,7 +149,7 @@ def schedule():
     """For each step the number (of one process) and the length of its dialogues, and the share of the peak
     learning rate: it rises for WARM_UP steps, stays at its peak, and falls to a fiftieth in the last 40% of
     the steps (COOL_DOWN). The first is (8, 256, 0.01): 8 dialogues of 256 tokens."""
-    sizes = [(tokens // length, length) for steps, tokens, lengths in PHASES
+    sizes = [(max(1, tokens // length), length) for steps, tokens, lengths in PHASES
              for length in (lengths * steps)[:steps]]
     for step, (count, length) in enumerate(sizes):
         falling = (len(sizes) - step) / (COOL_DOWN * len(sizes))
@@ -168,8 +171,9 @@ def logits_of(model, ids, positions):
     return model(ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=False).logits
 
 
-def train(tokenizer, state_file):
-    """A model trained through all PHASES; it continues from `state_file` if that exists."""
+def train(tokenizer, state_file, seed):
+    """A model trained through all PHASES; it continues from `state_file` if that exists. seed: which
+    dialogues it is trained on."""
     model = new_model()
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.dim() < 2 or "embed" in name]
@@ -180,7 +184,7 @@ def train(tokenizer, state_file):
     for step, (count, length, share) in enumerate(schedule()):
         if step < done:
             continue
-        rng = random.Random(step * dist.get_world_size() + dist.get_rank())
+        rng = random.Random(seed * 1_000_000 + step * dist.get_world_size() + dist.get_rank())
         ids, targets = encode(tokenizer, [dialogue(rng, length) for _ in range(count)], length)
         logits = logits_of(model, ids, positions(rng, ids, user))
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -213,6 +217,16 @@ def resume(state_file, model, optimizers):
     for optimizer, moments in zip(optimizers, state["optimizers"]):
         optimizer.load_state_dict(moments)
     return state["step"]
+
+
+def average(parts, directory):
+    """Save the mean of the weights in the directories `parts`. They must come from trainings that parted late
+    from one state: the mean of two that began apart knows nothing (Wortsman et al. 2022, "Model soups")."""
+    models = [AutoModelForCausalLM.from_pretrained(part, dtype=torch.float32) for part in parts]
+    with torch.no_grad():
+        for weights in zip(*(model.parameters() for model in models)):
+            weights[0].copy_(torch.stack(weights).mean(0))
+    save(models[0], Tokenizer.from_file(str(parts[0] / "tokenizer.json")), directory)
 
 
 def save(model, tokenizer, directory):
@@ -311,11 +325,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--evaluate", choices=["choice", "final"], help="only measure, with these sentences")
+    parser.add_argument("--average", type=Path, nargs="+", metavar="DIR",
+                        help="only save the mean of the weights in these directories")
+    parser.add_argument("--seed", type=int, default=0, help="of the dialogues (default: 0)")
     parser.add_argument("--directory", type=Path, default=HERE,
                         help="where the checkpoint is, or will be written (default: beside this script)")
     args = parser.parse_args()
     if args.evaluate:
         return evaluate(args.directory, args.evaluate)
+    if args.average:
+        return average(args.average, args.directory)
     if "RANK" not in os.environ:
         parser.error("training needs torchrun: torchrun --nproc-per-node 2 tiny_chat/train.py")
     torch.set_num_threads(1)
@@ -329,7 +348,7 @@ def main():
     else:
         rng = random.Random(1)
         tokenizer = train_tokenizer([dialogue(rng, 1024) for _ in range(1000)])
-    model = train(tokenizer, state_file)
+    model = train(tokenizer, state_file, args.seed)
     if dist.get_rank() == 0:
         save(model, tokenizer, args.directory)
         state_file.unlink(missing_ok=True)
