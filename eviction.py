@@ -66,7 +66,8 @@ class RecomputeCost:
 
 
 class Policy:
-    """Which chunks leave first. A policy answers three questions.
+    """Which chunks leave first. A policy answers three questions. (It may also say otherwise what idle means:
+    `last_needed`, `idle`. And it may learn from turns: `returned`, `ended`.)
 
     - From which end of a conversation do chunks leave? `toward` is the step from one victim to the next.
       +1: chunk 0 leaves first, then chunk 1, ... -1: the last chunk leaves first.
@@ -83,11 +84,11 @@ class Policy:
         self.chunk_size = chunk_size
 
     def last_needed(self, conversation) -> float:
-        """When the conversation was last needed, in seconds.
+        """When the conversation was last needed, in seconds; inf if a turn of it waits in the queue.
 
-        A conversation whose turn waits in the queue is needed soon. We answer inf, so that `idle` gives
-        MIN_IDLE and its chunks are worth most. (The paper counts from its last answer. On an hour of
-        Mooncake's trace that recomputes 37% more tokens: `bench.py fig14 --trace`, "literal idleness".)"""
+        Then it is needed soon: `idle` gives MIN_IDLE, and its chunks are worth most. (The paper counts from
+        its last answer. On an hour of Mooncake's trace that recomputes 37% more tokens: `bench.py fig14
+        --trace`, "literal idleness".)"""
         return math.inf if conversation.waiting else conversation.last_active
 
     def idle(self, now: float, last_needed: float) -> float:

@@ -14,12 +14,12 @@ The life of a chunk, and who moves it on:
     CPU --admit--> GPU_AND_CPU, whose KV is there at `complete`                            when it returns
     GPU_AND_CPU --computed (it grows)--> GPU                                               while it runs
     GPU_AND_CPU --_free_spare_place (an idle chunk needs the place)--> GPU                 while it runs
-    any --truncate (a turn was cancelled, or is forgotten)--> shorter, or absent           while it is idle
+    any --truncate (a turn has ended, was cancelled, ...)--> shorter, or absent            while it is idle
 
-The policy decides which end of a conversation leaves first. A chunk is evictable_without_copy if a full CPU
-tier had no place for it: each chunk that was there alone was worth more. A copy in flight is a `Ticket`. A
-running conversation is *pinned*: none of its chunks is evicted. It has a row in the *slot table*: the slot of
-each of its positions, by which attention finds the KV.
+The policy decides which end of a conversation leaves first. A chunk is evictable_without_copy if it found no
+place: none was free, no running conversation could spare one, and no idle chunk that was on the CPU alone was
+worth less. A copy in flight is a `Ticket`. A running conversation is *pinned*: none of its chunks is evicted.
+It has a row in the *slot table*: the slot of each of its positions, by which attention finds the KV.
 
 Invariants: KV that counts as cached is there when a step reads it. Every slot and every place is free, or in
 exactly one chunk, or held by a copy in flight alone. The slot table agrees with the chunks. `check_integrity`
@@ -104,10 +104,10 @@ class Conversation:
         self.holders = [self]
         self.row: int | None = None     # in the slot table, while it runs
         self.room = 0                   # while it runs, positions [0, room) have slots
-        self.pins = 0                   # how many users of what it holds run, or get room just now
+        self.pins = 0                   # how many users of what it holds run, or are about to
         self.waiting = 0                # how many users of what it holds have a turn in the queue
         self.last_active = 0.0          # when it last stopped running, in seconds
-        self.turns = 0                  # for policies that count them
+        self.turns = 0                  # for a policy that counts them (experiments/policies.py has one)
         # Totals over the chunks that it holds.
         self.held = 0                               # slots
         self.present = 0                            # chunks that are not absent
@@ -129,7 +129,8 @@ class Conversation:
         return self.chunks[index]
 
     def sources(self) -> tuple[int, int]:
-        """How many tokens have KV on the GPU (and perhaps on the CPU, too), and how many on the CPU alone."""
+        """How many cached tokens are in chunks that have slots, and how many in chunks on the CPU alone. (If
+        a copy in is in flight, the slots are there, and the KV will be.)"""
         gpu = sum(chunk.filled for chunk in self.chunks if chunk.slots)
         return gpu, sum(chunk.filled for chunk in self.chunks) - gpu
 
@@ -229,8 +230,9 @@ class KVCache:
             noted.pop(conversation.order, None)
 
     def truncate(self, conversation: Conversation, length: int, known: int):
-        """Keep `length` tokens, and the KV of no more than the first `known` of them. The scheduler undoes a
-        cancelled turn with this. The conversation must not be running.
+        """Keep `length` tokens, and the KV of no more than the first `known` of them. So the scheduler undoes
+        a cancelled turn, and takes back what was computed after the end of a reply. The conversation must not
+        be running.
 
         Chunks of 32, length 50, known 49: chunk 0 stays, chunk 1 keeps 17 tokens, all others go."""
         assert conversation.row is None
@@ -277,8 +279,9 @@ class KVCache:
         them.
 
         Its own chunks are no help: they are pinned before any slot is taken. Example: 100 slots are
-        available, 20 of them in chunks of this conversation, which holds 50 slots. With total = 200 and
-        reserve = 10 it needs 150 more slots and finds 80, so the shortfall is 150 + 10 - 80 = 80."""
+        available, 20 of them in chunks of this conversation, which holds 50 slots. With total = 200 it needs
+        150 more. With reserve = 10, another 10 must remain. It finds 80. So the shortfall is 150 + 10 - 80 =
+        80."""
         own = sum(holder.reclaimable for holder in conversation.holders if not holder.pins)
         return total - self._slots_held(conversation) + reserve - (self.available - own)
 
@@ -337,7 +340,7 @@ class KVCache:
             chunk, first = conversation.chunks[index], index * size
             assert chunk.filled >= start - first, "spans fill a chunk from the left"
             filled = min(end - first, size)
-            if filled > chunk.filled:               # else a request that shares the chunk was faster
+            if filled > chunk.filled:
                 first_kv, outgrew_copy = not chunk.filled, chunk.place is not None
                 chunk.filled = filled
                 if chunk.ticket:
@@ -379,8 +382,8 @@ class KVCache:
         when the copies in flight have ended. Returns the new copies. The GPU copies stay valid until someone
         takes their slots.
 
-        If the CPU tier is full, and each chunk that is there alone is worth more, we do not copy a chunk. It
-        stays usable on the GPU until another request takes its slots; then it must be recomputed.
+        A chunk for which `_take_place` finds no place is not copied. It stays usable on the GPU until another
+        request takes its slots; then it must be recomputed.
 
         Three full chunks of 32 tokens are idle on the GPU, worth 1, 2 and 3. 60 slots are wanted. The CPU
         tier has one place, and the chunk there is worth 1.5:
@@ -389,9 +392,9 @@ class KVCache:
             the chunk worth 2 takes the place, and the one worth 1.5 is dropped                 64 of 60 slots
             the chunk worth 3 is not needed
 
-        `_cheapest` names the conversation whose turn it is, and the policy says how many of its chunks leave
-        together, so more than `wanted` slots may become available. `_take_place` finds a place for a chunk of
-        a certain `_rank`, and `_coming_available` knows the copies in flight."""
+        `_cheapest` names the conversation that gives the next chunk, and the policy says how many of its
+        chunks leave together, so more than `wanted` slots may become available. `_coming_available` counts
+        what the copies in flight will free."""
         tickets = []
         if wanted > 0:
             wanted -= self._coming_available()
@@ -436,7 +439,7 @@ class KVCache:
 
     def next_to_leave(self, now: float) -> Chunk | None:
         """The chunk that leaves the GPU next, if nobody returns before: the cheapest whose slots may be taken
-        at once. If there is none, it is the one that is copied to the CPU next. Changes nothing."""
+        at once. If there is none, it is the one that is copied to the CPU next. Changes no chunk."""
         for move in ("reclaim", "swap_out"):
             if victim := self._cheapest(move, now):
                 return victim.next_victim(move)

@@ -1,4 +1,4 @@
-"""Who runs in the next step: one FCFS queue, one running list, one kind of work (paper §4.2, §4.3).
+"""Who runs in the next step: one queue, first come first served, one running list (paper §4.2, §4.3).
 
     a's context    | absent [0:4) | CPU [4:12) | GPU [12:16) | last reply token + new prompt [16:23) |
     a's spans        a[0:4]         copied in    is there      a[16:23]
@@ -210,8 +210,8 @@ class Scheduler:
         return bool(self.unfinished or self.cache.in_flight)
 
     def cancel(self, request: Request, now: float, error: Exception | None = None):
-        """End a request early, wherever it is. The conversation becomes what it was before. With an error the
-        request has failed."""
+        """End a request early, wherever it is. The conversation's tokens become what they were before. With
+        an error the request has failed."""
         if request.finish_reason:
             return
         if request in self.running:
@@ -247,7 +247,8 @@ class Scheduler:
         2. The queue, first come first served, while the budget, the rows of the slot table (one for each
            running request) and the slots last. Nobody overtakes the head, even if a later request would fit.
         3. Copies to the CPU ahead of need, so that starved requests and the head of the queue find slots
-           later. They need to know the head, so it is prepared even if no budget is left.
+           later. How many slots the head needs is known when its prompt has joined its conversation. So
+           `prepare_head` comes first, even if no budget is left.
 
         A prompt may be longer than the budget. At admission the request gets the slots of its whole
         context, but only a part of it is computed. Later steps take the next parts, after the decodes. With
@@ -279,10 +280,9 @@ class Scheduler:
         self.steps += 1
         for span in batch.spans:
             request, start, end = span
-            tokens = request.conversation.tokens
             self.cache.computed(request.conversation, start, end)
-            if end == len(tokens):
-                tokens.append(PLACEHOLDER)
+            if span.samples:
+                request.conversation.tokens.append(PLACEHOLDER)
                 request.prefilling = False
                 batch.sampling_spans.append(span)
 
@@ -375,9 +375,10 @@ class Scheduler:
         """Suspend the latest arrival: every running request is starved, no slot is available, no idle chunk
         is left to copy or to drop, and neither a copy nor a token is on its way.
 
-        This ends. Each call makes `running` one shorter, and a request that is alone always fits, because the
-        limit is at most the number of slots (without those of a designated prefix). The oldest request is
-        never suspended, so it finishes; then the next one is the oldest."""
+        The loop in `schedule` ends: each call makes `running` one shorter, and a request that is alone always
+        fits, because the limit is at most the number of slots (without those of a designated prefix, see
+        sharing.py). The oldest request is never suspended, so it finishes; then the next one is the
+        oldest."""
         assert len(self.running) > 1, "a lone request fits, or it would not have been admitted"
         self.suspend(self.running[-1], now)
 
@@ -392,7 +393,7 @@ class Scheduler:
     def ended_by(self, request: Request, token: int) -> str | None:
         """The finish_reason, if this token is the last of the reply."""
         may_stop = len(request.generated) >= request.min_tokens
-        if may_stop and token in request.stop_ids or request.reached_stop and request.reached_stop(token):
+        if (may_stop and token in request.stop_ids) or (request.reached_stop and request.reached_stop(token)):
             return "stop"
         return "length" if len(request.generated) >= request.max_tokens else None
 
