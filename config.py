@@ -48,8 +48,8 @@ class Config:
     policy: str = flag("retention", "which chunks leave a full tier first", tuple(POLICIES))
     stateless: bool = flag(False, "forget all KV-tokens when a request ends, as most servers do")
     separate_phases: bool = flag(False, "never put prompts and generated tokens into the same batch")
-    no_pipeline: bool = flag(False, "copy all chunks back before the model starts, not layer by layer while "
-                             "it runs")
+    no_pipeline: bool = flag(False, "copy all chunks back before the first attention, not layer by layer "
+                             "while the model runs")
     eager: bool = flag(False, "on CUDA: compile nothing, and launch every kernel from Python")
 
     @classmethod

@@ -5,15 +5,15 @@
 
 One thread at a time is the *owner*: it alone steps, and it alone changes the books of the scheduler and the
 cache. After `start()` the owner is a thread of the engine's own. Without `start()` the owner is whoever waits
-for a handle, or calls stats(), forget(), cancel() or close(): the steps then run in the caller's thread, so
-that breakpoints and exceptions work as one expects.
-Every other thread posts a function to the inbox, and the owner runs it between two steps.
+for a handle or calls step(): the steps then run in the caller's thread, so that breakpoints and exceptions
+work as one expects. Every other thread posts a function to the inbox, and the owner runs it between two
+steps. (If nobody owns the engine, the caller of stats(), forget() or close() runs what it has posted.)
 
 To the engine a conversation is a name and its token ids. serving/sessions.py adds text, and a history that
 survives a restart.
 
-Invariant: the answer never depends on the cache. Any sizes, policy and interleaving of requests give the
-tokens of a full recompute, up to rounding.
+Invariant: what is cached never changes a token. Any policy, CPU tier and interleaving of requests give the
+tokens of a full recompute, up to rounding. (The size of the GPU tier limits how long a context may be.)
 
 `python engine.py` plays two conversations under starved tiers, and prints the batch of each step.
 """
@@ -84,7 +84,8 @@ class Engine:
                                    config.max_batch_tokens, config.swap_threshold, config.reserve,
                                    config.stateless, config.separate_phases)
         self.forgets_cold = False           # forget idle conversations of which no KV is cached?
-        # They see each batch before its launch, and must not call the engine: a turn of the batch could end.
+        # Functions that `step` calls with each new batch, even an empty one, before its launch. They must not
+        # call the engine: that could end a turn of the batch.
         self.watchers: list[Callable[[Batch], None]] = []
 
         self.stepping = threading.RLock()   # held by the owner
@@ -94,7 +95,7 @@ class Engine:
         # Held to post a turn and to set `failure`. So when the engine stops, a turn is in the inbox, and its
         # readers are told; or it is not, and submit raises.
         self.posting = threading.Lock()
-        self.unfinished: set[Handle] = set()        # their readers have not been told the end
+        self.unfinished: set[Handle] = set()        # entered, but their readers have not been told the end
         # Of these, the ones whose request has ended. We tell their readers only after account(), because
         # on_end may call the scheduler and the cache again.
         self.ended: deque[Handle] = deque()
@@ -114,8 +115,9 @@ class Engine:
     def step(self) -> Batch:
         """One iteration: schedule, launch, settle. Everyone uses it, the simulation too.
 
-        The books run ahead of the device: while it computes this batch, we settle the one before it. An empty
-        batch is launched to wait for a copy, once no launched batch can free what we wait for."""
+        On a GPU the books run ahead of the device: while it computes this batch, we settle the one before it.
+        On a CPU a step settles its own batch (see `_ahead`). An empty batch is launched to wait for a copy,
+        once no launched batch can free what we wait for."""
         with self._owning():
             self.take_inbox()
             batch = self.scheduler.schedule(self.clock())
@@ -178,20 +180,20 @@ class Engine:
         if self.worker_failures == MAX_FAILURES:
             raise error
         traceback.print_exception(error)
-        self._drain_copies(batch.step)
-        lost = [batch, *(launched for launched, _ in self.unsettled)]
+        self._drain_copies()
+        lost = [batch, *(unsettled for unsettled, _ in self.unsettled)]
         self.unsettled.clear()
-        for request in {span.request for batch in lost for span in batch.spans}:
+        for request in {span.request for failed in lost for span in failed.spans}:
             self.scheduler.cancel(request, self.clock(), RuntimeError(f"the worker has failed: {error!r}"))
         for request in list(self.scheduler.running):
             self.scheduler.suspend(request, self.clock())
         self.cache.drop_everything()
 
-    def _drain_copies(self, step: int):
+    def _drain_copies(self):
         """Execute empty batches until no copy moves any more."""
         landed = True
         while landed:
-            landed = self.worker.execute(Batch(step, budget=0)).landed
+            landed = self.worker.execute(Batch(self.scheduler.steps, budget=0)).landed
 
     def _tell_ended(self):
         while self.ended:
@@ -212,8 +214,8 @@ class Engine:
     def _run(self):
         batch = None
         while self.thread:
-            # After the last reply we go on stepping until a step has an empty batch: these steps copy chunks
-            # to the CPU while nobody needs the device. Then we wait for a post.
+            # After the last reply we go on stepping until a step finds nothing to copy and no copy is in
+            # flight: so chunks go to the CPU while nobody needs the device. Then we wait for a post.
             if not batch and not self.scheduler.busy:
                 self.posted.wait()
             batch = self.step()
@@ -225,8 +227,8 @@ class Engine:
 
     @contextmanager
     def _owning(self):
-        """The caller is the owner until the block ends. If the block fails, the engine stops. So does Ctrl-C,
-        which may come when the books are half written."""
+        """The caller waits until nobody else is the owner, and is the owner until the block ends. An error in
+        the block stops the engine. So does Ctrl-C, which may come when the books are half written."""
         with self.stepping:
             try:
                 yield
@@ -238,7 +240,7 @@ class Engine:
         """Everyone who waits, and everyone who submits from now on, is told why."""
         with self.posting:
             self.failure, self.thread = self.failure or failure, None
-        self.ended.clear()
+        self.ended.clear()      # turns that ended in this step are unfinished, too: they get the error
         self.take_inbox()
         for handle in list(self.unfinished):
             with suppress(Exception):           # of its on_end: the others are told all the same
@@ -290,12 +292,13 @@ class Engine:
 
         A caller who keeps token ids elsewhere has more to say. context: the token ids that the conversation
         had before, in case the engine does not hold it (any more). parent: a conversation that begins as the
-        context does; what it has cached is shared. like: a turn with the same prompt after the same context;
-        the prompt is computed once for both, unless that turn ends first. reached_stop: the owner calls it
-        with each token that does not end the reply as a stop token; True ends it. on_end: the owner calls it
-        when the turn has ended. Neither may fail: that would stop the engine.
+        context does; what it has cached is shared. like: an earlier turn with the same prompt after the same
+        context. While that one computes the prompt, this one waits; then it shares what is cached of it.
+        reached_stop: the owner calls it with each token that does not end the reply as a stop token; True
+        ends it. on_end: the owner calls it when the turn has ended. Neither may fail: that would stop the
+        engine.
 
-        ValueError for what cannot be served."""
+        ValueError for what cannot be served, RuntimeError if the engine has stopped."""
         sampling = Sampling(**{name: value for name, value in sampling.items() if value is not None})
         context = list(context)         # like the prompt: the caller may change it before the owner reads it
         self._check(prompt, context, conversation, max_tokens, min_tokens, sampling)
@@ -335,8 +338,9 @@ class Engine:
         vocabulary = self.worker.vocab_size
         require(hasattr(prompt, "__len__") and len(prompt) > 0, "prompt", "a list of at least one token id",
                 prompt)
-        extremes = [min(context), max(context)] if context else []
-        wrong = [token for token in [*prompt, *extremes, *sampling.logit_bias]
+        # A context may be long. If it holds nothing but ints, the smallest and the largest are enough.
+        in_doubt = [min(context), max(context)] if {*map(type, context)} == {int} else context
+        wrong = [token for token in [*prompt, *in_doubt, *sampling.logit_bias]
                  if type(token) is not int or not 0 <= token < vocabulary]
         require(not wrong, "a token id", f"an int from 0 to {vocabulary - 1}", wrong and wrong[0])
         require(conversation is None or isinstance(conversation, str), "conversation", "a string or None",
@@ -375,9 +379,8 @@ class Engine:
         self.call(forget)
 
     def designate(self, tokens: list[int]):
-        """From now on contexts that begin with these tokens share their KV, which is never evicted.
-
-        Call this before the first turn."""
+        """From now on contexts that begin like these tokens share the full chunks that they have in common
+        with them. No eviction takes these chunks. Call this before the first turn."""
         self.cache.designate(tokens)
         self.scheduler.limit = min(self.worker.max_context, self.worker.num_slots - len(self.cache.prefix))
 
@@ -437,8 +440,8 @@ class Handle:
         return self.reply
 
     def cancel(self):
-        """End the turn early, so that it leaves no trace. The turn has ended when this returns; its
-        finish_reason is "cancelled", unless it was complete already."""
+        """End the turn early: the conversation's tokens become what they were before. The turn has ended when
+        this returns; its finish_reason is "cancelled", unless it was complete already."""
         def cancel():
             if self.request and not self.tokens.closed.is_set():
                 self.engine.scheduler.cancel(self.request, self.engine.clock())

@@ -71,7 +71,7 @@ class KVPool:
 
     def __init__(self, layers: int, heads: int, head_dim: int, num_slots: int, num_places: int,
                  chunk_size: int, device, dtype: torch.dtype, pipeline: bool = True):
-        """heads: KV heads. pipeline=False: the model starts when everything has arrived."""
+        """heads: KV heads. pipeline=False: no layer attends before all layers have arrived."""
         cuda = torch.device(device).type == "cuda"
         gpu_shape = layers, 2, num_slots, heads, head_dim                   # 2: K and V
         cpu_shape = layers, 2, num_places * chunk_size, heads, head_dim

@@ -10,17 +10,18 @@ swapped-in KV of this layer has arrived, and attends.
     sampled at                         ^     ^          [N]    where a span ends its request's context
 
 The worker uploads tokens, positions, plan and table changes in one copy, before it starts the
-copies of KV: behind them the upload would have to wait. If every span is one token, a GPU would
-wait for the host to launch many small kernels. So the worker captures these launches at the start,
-for a few sizes of batch (CUDA graphs), and pads each such batch to one of the sizes. Padding has a
-row and a slot of its own.
+copies of KV: behind them the upload would have to wait for the link. If every span is one token, a GPU
+would wait for the host to launch many small kernels. So at the start loading.py lets the worker
+capture these launches for a few sizes of batch (CUDA graphs). A batch of such spans that waits for no
+swap-in is padded to one of the sizes and replayed. Padding has a row and a slot of its own.
 
 A launch does not wait for the device, so the last token of a context may be one that the device has
 yet to sample. The host says PLACEHOLDER, and the device takes the token that it last sampled in that
 row of the slot table.
 
-A batch without spans only moves chunks. Invariant: a token depends on its context, its seed and its
-position. The other spans of the batch change logits by rounding only.
+A batch without spans skips the model; it still writes the slot table and moves chunks. Invariant: a
+token depends on its request alone: the context, where the reply begins in it, and the options of
+sampling, seed included. The other spans of the batch change logits by rounding only.
 """
 import time
 from array import array
@@ -50,11 +51,11 @@ class Packed(NamedTuple):
     start: list[int]            # [S] the span's positions are [start, end)
     end: list[int]              # [S]
     tokens: array               # [T]
-    sample_at: list[int]        # [N] the last token of each span that ends its request's context
+    sample_at: list[int]        # [N] where in tokens each span ends that ends its request's context
     sampling_requests: list[Request]    # [N] the requests of those spans
 
     def padded(self, size: int, table_row: int) -> "Packed":
-        """With spans of one token, at position 0 of `table_row`, until there are `size` spans."""
+        """Append spans of one token, at position 0 of `table_row`, until there are `size` spans."""
         missing = size - len(self.table_row)
         return self._replace(table_row=self.table_row + [table_row] * missing,
                              start=self.start + [0] * missing, end=self.end + [1] * missing,
@@ -62,7 +63,7 @@ class Packed(NamedTuple):
 
 
 def pack(spans: list[Span]) -> Packed:
-    """The worker's one loop over the spans of a step. `_inputs` makes arrays of these lists."""
+    """Concatenate the spans: the worker's one loop over them. `_inputs` makes arrays of these lists."""
     table_rows, starts, ends, tokens, sample_at, sampling_requests = [], [], [], array("i"), [], []
     for request, start, end in spans:
         conversation = request.conversation
@@ -96,8 +97,9 @@ class Inputs(NamedTuple):
 
     def refill(self, other: "Inputs"):
         """Copy the other inputs, of a batch of the same size, into the memory of these: a captured
-        graph reads that memory at each replay. The device copies when earlier replays have ended. The
-        kernels read `flat` alone. The reference, in CPU tests of capture, reads spans.host."""
+        graph reads that memory at each replay. The device copies when earlier replays have ended. Of
+        the inputs, captured kernels read `flat` alone. (CPU tests capture torch's reference of the
+        attention kernel instead, which reads spans.host.)"""
         self.flat.copy_(other.flat)
         self.spans.host[:] = other.spans.host
 
@@ -109,7 +111,7 @@ class Worker:
                  max_context: int, pipeline: bool = True):
         """num_slots, num_places: the sizes of the two tiers, in tokens and in chunks. max_running:
         requests that can run at a time; each has a row of the slot table, with max_context
-        positions. pipeline=False: the model starts when everything that is swapped in has arrived."""
+        positions. pipeline=False: no layer attends before all layers of what is swapped in are there."""
         config, parameter = model.config, next(model.parameters())
         self.model, self.device, self.dtype = model, parameter.device, parameter.dtype
         self.num_slots, self.num_places, self.chunk_size = num_slots, num_places, chunk_size
@@ -119,7 +121,7 @@ class Worker:
         self.head_dim = config.head_dim
         self.pool = KVPool(config.num_layers, self.kv_heads, self.head_dim, num_slots + 1, num_places,
                            chunk_size, self.device, self.dtype, pipeline)
-        # Any slots will do until the scheduler writes a row: the profile reads them. Padding has
+        # `profile` reads row 0 before any request has it: so every entry names some slot. Padding has
         # the last row, whose only slot is one more than the scheduler knows of.
         any_slots = torch.arange(max_context, dtype=torch.int32, device=self.device) % num_slots
         self.slot_table = any_slots.repeat(max_running + 1, 1)          # [max_running + 1, max_context]
@@ -145,7 +147,8 @@ class Worker:
         if not batch.spans:
             return lambda: Result([], self.pool.landed(wait=True))
         sampled = sample(logits, packed.sampling_requests)
-        self._remember(inputs, sampled[0].clamp(min=0).int())       # -1 has no embedding
+        # -1, no finite logits, has no embedding: a step that is launched before the request fails reads 0.
+        self._remember(inputs, sampled[0].clamp(min=0).int())
         on_host = [part.to("cpu", non_blocking=True) for part in sampled]       # into pinned memory
         done = self.pool.now()
 
@@ -162,8 +165,8 @@ class Worker:
 
     def _start(self, packed: Packed, changes: list[np.ndarray], slot_copies: dict[int, int],
                swap_in: list[Ticket], swap_out: list[Ticket]) -> tuple[Inputs, Tensor | None]:
-        """All of a step but the sampling. (Its arguments are numbers, so parallel.py can send them to
-        other processes.) Returns the inputs and logits [N, vocab]; None if there is nothing to compute."""
+        """All of a step but the sampling. (parallel.py sends the numbers in these arguments to other
+        processes.) Returns the inputs, and the logits [N, vocab]: None if there is nothing to compute."""
         size = self._graph_size(packed, swap_in)
         inputs = self._inputs(packed, changes, size)
         self.pool.copy_slots(slot_copies)
@@ -259,7 +262,7 @@ class Worker:
 
     @torch.inference_mode()
     def capture(self, make_graph: Callable):
-        """Prepare decodes of 1, 2, 4, 8, then 16, 32, 48, ... tokens (multiples of 16), up to the
+        """Capture graphs for 1, 2, 4, 8, then 16, 32, 48, ... decodes (multiples of 16), up to the
         first size that holds max_running. The largest comes first: the others share its memory.
         But each keeps the memory of its result. So a graph ends at the hidden states: the logits of all
         sizes up to 256 would be 2,191 rows, which is 1.1 GB with a vocabulary of 128,256.
@@ -276,8 +279,8 @@ class Worker:
 
     @torch.inference_mode()
     def profile(self, repeats: int = 4) -> RecomputeCost:
-        """Measure what one more chunk adds to a batch that runs anyway: its attention, at context
-        lengths of chunk_size, twice it, four times it, ...; and the rest, the paper's c.
+        """Measure what one more chunk adds to a batch that runs anyway: its attention, of one chunk alone,
+        at context lengths of chunk_size, twice it, four times it, ...; and the rest, the paper's c.
 
         The batch reads the weights and launches its kernels with or without the chunk. So c is the
         difference of two batches that both take longer to compute than to read the weights, divided
@@ -299,9 +302,14 @@ class Worker:
         return RecomputeCost(attention, rest)
 
     def _all_but_attention(self, count: int):
-        """All layers on that many tokens, but for attention. Dropped chunks need no logits."""
+        """All layers on that many tokens, but for attention. Dropped chunks need no logits. (K and V go
+        into some slots: no request has any yet.)"""
         tokens = torch.arange(count, device=self.device)
-        self.model(tokens % self.vocab_size, tokens % self.max_context, lambda layer, q, k, v, rotation: q)
+        slots = tokens % self.num_slots
+
+        def store(layer, q, k, v, rotation):
+            return rotate_and_store(q, k, v, *self.pool.gpu[layer], slots, rotation)
+        self.model(tokens % self.vocab_size, tokens % self.max_context, store)
 
     def _attention(self, chunk: int, length: int):
         """The attention of all layers for one chunk that ends at that context length."""
@@ -315,8 +323,8 @@ class Worker:
 def device_seconds(device: torch.device, run: Callable) -> float:
     """The seconds that the device works on run().
 
-    On CUDA the GPU first spins for some milliseconds. Meanwhile the host launches everything, so the
-    time between the two events contains no wait for the host."""
+    On CUDA the GPU first spins for some 4 ms. If the host launches everything in that time, the time
+    between the two events contains no wait for the host."""
     if device.type == "cpu":
         start = time.perf_counter()
         run()

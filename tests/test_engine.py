@@ -183,7 +183,8 @@ def test_reached_stop_may_cancel(engine):
     ([1], dict(temperature="1"), "temperature"), ([1], dict(top_p=0), "top_p"),
     ([1], dict(top_k=-1), "top_k"), ([1], dict(seed="x"), "seed"), ([1], dict(seed=1.5), "seed"),
     ([1], dict(conversation=5), "conversation"), ([1], dict(context=[5, 10**6]), "1000000"),
-    ([1], dict(context=[-1, 5]), "-1")])
+    ([1], dict(context=[-1, 5]), "-1"), ([1], dict(context=[5, 2.5, 3]), "2.5"),
+    ([1], dict(context=[5, "a"]), "'a'")])
 @pytest.mark.parametrize("depth", [0])
 def test_bad_input_is_refused_by_name(engine, prompt, options, message):
     with pytest.raises(ValueError, match=message):
