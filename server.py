@@ -3,8 +3,8 @@
     flags -> Sessions (engine, history, tokenizer) -> Server (serving/sockets.py) -> banner -> requests
 
 - A signal while we start ends the process at once.
-- After SIGTERM the server finishes the turns at work, then it stops. After a second signal it stops at once.
-  Ctrl-C stops it at once, too.
+- After SIGTERM the turns at work have 30 seconds to finish, then the server stops. After a second signal it
+  stops at once. Ctrl-C stops it at once, too.
 - If the engine fails, every client is told, and the process exits with 1. If the server cannot start, it
   prints one line and exits with 2.
 """
@@ -68,8 +68,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
                         help="a key that clients must send; repeat the flag for more keys, each with "
                              "conversations of its own (default: no key is needed)")
     parser.add_argument("--metrics-key", metavar="KEY",
-                        help="a key that opens /metrics alone, and shows there the counts of all API keys "
-                             "(default: none; each API key sees its own counts)")
+                        help="a key that opens /metrics and nothing else, and shows there the counts of all "
+                             "API keys (default: none; each API key sees its own counts)")
     parser.add_argument("--allow-origin", action="append", default=[], metavar="ORIGIN",
                         help="a site whose pages may use this server, such as https://chat.example; *: all "
                              "sites; may be repeated (default: only the server's own page)")
@@ -139,7 +139,7 @@ def open_server(flags: argparse.Namespace) -> Server:
 def prune_by_age(sessions: Sessions, max_age: float):
     """Forgets conversations that are idle for longer than max_age seconds. Runs in a thread of its own, until
     the engine fails. In the first hour (or max_age, if that is less) nothing is too old: if the clock was
-    wrong at the start, somebody has time to set it right."""
+    ahead at the start, somebody has time to set it right."""
     time.sleep(min(max_age, FIRST_PRUNE_SECONDS))
     while not sessions.engine.failure:
         try:
@@ -196,20 +196,19 @@ def settle_in():
 
 
 def main():
-    try:
-        flags = parse_flags()
-        server = open_server(flags)
+    with suppress(KeyboardInterrupt):
+        try:
+            flags = parse_flags()
+            server = open_server(flags)
+        except (ValueError, OSError, OverflowError) as error:
+            print(f"server.py: {error}", file=sys.stderr)
+            sys.exit(2)
         settle_in()
         print(banner(server))
         if flags.demo:
             begin_demo(server)
         serve_until_stopped(server)
-        print("stopped")
-    except (ValueError, OSError, OverflowError) as error:
-        print(f"server.py: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("stopped")
+    print("stopped")
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ A turn keeps the ids that the model sampled, because one text can be tokenised i
 may also restart: then the model reads its tokens after an empty context instead of its parent's (other
 instructions, or older messages left out).
 
-A client that resends all its messages needs no name. Each turn stores a hash of all visible messages up
-to it, and `match` looks for that hash. If a turn's visible text does not determine its ids, then it has
-no hash, and neither has any turn after it.
+A client that resends all its messages needs no name. Each turn stores a hash of the visible messages of
+its context (those that the chat template shows to the model), and `match` looks for that hash. If a turn's
+visible text does not determine its ids, then it has no hash, and neither has any later turn of that context.
 
 A conversation's name begins with its owner's prefix, so owners need no column. A prefix has one "/", at
 its end, where `count_bytes` cuts a name: "3f9a/my chat" belongs to the owner "3f9a/". A server without API
@@ -56,16 +56,16 @@ CREATE TABLE turn (
     last_token INTEGER NOT NULL,
     prompt BLOB NOT NULL,           -- int32 ids
     reply BLOB NOT NULL,            -- int32 ids
-    messages TEXT NOT NULL,         -- JSON: the new visible messages, then the reply
+    messages TEXT NOT NULL,         -- JSON: `carried` old visible messages, the new ones, the reply
     carried INTEGER,                -- NULL: continues its parent's context. A number: see History.commit
     note TEXT NOT NULL,             -- JSON: whatever its caller wants to read again later
     hidden INTEGER NOT NULL DEFAULT 0,      -- its client deleted it, but later turns need it
-    hash BLOB,                      -- of all visible messages up to here (NULL: never matched)
+    hash BLOB,                      -- of the visible messages of its context (NULL: never matched)
     created REAL NOT NULL);
 CREATE TABLE conversation (
     name TEXT PRIMARY KEY,
     head TEXT REFERENCES turn(id),  -- NULL: no turn yet
-    metadata TEXT,                  -- JSON (NULL: no client created it by name, it came with its first turn)
+    metadata TEXT,                  -- JSON (NULL: no client created or edited it; a turn made it)
     waiting TEXT NOT NULL,          -- JSON: visible messages that its next turn begins with
     created REAL NOT NULL,
     active REAL NOT NULL);
@@ -90,7 +90,7 @@ class Turn(NamedTuple):
     length: int             # tokens of its context, including its own
     last_token: int         # the last of them: it was sampled, but never fed to the model
     note: str               # JSON: the note that `commit` was given
-    hash: bytes | None      # of all visible messages up to here; None: never matched
+    hash: bytes | None      # of the visible messages of its context; None: never matched
     created: float          # seconds since 1970
 
 
@@ -98,7 +98,7 @@ class ConversationRecord(NamedTuple):
     """A stored conversation."""
     name: str
     head: str | None        # None: no turn yet
-    metadata: dict | None   # None: no client created it by name, it came with its first turn
+    metadata: dict | None   # None: no client created or edited it, it came with its first turn
     waiting: list[dict]     # visible messages that its next turn begins with
     created: float          # seconds since 1970
     active: float           # seconds since 1970
@@ -142,9 +142,9 @@ class History:
         os.fchmod(file, 0o600)          # SQLite gives the -wal and -shm files the mode of this one
 
     def _connect(self, path: str | os.PathLike, fingerprint: str):
-        """One connection writes, the other one reads, and each has a lock of its own. So reading never waits
-        for a write. A history in memory has one connection and one lock for both: `close` takes that lock
-        twice, hence an RLock."""
+        """One connection writes, the other one reads, and each has a lock of its own. So reading does not
+        wait for a write (but `oldest` does). A history in memory has one connection and one lock for both:
+        `close` takes that lock twice, hence an RLock."""
         def connect() -> sqlite3.Connection:
             connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._open.callback(connection.close)
@@ -267,7 +267,7 @@ class History:
         """Delete a turn. If later turns build on it, it is only hidden, and goes with the last of them.
 
         A conversation that ended with the turn ends with the last visible turn before it now. If there is
-        none, the conversation goes, too, unless a client created it by name. Returns the names of these
+        none, the conversation goes, too, unless a client created or edited it. Returns the names of these
         conversations."""
         with self._writing() as db:
             db.execute("UPDATE turn SET hidden = 1 WHERE id = ?", (turn_id,))
@@ -340,8 +340,8 @@ class History:
     def delete_item(self, conversation: str, item_id: str) -> bool:
         """Delete one of a conversation's visible messages. False if there is no such message.
 
-        The conversation ends before the turn of that message now, and its other messages from there on wait
-        for its next turn."""
+        If it is a message of a turn, the conversation ends before that turn now, and its other messages from
+        there on wait for its next turn."""
         with self._writing() as db:
             if (record := find_record(db, conversation)) is None:
                 return False
@@ -487,10 +487,11 @@ def check_ids(db: sqlite3.Connection, path: str | os.PathLike, vocab_size: int):
 def count_bytes(db: sqlite3.Connection):
     """From now on this connection keeps count of the bytes that each owner has stored.
 
-    A row counts for its texts and token ids, and for 500 bytes of other columns and indexes. Triggers add the
-    size of a row that is written, and subtract the size of a row that is deleted or replaced."""
+    A row counts for its texts and token ids, its note, and 500 bytes of other columns and indexes. Triggers
+    add the size of a row that is written, and subtract the size of a row that is deleted or replaced."""
     db.execute("CREATE TEMP TABLE stored (owner TEXT PRIMARY KEY, bytes INTEGER NOT NULL)")
-    tables = dict(turn=("conversation", "length({0}prompt) + length({0}reply) + length({0}messages)"),
+    turn = "length({0}prompt) + length({0}reply) + length({0}messages) + length({0}note)"
+    tables = dict(turn=("conversation", turn),
                   conversation=("name", "length({0}waiting) + coalesce(length({0}metadata), 0)"))
     for table, (name, size) in tables.items():
         def change(sign: str, row: str, source: str = "") -> str:

@@ -13,9 +13,9 @@
 
 `leaves_next` is the index of the chunk that leaves the GPU next. It is null for all conversations but one (or
 a few, if they share the chunk). Under the policy "retention", chunk i is worth recompute_seconds[i] /
-idle_seconds (see eviction.py).
+idle_seconds, times the number of conversations that share it (see eviction.py).
 
-While nobody watches, none of this costs the engine any time.
+While nobody watches or asks, none of this costs the engine any time.
 """
 import json
 import threading
@@ -59,7 +59,7 @@ def portrait(conversation: Conversation, policy: Policy, now: float, leaving: Ch
 
 
 def portraits(engine: Engine, names: Iterable[str]) -> list[dict]:
-    """The pictures of those of these conversations that have KV in a tier. For the engine's owner."""
+    """The pictures of those of these conversations that have KV in a tier. The engine's owner calls this."""
     cache, now = engine.cache, engine.clock()
     leaving, named = cache.next_to_leave(now), map(cache.conversations.get, names)
     return [portrait(one, cache.policy, now, leaving) for one in named if one and any(one.sources())]
@@ -159,7 +159,8 @@ class Broadcast:
             while self._anybody_watches():
                 self.changed.clear()
                 begin = time.monotonic()
-                transfers = [self.recent.popleft() for _ in range(len(self.recent))]
+                with self.lock:                                 # `_come` may clear them
+                    transfers = [self.recent.popleft() for _ in range(len(self.recent))]
                 now = picture(self.engine)
                 after = {entry["id"]: entry["chunks"] for entry in now["conversations"]}
                 transfers += departures(before, after, self.engine.config.chunk_size)

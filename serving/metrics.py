@@ -10,8 +10,8 @@ would tell how long the others' turns are. `--metrics-key` shows the counts of t
 A number that means the same as one of vLLM's has vLLM's name, so that dashboards made for vLLM work. All
 numbers of the engine have a name of our own as well, `nano_pensieve:...`.
 
-The engine counts a prompt's tokens once, when its request is first admitted, by the place where their KV was.
-Of a prompt of 206 tokens:
+The engine counts the tokens of a context once, when its request is first admitted, by where their KV was.
+Of a context of 206 tokens:
 
     gpu 96 + cpu 64 + recomputed 32 + new 14        prefix_cache_hits += 96 + 64, prefix_cache_queries += 206
 """
@@ -31,13 +31,13 @@ from serving.sessions import Answer, LiveTurn
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 GAUGES = {
     "running": "Requests that have slots and are being computed.",
-    "waiting": "Requests that wait for their turn.",
+    "waiting": "Requests that wait for admission.",
     "conversations": "Conversations whose tokens the engine holds.",
     "slots_total": "Slots of the GPU tier. A slot holds one KV-token.",
     "slots_free": "Slots that hold nothing.",
     "cpu_chunks_total": "Places for chunks in the CPU tier.",
     "cpu_chunks_free": "Places that hold nothing.",
-    "swap_hidden_share": "Share of the seconds of copies, in and out, that computation hid; a lower bound.",
+    "swap_hidden_share": "Share of the seconds of copies in which neither model nor host was kept waiting.",
 }
 COUNTERS = {
     "prompt_tokens_gpu": "Prompt tokens whose KV was on the GPU.",
@@ -46,7 +46,7 @@ COUNTERS = {
     "prompt_tokens_new": "Prompt tokens that were computed for the first time.",
     "generated_tokens": "Tokens sampled.",
     "suspensions": "Times that a running request was taken out, because slots ran short.",
-    "finished": "Turns that came to their end.",
+    "finished": "Turns that ended with \"stop\" or \"length\".",
     "cancelled": "Turns that were cancelled or failed.",
     "chunks_swapped_in": "Chunks copied from the CPU to the GPU.",
     "chunks_swapped_out": "Chunks copied from the GPU to the CPU.",

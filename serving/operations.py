@@ -1,8 +1,8 @@
 """What a client may ask for: every operation of the server, and the fields of its body or its query.
 
 pydantic does three things with the fields: it checks what a client sends, says what is wrong with it, and
-describes it in /openapi.json. We refuse every field that is not here by its name, because a server that
-silently ignores an option gives a wrong answer:
+describes it in /openapi.json. We refuse every field of a body that is not here by its name, because a server
+that silently ignores an option gives a wrong answer:
 
     {"messages": [...], "temperature": 3}     400  temperature should be less than or equal to 2, got 3
     {"messages": [...], "tools": [{...}]}     400  tools is not supported here: leave it out
@@ -218,7 +218,7 @@ class ReplyBody(EngineOptions):
 
     chat_template_kwargs: TemplateOptions = None            # vLLM's, such as {"enable_thinking": false}
 
-    # These change nothing here, where nobody calls tools and all turns are served alike.
+    # These change no reply here, where nobody calls tools and all turns are served alike.
     user: Text = None
     metadata: Metadata = None
     safety_identifier: Text = None
@@ -281,12 +281,12 @@ class ItemsQuery(Fields):
 # Operations.
 
 class Operation(NamedTuple):
-    """name: the method that answers, of API or of the server. fields: those of the body, or for GET of the
-    query. generates: its answer is the model's."""
+    """name: the method that answers, of API or of sockets.Handler. fields: those of the body, or for GET of
+    the query. generates: its answer is the model's."""
     method: str
     path: str
     name: str
-    fields: type[Fields] = Fields       # none
+    fields: type[Fields] = Fields       # it takes none
     generates: bool = False
 
     @property

@@ -32,7 +32,7 @@ Invariants:
 - A turn that fails, is cancelled, or cannot be committed leaves no trace in the history, and none of its
   tokens in the cache. (If it restarted the context, the next turn computes the old context again.)
 - The messages of a turn and those before it, rendered by the template, are the text of the tokens before the
-  turn's reply.
+  turn's reply. (Not after a turn of raw token ids, nor after a reply that a stop string has cut.)
 """
 import json
 import os.path
@@ -113,7 +113,7 @@ class LiveTurn:
         self.stream = TextStream(tokenizer, stop) if tokenizer else None
         self.texts = Outbox(engine)                 # the text that each token made certain, then the rest
         self.min_tokens = 0                         # a stop string counts from this token on
-        self.settled: float | None = None           # when that was, in seconds since 1970
+        self.settled: float | None = None           # when its reply was complete, in seconds since 1970
         self.reply: Answer | None = None            # in the end either this
         self.error: Exception | None = None         # or this
 
@@ -243,12 +243,12 @@ class Sessions:
                             recognised by its text.
 
         In the last two ways, the turn goes on in the conversation that ends with the turn before it, if that
-        is idle and no client has created it by name; else in a new one.
+        is idle and no client has created or edited it; else in a new one.
 
             exists              True: StaleTurn if `conversation` does not exist.
             wait                False: raise Answering if `conversation` is busy, instead of waiting.
             hint                the client's name for its conversation. Among equal matches, one in this
-                                conversation is taken; a new conversation gets this name. It opens nothing.
+                                conversation is taken; a new conversation gets this name, if it is free.
             prefix              the names of this client's conversations begin with it; we see no others.
             keep                False: the history keeps nothing of this turn, though the turn may go on from
                                 what is kept. Only without `conversation`.
@@ -274,9 +274,9 @@ class Sessions:
         """Append token ids to a conversation (None: a one-off, nothing is kept) and generate a reply. If the
         conversation is busy, wait until its turn has settled.
 
-        base: where a conversation that does not exist yet branches off. stop: a string, or several, that end
-        the reply. options: max_tokens, ignore_eos and the fields of Sampling, see Engine.submit. ValueError
-        for what cannot be served."""
+        base: where a one-off, or a conversation that does not exist yet, branches off. stop: a string, or
+        several, that end the reply. options: max_tokens, ignore_eos and the fields of Sampling, see
+        Engine.submit. ValueError for what cannot be served."""
         with self._beginning(stop) as live:
             after = base
             if conversation is not None:
@@ -414,7 +414,7 @@ class Sessions:
             self.turns[live.conversation] = live
 
     def _idle_home(self, turn: Turn | None) -> str | None:
-        """The conversation that ends with the turn, if it is idle and no client has created it by name."""
+        """The conversation that ends with the turn, if it is idle and no client has created or edited it."""
         if turn is None or turn.conversation in self.turns:
             return None
         record = self.history.record(turn.conversation)
@@ -474,8 +474,9 @@ class Sessions:
         except BaseException as failure:            # Ctrl-C, too: nobody may wait for this turn for ever
             answer, error = None, failure
         try:
-            # The scheduler takes a cancelled or failed turn out of the cache. What it cannot take out: a
-            # complete turn that the history refused, and a context that the conversation does not have.
+            # The scheduler takes a cancelled turn out of the cache. What it cannot take out: a complete turn
+            # that the history refused, and a context that the conversation does not have. (After a failure
+            # we forget the conversation's KV as well.)
             if not (coherent or self.engine.failure):
                 self.engine.forget(live.conversation)
         finally:
@@ -534,7 +535,8 @@ class Sessions:
         return True
 
     def _cancel_orphans(self):
-        """Cancel every turn that goes on from a turn that is gone now: it cannot be committed any more."""
+        """Cancel every turn of a conversation that goes on from a turn that is gone now: it cannot be
+        committed any more. (One-offs go on: nothing is committed of them.)"""
         for live in list(self.turns.values()):
             after = live.plan and live.plan.after
             if after and not self.history.turn(after.id):
@@ -549,12 +551,14 @@ class Sessions:
 
     def prune(self, max_age: float, max_bytes: float, prefix: str = ""):
         """Forget idle conversations (see History.oldest), the least recently active first, until none is
-        older (seconds) and the history is small enough. Those that are being answered stay. The next call
-        goes on after MOST_PRUNED.
+        older (seconds) and the history is small enough, but at most MOST_PRUNED. Those that are being
+        answered stay, and so do those from which a new branch is being answered.
 
         If the clock jumps ahead, everything would be too old at once. So we do not let it run ahead of
         time.monotonic()."""
-        before, busy = min(time.time(), self.clock_offset + time.monotonic()) - max_age, []
+        before = min(time.time(), self.clock_offset + time.monotonic()) - max_age
+        plans = [live.plan for live in list(self.turns.values()) if live.plan]
+        busy = [plan.after.conversation for plan in plans if plan.after]
         for _ in range(MOST_PRUNED):
             name = self.history.oldest(before, max_bytes, prefix, busy)
             if name is None:
@@ -576,12 +580,13 @@ class Sessions:
         return self._write(partial(self._alone, conversation, change) if new else change)
 
     def delete_item(self, conversation: str, item_id: str) -> bool:
-        """Delete one message of a conversation, see History.delete_item. Its context starts anew, since every
-        later token has seen the message. False if there is no such message. Busy if the conversation is being
-        answered."""
+        """Delete one message of a conversation, see History.delete_item. If turns went with it, the context
+        starts anew, since every later token has seen the message. False if there is no such message. Busy if
+        the conversation is being answered."""
         def change() -> bool:
+            before = self.history.head(conversation)
             deleted = self.history.delete_item(conversation, item_id)
-            if deleted:
+            if self.history.head(conversation) != before:
                 self.engine.forget(conversation)
             return deleted
         deleted = self._write(partial(self._alone, conversation, change))

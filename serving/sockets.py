@@ -38,8 +38,8 @@ from serving.operations import APIError, Operation, ReplyBody, find_operation, o
 from serving.sessions import Answer, Answering, LiveTurn, Sessions
 
 MAX_BODY_BYTES = 2 * 2**20
-REQUEST_SECONDS = 30        # for a whole request to arrive
-WRITE_SECONDS = 30          # for a client to take what we write
+REQUEST_SECONDS = 30        # from the answer before, or the connection, until a whole request has arrived
+WRITE_SECONDS = 30          # for a client to take what we write, or to send us more of its request
 DRAIN_SECONDS = 30          # for the turns at work to finish, once the server is to stop
 POLL_SECONDS = 0.1          # between two checks whether a client has hung up
 LINGER_SECONDS = 2          # for a client that still sends when we have answered
@@ -129,8 +129,7 @@ class Server(ThreadingHTTPServer):
         """Counts so many turns as being at work. APIError if that would be too many."""
         with self.lock:
             if self.at_work + turns > self.most_turns:
-                raise APIError(429, f"{self.at_work} turns run or wait, and {turns} more would exceed the "
-                                    f"limit of {self.most_turns}: try again in a moment",
+                raise APIError(429, f"at most {self.most_turns} turns may run or wait: try again in a moment",
                                code="rate_limit_exceeded")
             self.at_work += turns
         try:
@@ -161,7 +160,8 @@ class Server(ThreadingHTTPServer):
 
     def finish_turn(self, prefix: str, turn: LiveTurn) -> Answer:
         """Waits until the history has stored the turn. Then counts the turn, and prints where its context
-        came from. prefix: that of the client's key, see Guard."""
+        came from. (With --demo it also waits for the stateless engine.) prefix: that of the client's key, see
+        Guard."""
         reply = turn.result()
         if reply.finish_reason == "cancelled":
             return reply
@@ -177,7 +177,7 @@ class Server(ThreadingHTTPServer):
 
     def answer_without_memory(self, turn: LiveTurn, reply: Answer) -> dict | None:
         """The same turn, answered by the stateless engine: the text, and what it cost. None if there is no
-        such engine, or if the turn before this one was deleted."""
+        such engine (any more), or if the turn before this one was deleted."""
         if not self.stateless:
             return None
         plan = turn.plan
@@ -187,9 +187,9 @@ class Server(ThreadingHTTPServer):
             again = self.stateless.submit(
                 plan.prompt, base=base, stop=turn.stream.stop, max_tokens=most, ignore_eos=True,
                 min_tokens=min(turn.min_tokens, most), **asdict(turn.handle.sampling))
-        except StaleTurn:
+            answer = again.result()
+        except (StaleTurn, RuntimeError):           # RuntimeError: its engine has failed, or is closed
             return None
-        answer = again.result()
         return dict(answer.usage, text=answer.text, first_token_ms=first_token_ms(again))
 
 
@@ -478,8 +478,8 @@ def cancelled_if_gone(connection: socket.socket, turns: list[LiveTurn]):
             if has_hung_up(connection):
                 return cancel()
 
-    threading.Thread(target=watch, daemon=True).start()
     try:
+        threading.Thread(target=watch, daemon=True).start()
         yield
     finally:
         over.set()

@@ -705,7 +705,7 @@ def test_a_cancelled_branch_leaves_no_trace(sessions):
     coherent(sessions)
 
 
-@pytest.mark.parametrize("way", ["forget", "prune", "delete", "delete an item"])
+@pytest.mark.parametrize("way", ["forget", "delete", "delete an item"])
 def test_a_branch_is_cancelled_as_soon_as_the_turn_before_it_is_gone(sessions, way):
     """It could not be committed, so its client need not wait for the end of its reply."""
     for text in ("one", "two"):
@@ -713,11 +713,29 @@ def test_a_branch_is_cancelled_as_soon_as_the_turn_before_it_is_gone(sessions, w
     first = sessions.history.turn(sessions.history.head("c").parent)
     branch = sessions.respond([user("three")], after=first, max_tokens=20)
     dict(forget=lambda: sessions.forget("c"),
-         prune=lambda: sessions.prune(max_age=1e9, max_bytes=0),
          delete=lambda: sessions.delete(first),
          **{"delete an item": lambda: sessions.delete_item("c", f"msg_{first.id}")})[way]()
     assert branch.reply and branch.reply.finish_reason == "cancelled"
     assert sessions.history.conversations() == (["c"] if way.startswith("delete") else [])
+    coherent(sessions)
+
+
+def test_pruning_spares_a_conversation_from_which_a_branch_is_being_answered(sessions):
+    for text in ("one", "two"):
+        sessions.chat(text, "c", max_tokens=4)
+    first = sessions.history.turn(sessions.history.head("c").parent)
+    branch = sessions.respond([user("three")], after=first, max_tokens=4)
+    sessions.prune(max_age=1e9, max_bytes=0)
+    assert branch.result().finish_reason != "cancelled"
+    assert sessions.history.conversations() == sorted(["c", branch.conversation])
+    coherent(sessions)
+
+
+def test_deleting_a_message_that_waits_keeps_the_cache(sessions):
+    sessions.chat("one", "c", max_tokens=4)
+    sessions.update("c", new=[dict(user("two"), id="msg_two")])
+    assert sessions.delete_item("c", "msg_two") and not sessions.delete_item("c", "msg_two")
+    assert sessions.chat("three", "c", max_tokens=4).usage["recomputed"] == 0
     coherent(sessions)
 
 
