@@ -4,9 +4,9 @@
                              tier_sizes                    -> how many slots and places
                              speed_up                      -> the same Worker, faster
 
-The worker stays plain, and what makes it faster is applied from outside. On CUDA, `fuse` compiles the
-small kernels between two attentions, and CUDA graphs spare the host the launches of a decode. On a
-CPU, `pack_weights` stores the weights in the order in which they are multiplied.
+Without `speed_up` the worker gives the same tokens, up to rounding, but later. On CUDA, `fuse` compiles
+the small kernels between two attentions, and CUDA graphs spare the host the launches of a decode. On a
+CPU, `pack_weights` stores the weights of a larger model in the order in which they are multiplied.
 """
 import gc
 import os
@@ -52,7 +52,7 @@ def load_worker(config, directory: Path | None, ranks: Alone = ALONE, kind: Call
         raise ValueError(f"the weights do not fit into memory, choose a smaller model: {error}") from error
     if device == "cpu" and is_small(model):
         torch.set_num_threads(1)                        # in the whole process
-    slots, cpu_tokens = ranks.smallest(tier_sizes(config, model))
+    slots, cpu_tokens = ranks.smallest(tier_sizes(config, model, ranks.size))
     try:
         worker = kind(model, slots, cpu_tokens // config.chunk_size, config.chunk_size, config.max_running,
                       min(model.config.max_context, slots), pipeline=not config.no_pipeline)
@@ -68,17 +68,18 @@ def is_small(model: Model) -> bool:
     return sum(parameter.numel() for parameter in model.parameters()) < SMALL_MODEL
 
 
-def tier_sizes(config, model: Model) -> tuple[int, int]:
+def tier_sizes(config, model: Model, processes: int) -> tuple[int, int]:
     """Tokens of the GPU tier and of the CPU tier: as given, or else by default. ValueError if no
     memory is left.
 
     On CUDA the GPU tier takes nine tenths of the free memory of the GPU, but room for at most a
     thousand whole contexts. The CPU tier is four times as large as the GPU tier, given or not, but
-    takes at most a quarter of the host's memory. On a CPU both tiers lie in the host's memory and
-    share this quarter; there the GPU tier has room for at most sixteen contexts."""
+    takes at most a quarter of the host's memory; `processes` of one model share that quarter. On a CPU
+    both tiers lie in it, unless their sizes are given; there the GPU tier has room for at most sixteen
+    contexts."""
     parameter, shape = next(model.parameters()), model.config
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * parameter.element_size()
-    host = host_memory() // 4 // token_bytes
+    host = host_memory() // 4 // processes // token_bytes
     if parameter.device.type == "cuda":
         free = free_memory(model, config.max_batch_tokens, config.max_running)
         gpu = min(1000 * shape.max_context, int(0.9 * free) // token_bytes)
@@ -95,9 +96,9 @@ def tier_sizes(config, model: Model) -> tuple[int, int]:
 @torch.inference_mode()
 def free_memory(model: Model, max_batch_tokens: int, max_running: int) -> int:
     """Bytes of the GPU that neither the weights nor the largest steps need. It runs these to find
-    out: a step of all tokens, sampling included, and a step of decodes alone, because graphs have
-    memory of their own. The tenth that tier_sizes leaves free is for what is small: the partial
-    results of attention, the columns of a batch, fragments."""
+    out: a step of max_batch_tokens, and one of max_running decodes, because graphs have memory of their
+    own. The tenth that tier_sizes leaves free is for what is small: the partial results of attention,
+    the columns of a batch, log probabilities, fragments."""
     try:
         step = peak_memory(partial(largest_step, model, max_batch_tokens, max_running))
         graph = peak_memory(partial(largest_step, model, max_running, max_running))
@@ -110,7 +111,7 @@ def free_memory(model: Model, max_batch_tokens: int, max_running: int) -> int:
 
 
 def largest_step(model: Model, num_tokens: int, max_running: int):
-    """Run the model on num_tokens, and draw a token for each of max_running requests."""
+    """Run the model on num_tokens, and draw a token behind each, for at most max_running of them."""
     tokens = torch.zeros(num_tokens, dtype=torch.int32, device=next(model.parameters()).device)
     hidden = model(tokens, tokens, lambda layer, q, k, v, rotation: q.clone())
     logits = model.logits(hidden[:max_running])
@@ -127,8 +128,8 @@ def peak_memory(run: Callable) -> int:
 
 
 def host_memory() -> int:
-    """Bytes of the machine's memory, or of the container's, if that has a limit; if the system does not
-    tell, those of a small machine."""
+    """Bytes of the machine's memory, or of the container's, if that has a limit (by cgroup v2); if the
+    system does not tell, those of a small machine."""
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError):                # Windows
@@ -138,7 +139,7 @@ def host_memory() -> int:
     return memory
 
 
-# ---- faster: the worker stays plain, and this is applied from outside
+# ---- faster
 
 # We switch off inductor's pattern matcher. One of its patterns takes the sum with the residual out of the
 # norm's kernel, into the matrix product before it. There CUDA first copies the residual: one more launch.
@@ -147,7 +148,7 @@ INDUCTOR = partial(torch.compile, options={"pattern_matcher": False})
 
 def speed_up(worker: Worker):
     """On CUDA, compile and capture the small kernels that the GPU would otherwise wait for the host
-    to launch. On a CPU, pack the weights."""
+    to launch. On a CPU, pack the weights of a float32 model that is not small."""
     if worker.device.type == "cuda" and runs_triton(worker.device, worker.dtype):
         fuse(worker.model)
         worker.warm_up()
@@ -174,8 +175,8 @@ class PackedLinear(nn.Module):
 
 
 def pack_weights(model: Model):
-    """Pack the linear layers of a model on a CPU, in float32. Each layer's dense weights are let go
-    before the next layer is packed, so the model is never in memory twice.
+    """Pack the linear layers of a model on a CPU, in float32. The dense weights of one Attention or MLP
+    are let go before the next one is packed, so the model is never in memory twice.
 
     An embedding that is also the output layer stays dense, since its rows are looked up. We store it
     by columns: the output layer then reads it in order, and a copy is not needed."""
@@ -194,8 +195,9 @@ def fuse(model: Model, compiler: Callable = INDUCTOR):
     three times: for the number of tokens of the first call, for any number, and for a single token.
     If compiling fails, torch logs why and the model runs as it was.
 
-    A Llama layer then launches ten kernels: four matrix products; two sums with norms and the
-    activation of the MLP between them; rotate_and_store, attention and its merge."""
+    In a decode, a Llama layer then launches ten kernels: four matrix products; two sums with norms and
+    the activation of the MLP between them; rotate_and_store, attention and its merge. (If several
+    processes share the model, two sums over them cut the function into parts.)"""
     torch._dynamo.config.suppress_errors = True
 
     @compiler
@@ -216,7 +218,8 @@ def fuse(model: Model, compiler: Callable = INDUCTOR):
 
 
 def try_capture(worker: Worker, make_graph: Callable):
-    """Capture graphs, or go on without them: a slower server is better than none."""
+    """Capture graphs, or go on without them: a slower server is better than none. (If several processes
+    share the model, one that cannot capture ends, and ends all: see RankWorker.)"""
     try:
         worker.capture(make_graph)
     except Exception as error:

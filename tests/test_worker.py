@@ -15,6 +15,7 @@ import torch
 
 import attention_kernel
 import interpreter  # noqa: F401
+import loading
 import worker as module
 from attention_kernel import AMPERE, FLOAT32, MERGE_COLUMNS, make_plan
 from config import Config
@@ -82,9 +83,18 @@ def replays(worker):
 
 def test_the_cpu_tier_is_four_times_the_gpu_tier_unless_it_is_given():
     model = make_worker().model
-    assert tier_sizes(Config(gpu_cache_tokens=64), model) == (64, 256)
-    assert tier_sizes(Config(gpu_cache_tokens=64, cpu_cache_tokens=0), model) == (64, 0)
-    assert tier_sizes(Config(), model) == (16 * CONTEXT, 64 * CONTEXT)
+    assert tier_sizes(Config(gpu_cache_tokens=64), model, 1) == (64, 256)
+    assert tier_sizes(Config(gpu_cache_tokens=64, cpu_cache_tokens=0), model, 1) == (64, 0)
+    assert tier_sizes(Config(), model, 1) == (16 * CONTEXT, 64 * CONTEXT)
+
+
+def test_the_processes_of_one_model_share_a_quarter_of_the_hosts_memory(monkeypatch):
+    model = make_worker().model
+    plenty = Config(gpu_cache_tokens=10**6)
+    monkeypatch.setattr(loading, "host_memory", lambda: 4 * 2**20)
+    _, alone = tier_sizes(plenty, model, 1)
+    _, one_of_four = tier_sizes(plenty, model, 4)
+    assert 0 < one_of_four == alone // 4
 
 
 @torch.inference_mode()
