@@ -70,7 +70,7 @@ def multi_token_attention_reference(
     start = 0
     for table_row, q_len, kv_len in spans.host.T.tolist():
         queries = q[start:start + q_len]                                        # [q_len, H, D]
-        slots = slot_table[table_row, :kv_len]
+        slots = slot_table[table_row, :kv_len]                                  # [kv_len]
         k = k_cache.index_select(0, slots)                                      # [kv_len, H_kv, D]
         v = v_cache.index_select(0, slots)                                      # [kv_len, H_kv, D]
         attend = attend_one_query if q_len == 1 else attend_many_queries
@@ -86,7 +86,7 @@ def attend_one_query(query: Tensor, k: Tensor, v: Tensor, scale: float | None) -
     as if they were tokens: then K and V are read once for all of them, and never repeated."""
     _, heads, D = query.shape                                                   # [1, H, D]
     kv_heads = k.shape[1]
-    grouped = query.reshape(1, kv_heads, heads // kv_heads, D)
+    grouped = query.reshape(1, kv_heads, heads // kv_heads, D)                  # [1, H_kv, H / H_kv, D]
     k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]                     # [1, H_kv, kv_len, D]
     attended = F.scaled_dot_product_attention(grouped, k, v, scale=scale)       # [1, H_kv, H / H_kv, D]
     return attended.reshape(1, heads, D)
@@ -150,15 +150,15 @@ class SpanTensors:
 # ---- the plan: spans are cut into tiles, and tiles into work items, once per step ----------------
 #
 # `group` query heads share a KV head. A query row is a token of the packed queries and a number in
-# 0..group-1: row r is token r // group, number r % group. With group 4, row 22 is token 5, number 2:
-# for KV head 0 it means head 2, for KV head 1 head 6.
+# 0..group-1, which says which of these heads: row r is token r // group, number r % group. With group
+# 4, row 22 is token 5, number 2: for KV head 0 it means head 2, for KV head 1 head 6.
 #
 # A GPU has many processors (an H100 has 132). A program is one run of a kernel's body, by the four
-# or eight warps that it gets on one of them. A tile is some query rows of one span. One program
-# computes one tile for one KV head, and takes the positions in strips of `keys`. A tile that sees a
-# long context is split: several programs share its positions, each in a work item of its own. A
-# piece is the context range of one work item. Each piece leaves a partial result, one partial row
-# for each query row of the tile, and a second kernel merges these.
+# or eight warps that it gets on one of them. A tile is some query rows of one span. A work item is a
+# tile and a piece of the context that it sees. A program computes one work item for one KV head, and
+# takes the positions in strips of `keys`. Most tiles have one item, which sees all positions and
+# writes to `out`. A tile that sees a long context is split into several. Each of these leaves a
+# partial result, one partial row for each query row of the tile, and a second kernel merges these.
 
 class TileShape(NamedTuple):
     """What one program holds at a time: `rows` query rows against a strip of `keys` positions."""
@@ -177,7 +177,7 @@ class TileShape(NamedTuple):
 HOPPER = TileShape(16, 64, 4, 3, 3), TileShape(64, 64, 4, 3, 2), TileShape(128, 128, 8, 3, 1)
 AMPERE = TileShape(16, 64, 4, 3, 2), TileShape(64, 32, 4, 4, 2), TileShape(128, 32, 8, 4, 1)
 FLOAT32 = (TileShape(16, 32, 8, 2, 3),)
-Wanted = dict[TileShape, int]       # how many work items of each shape, per KV head, fill the GPU
+Wanted = dict[TileShape, int]       # how many work items of each shape, per KV head, should fill the GPU
 PIECES_AT_ONCE = 32         # partial results that are merged at a time
 MIN_PIECE = 256             # positions: finer pieces cost more to merge than they gain
 
@@ -240,7 +240,8 @@ def with_zeros(array: np.ndarray, length: int) -> np.ndarray:
 
 def wanted_items(kv_heads: int, D: int, dtype: torch.dtype, device: torch.device) -> Wanted:
     """The tile shapes for heads of D dimensions on that device, the smallest first, and how many
-    work items of each, per KV head, the device can run at a time."""
+    work items of each, per KV head, it runs at a time if D is 128. (With a smaller D it could run
+    more.)"""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     processors = gpu.multi_processor_count if gpu else 100      # about as many as a GPU has
     if dtype == torch.float32 or D > 128:
@@ -488,9 +489,9 @@ def attend_range(query, position, k_head, v_head, table, kv_start, kv_end, scale
 
     The loop takes one strip at a time: the K and V at the slots of TILE_N positions. It computes the
     strip's scores, and raises the maximum so far, `highest`. The sums so far shrink by exp2(old
-    maximum - new maximum), and the strip's weights and weighted values are added to them. If a row
-    has the score 1 in the first strip and 3 in the next (times scale_log2): highest 1, total 1; then
-    shrink = 2^-2, total = 0.25 + 1, and the result is 3 + log2(1.25).
+    maximum - new maximum), and the strip's weights and weighted values are added to them. Strips of
+    one position with the scores 1 and 3, after the multiplication by scale_log2: highest 1, total 1;
+    then shrink = 2^(1 - 3), total = 0.25 + 1, lse = 3 + log2(1.25), output = (0.25 v1 + v2) / 1.25.
 
     kv_start is a multiple of TILE_N. kv_end is one, too, or lies beyond every position that the tile's rows
     see. (Rows that do not exist compute garbage, which is never stored.) So the causal mask is the only one,
@@ -504,8 +505,8 @@ def attend_range(query, position, k_head, v_head, table, kv_start, kv_end, scale
     slots = tl.load(table + tl.minimum(kv_start + columns, last))
     for start in range(kv_start, kv_end, TILE_N):
         # Slots are loaded a strip ahead, or the copies of K and V would have to wait for them.
-        # Offsets are int64: int32 overflows at a million slots. K is loaded as rows, so that it
-        # shares V's offsets.
+        # Offsets are int64: int32 overflows at a million slots of 16 KV heads of D 128. K is loaded as
+        # rows, so that it shares V's offsets.
         next_slots = tl.load(table + tl.minimum(start + TILE_N + columns, last))
         offsets = slots.to(tl.int64)[:, None] * stride_slot + dims[None, :]
         k = tl.load(k_head + offsets, mask=dims[None, :] < D, other=0.0)        # [TILE_N, TILE_D]

@@ -4,13 +4,13 @@ The most likely reply need not begin with the most likely token. So the search f
 the *beams*. In each step the model tells how likely each next token is behind each beam, and of all beams
 that are one token longer the `width` best go on. With width 2 and summed log probabilities:
 
-    a -0.5   -->   a b -1.1   -->   a b a -1.3      both come from a b; the search gives up b a
-                   a c -1.8         a b b -1.6
-    b -0.9   -->   b a -1.2   -->   b a c -1.9
-                   b c -2.4         b a a -2.0
+    a -0.6   -->   a b -1.2   -->   a b a -1.8      both come from a b; the search gives up b a
+                   a c -1.9         a b b -2.1
+    b -1.0   -->   b a -1.3   -->   b a c -2.2
+                   b c -2.5         b a a -2.3
 
-Each beam is a conversation, and each longer beam is a fork of one: they share the full chunks, as
-in PagedAttention (see sharing.py).
+To make a beam longer, a new conversation is forked from that of its beginning, and computes its last
+token. So beams share the full chunks of what they have in common (see sharing.py).
 """
 from typing import NamedTuple
 from uuid import uuid4
@@ -69,8 +69,9 @@ def check(engine: Engine, prompt: list[int], width: int, max_tokens: int):
 
 
 def advance(engine: Engine, prompt: list[int], beams: list[Beam], names: list[str], top: int) -> list[Beam]:
-    """Compute the last token of each beam in a new conversation, which gets a name of `names`. Returns the
-    beams that are one token longer, with the `top` most likely tokens behind each beam; the best first."""
+    """Compute the last token of each beam (at first: the prompt) in a new conversation, which gets a name of
+    `names`. Returns the beams that are one token longer, with the `top` most likely tokens behind each beam;
+    the best first. The token that the turn samples does not matter."""
     handles = []
     for beam, name in zip(beams, names):
         context = [*prompt, *beam.tokens]

@@ -50,7 +50,7 @@ class Config:
     separate_phases: bool = flag(False, "never put prompts and generated tokens into the same batch")
     no_pipeline: bool = flag(False, "copy all chunks back before the first attention, not layer by layer "
                              "while the model runs")
-    eager: bool = flag(False, "on CUDA: compile nothing, and launch every kernel from Python")
+    eager: bool = flag(False, "plain PyTorch: compile and capture nothing on CUDA, pack no weights on a CPU")
 
     @classmethod
     def names(cls) -> set[str]:

@@ -14,12 +14,14 @@ a step waits for them.
 
 Neighbouring tokens of a chunk lie in slots anywhere, so a copy moves single tokens. To call the
 driver for each of them would take longer than the copies. So one kernel reads one tier and writes
-the other, for all tokens of a layer: the GPU reaches the host's memory by itself. (That memory is
-pinned as CUDA says: its pages never move. Pinned conversations are something else.)
+the other, for all tokens of a layer (on the way out: of all layers). The GPU reaches the host's memory
+by itself. (That memory is pinned as CUDA says: its pages never move. Pinned conversations are
+something else.)
 
 Invariants: a slot is overwritten only when earlier steps have read it; a copy out reads only what
-earlier steps have written; a ticket has landed only when its copy has ended. Without CUDA the same
-code runs in order: every copy has ended when the call returns.
+earlier steps have written; a ticket has landed only when its copy has ended. (kv_cache.py gives no
+slot away that a copy still reads or writes.) Without CUDA the same code runs in order: every copy has
+ended when the call returns.
 """
 from __future__ import annotations      # where triton is absent, `tl.constexpr` is, too
 
@@ -38,8 +40,8 @@ from torch import Tensor
 from attention_kernel import jit, tl, triton
 from kv_cache import Ticket
 
-COPYING_PROGRAMS = 16       # of the copying kernel: each takes a processor of the GPU from the model
-TILE_BYTES = 16 * 1024      # in flight in each program, 256 KB in all: 50 GB/s take some 100 KB
+COPYING_PROGRAMS = 16       # of the copying kernel: each may keep a processor of the GPU busy
+TILE_BYTES = 16 * 1024      # in flight in each program, 256 KB in all: 50 GB/s for 2 us are 100 KB
 
 
 @dataclass(eq=False)
@@ -69,12 +71,12 @@ class KVPool:
     """Both tiers of all layers. The CPU tier has a row for each token of each place: that of token i
     of place p is row p * chunk_size + i."""
 
-    def __init__(self, layers: int, heads: int, head_dim: int, num_slots: int, num_places: int,
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, num_slots: int, num_places: int,
                  chunk_size: int, device, dtype: torch.dtype, pipeline: bool = True):
-        """heads: KV heads. pipeline=False: no layer attends before all layers have arrived."""
+        """pipeline=False: no layer attends before all layers have arrived."""
         cuda = torch.device(device).type == "cuda"
-        gpu_shape = layers, 2, num_slots, heads, head_dim                   # 2: K and V
-        cpu_shape = layers, 2, num_places * chunk_size, heads, head_dim
+        gpu_shape = layers, 2, num_slots, kv_heads, head_dim                # 2: K and V
+        cpu_shape = layers, 2, num_places * chunk_size, kv_heads, head_dim
         self.gpu = torch.empty(gpu_shape, device=device, dtype=dtype)
         self.cpu = pinned(cpu_shape, dtype, owner=self) if cuda else torch.empty(cpu_shape, dtype=dtype)
         self.chunk_size, self.pipeline = chunk_size, pipeline
@@ -114,8 +116,8 @@ class KVPool:
         gives the tickets back later. No tickets: nothing happens.
 
         stream_in first waits for the current stream, because earlier steps may still use what the slots held
-        before. The copies are one `_flight`; `_addresses` gives their slots and rows. The flight notes an
-        event when a layer has arrived, and it is `arriving` from then on."""
+        before. Behind the copy of each layer it records an event, for wait(). Then the flight is
+        `arriving`."""
         if not tickets:
             return
         self.stream_in.wait_stream(self.stream())
@@ -128,9 +130,11 @@ class KVPool:
 
     def swap_out(self, tickets: list[Ticket], written=None):
         """Start the copies GPU -> CPU, from each ticket's slots into its place. Nobody waits for a
-        single layer, so one copy takes all layers. written: an event of the current stream, when all
-        earlier steps have written to these slots; None: now. stream_out waits for that event and for
-        the copies in, and never for the step that computes meanwhile. No tickets: nothing happens."""
+        single layer, so one copy takes all layers. No tickets: nothing happens.
+
+        stream_out waits for the copies in, and for `written`: an event of the current stream, behind all
+        that writes to these slots (None: behind all that is launched so far). The worker gives an event
+        before this step, so the copies wait for the steps before it, and run while it computes."""
         if not tickets:
             return
         self.stream_out.wait_event(written or self.now())
@@ -140,9 +144,9 @@ class KVPool:
             copy_tokens(self.gpu.flatten(0, 1), slots, self.cpu.flatten(0, 1), rows)
 
     def copy_slots(self, copies: dict[int, int]):
-        """Copy KV from slot to slot, target -> source, in the order of the current stream: earlier
-        steps have written the sources, and a later swap_in may overwrite them. In each layer all
-        sources are read before a target is written, because a slot may be both."""
+        """Copy KV into each slot `target` from slot copies[target], in the order of the current stream:
+        earlier steps have written the sources, and a later swap_in may overwrite them. In each layer
+        all sources are read before a target is written, because a slot may be both."""
         if copies:
             targets, sources = self._upload([list(copies), list(copies.values())])      # [c] each
             for layer in self.gpu:                                          # [2, slots, H_kv, D]
@@ -169,10 +173,11 @@ class KVPool:
         return [ticket for flight in ended for ticket in flight.tickets]
 
     def stats(self) -> dict:
-        """Bytes and seconds of the copies that have ended, and the share of these seconds that
-        computation hid: neither did the model's stream wait, nor was the host busy with copies.
-        A lower bound: the GPU may have computed while the host was busy, and the host's time for
-        copies still in flight counts already. Without CUDA nothing is hidden."""
+        """Bytes and seconds of the copies that have ended, and the share of these seconds that was
+        hidden: neither did the model's stream wait for a copy, nor was the host busy with copies.
+        Under load it is a lower bound: the GPU may have computed while the host was busy, and the host's
+        time for copies still in flight counts already. (A copy beside an idle GPU counts as hidden.)
+        Without CUDA nothing is hidden."""
         seconds = self.totals["swap_in_seconds"] + self.totals["swap_out_seconds"]
         hidden = max(0.0, 1 - self.overhead_seconds / seconds) if seconds else 0.0
         return dict(self.totals, swap_hidden_share=hidden)
@@ -216,9 +221,9 @@ class KVPool:
 
 
 def copy_tokens(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: Tensor):
-    """target[:, target_rows] = source[:, source_rows]; source and target [n, rows, H_kv, D] with n
-    for K and V, of one layer or more; source_rows and target_rows [t] int64. On CUDA one of source
-    and target is pinned memory of the host."""
+    """target[:, target_rows] = source[:, source_rows]; source and target [n, rows, H_kv, D], contiguous:
+    n = 2 for one layer, its K and its V, and 2 more for each further layer; source_rows and
+    target_rows [t] int64. On CUDA one of source and target is pinned memory of the host."""
     if not source_rows.is_cuda:
         target.index_copy_(1, target_rows, source.index_select(1, source_rows))
         return

@@ -1,4 +1,4 @@
-"""The model: GPT-2, GPT-3, OPT, Llama, Mistral, Qwen and SmolLM as one plain decoder.
+"""The model: GPT-2, OPT, Llama, Mistral, Qwen and SmolLM as one plain decoder.
 
 The batch is ragged (the paper's unified batching, §4.2): the tokens of all spans lie packed in one
 dimension T, whatever request and phase they belong to. Except for attention, a decoder computes
@@ -111,7 +111,7 @@ class ModelConfig:
 
 def rotary_frequencies(config: ModelConfig, device) -> Tensor:
     """By how many radians per position each pair of dimensions turns: [D/2] in float32, from 1 down
-    to nearly 1 / rope_theta.
+    to nearly 1 / rope_theta (before any scaling).
 
     rope_scaling = (factor, low, high, trained) is how Llama 3.1 reaches beyond the `trained`
     positions. A pair that turns fewer than `low` times within them is slowed down by `factor`. A
@@ -127,7 +127,7 @@ def rotary_frequencies(config: ModelConfig, device) -> Tensor:
 
 
 class Alone:
-    """The processes that share a model, where there is only one. parallel.Ranks: where there are more."""
+    """The processes that share a model, seen by one of them: here it is alone. parallel.Ranks has more."""
     rank, size = 0, 1
 
     def add_up(self, part: Tensor) -> Tensor:
@@ -203,7 +203,8 @@ class Model(nn.Module):
     """A pre-norm decoder over packed tokens. Build it with `load_model` or `random_model`.
 
     Several processes can share a model: each has some of the heads and some of each MLP's inner
-    values. Everything else is the same in all of them. `config` has the sizes of this process."""
+    values. attn.out and mlp.down have a bias on rank 0 only, since the sum over all processes follows
+    them. Everything else is the same in all of them. `config` has the sizes of this process."""
 
     def __init__(self, config: ModelConfig, ranks: Alone = ALONE):
         super().__init__()

@@ -4,7 +4,7 @@
 
 Each rank (process) has some of the heads with their K and V, and some of each MLP's inner values. Its
 attention and its MLP give a part of a sum, and an all_reduce behind each makes the sum (model.Layer).
-Embeddings and the output layer are the same on all ranks.
+A bias of such a sum is rank 0's to add. Embeddings and the output layer are the same on all ranks.
 
     rank 0 (Leader)     schedule | numbers -> | layers | logits | sample | tokens -> | settle
     rank 1 (Follower)              -> numbers | layers | logits            -> tokens | wait for numbers
@@ -54,12 +54,12 @@ FOREVER = timedelta(days=3650)      # an idle server sends nothing; a death is n
 # ---- the processes that torchrun has started
 
 class Ranks(Alone):
-    """The processes that share a model, as one of them sees them."""
+    """The processes that share a model, seen by one of them: there are several."""
 
     def __init__(self):
         backend = "gloo"
         if gpus := torch.cuda.device_count():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)     # NCCL refuses two ranks on one
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)     # two on one: NCCL refuses them
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=FOREVER)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -70,7 +70,8 @@ class Ranks(Alone):
         self.watchers: list[threading.Thread] = []      # while an engine is open, one for each of them
 
     def watch(self):
-        """From now on the end of one of the others ends this process, until both say goodbye."""
+        """From now on the end of one of the others ends this process, until both say goodbye. Rank 0 watches
+        all, and all watch rank 0: so the end of one is the end of all."""
         self.watchers = [threading.Thread(target=self._wait_for_end, args=(other,), daemon=True)
                          for other in self.others]
         for watcher in self.watchers:
@@ -292,7 +293,7 @@ def follow_engine(ranks: Ranks):
 
 def follow_every_engine():
     """For programs that open several engines, one after another: on ranks other than 0 this follows all of
-    them, and does not return. On rank 0, and without torchrun, it does nothing."""
+    them, and does not return. On rank 0 it only joins the others; without torchrun it does nothing."""
     ranks = join_ranks()
     while ranks and ranks.rank:
         follow_engine(ranks)

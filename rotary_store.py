@@ -18,7 +18,7 @@ from torch import Tensor
 from attention_kernel import jit, runs_triton, tl, triton
 
 Rotation = tuple[Tensor, Tensor]        # cos and sin of each token's angles, [T, D/2] float32
-ELEMENTS = 1024                         # of one program: 8 for each of its 128 threads (bfloat16: 16 bytes)
+ELEMENTS = 1024                         # of one tile: 8 for each of 128 threads (in bfloat16 16 bytes)
 
 
 def rotate_and_store(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
@@ -74,9 +74,9 @@ def rotate_and_store_kernel(q, k, v, rotated, k_cache, v_cache, slots, cos, sin,
                             HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KV_TILES: tl.constexpr,
                             D: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
                             ROTATE: tl.constexpr):
-    """A program copies TILE_H heads of one token. The first KV_TILES programs of a token take k and v,
-    the others, which there are only with ROTATE, q. Grid (T, tiles). Offsets of tokens and slots are
-    int64.
+    """A tile is TILE_H heads of one token. Each of the first KV_TILES programs of a token copies a tile of
+    k and one of v; each of the others, which there are only with ROTATE, a tile of q. Grid (T, programs).
+    Offsets of tokens and slots are int64.
 
         32 heads, 8 KV heads, D 128: TILE_H 8, so program 0 copies k and v, programs 1 to 4 copy q"""
     token = tl.program_id(0).to(tl.int64)

@@ -13,9 +13,9 @@ A random draw is an argmax, too. Let every token with probability p wait for a t
 is drawn from Exp(1). The token that arrives first is a draw from p: it is the one with the largest
 log p - log E (the Gumbel-max trick).
 
-Invariant: E is a function of (seed, position, token id) alone, hashed in integers. So a reply with
-a seed repeats, up to the rounding of its logits, whatever else is in the batch, after a suspension,
-and on any device.
+Invariant: E is a function of (seed, position of the drawn token, token id) alone, hashed in integers.
+So a reply with a seed repeats, up to the rounding of its logits and of the stages, whatever else is
+in the batch, after a suspension, and on any device.
 """
 import random
 from collections.abc import Callable
@@ -56,7 +56,7 @@ class Sampling:
     repetition_penalty: float = 1.0     # divides positive logits of the context's tokens, multiplies negative
     seed: int = field(default_factory=lambda: random.getrandbits(32))
     logit_bias: dict[int, float] = field(default_factory=dict)      # token id -> added to its logit
-    logprobs: int | None = None         # report log probabilities: the token's, and the k largest
+    logprobs: int | None = None         # k: report the token's log probability and the k largest; None: none
 
     @cached_property
     def looks_back(self) -> bool:
@@ -83,19 +83,20 @@ def within(value, low, high) -> bool:
 
 def sample(logits: Tensor, requests: list[Request]) -> list[Tensor]:
     """A token from each row of logits [N, vocab] float32, for its request; -1 where the largest of a
-    row is NaN or infinite. The logits are used up.
+    row, after all stages, is NaN or infinite. The logits are used up.
 
     The results stay on the device: the tokens [N], and, if requests ask for log probabilities, the
-    log_probabilities() of these. They are those before penalties, bias and temperature: they say
+    log_probabilities() of their rows. They are those before penalties, bias and temperature: they say
     what the model believes, not what the draw was asked for."""
     reported = rows_to_report(requests)
     asked = [(stage, rows) for stage in STAGES if (rows := rows_that(requests, stage.is_asked_for))]
     groups = [[np.array(rows), *stage.tell([requests[i] for i in rows])] for stage, rows in asked]
-    told = upload_groups([*groups, [np.array(reported, int)]], logits.device) if asked or reported else []
+    told = []
+    if asked or reported:
+        (reported_rows,), *told = upload_groups([[np.array(reported, int)], *groups], logits.device)
     if reported:
-        reported_rows, = told[-1]
         believed = logits[reported_rows].log_softmax(-1)                        # [reported, vocab]
-    for (stage, rows), (rows_on_device, *columns) in zip(asked, told):
+    for (stage, rows), (rows_on_device, *columns) in zip(asked, told, strict=True):
         if len(rows) == len(requests):
             logits = stage.change(logits, *columns)
         else:
@@ -120,7 +121,7 @@ def rows_to_report(requests: list[Request]) -> list[int]:
 
 def log_probabilities(logprobs: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
     """logprobs [n, vocab], tokens [n] -> the log probability of each row's token, [n]; the token ids and
-    the log probabilities of its `top` most likely tokens, [n, top] each."""
+    the log probabilities of its `top` most likely tokens (at most vocab), [n, top] each."""
     best = logprobs.topk(min(top, logprobs.shape[1]))                           # [n, top]
     return logprobs.gather(1, tokens[:, None])[:, 0], best.indices, best.values
 
@@ -129,9 +130,9 @@ def read(requests: list[Request], tokens: Tensor, *logprobs: Tensor) -> tuple[li
     """The results of sample(), once they are on the host, as numbers: the tokens, and a report for each
     request.
 
-    A request that asks for the two largest log probabilities gets the report (that of its own token,
-    [(token id, log probability), (token id, log probability)]), and None if it asks for none. If no
-    request asks, there is no list of reports, but None."""
+    A request with logprobs=2 gets the report (log probability of its token, [(token id, log
+    probability), (token id, log probability)]: the two most likely), and one with logprobs=None gets
+    None. If that is so for all, the list of reports is None, too."""
     if not logprobs:
         return tokens.tolist(), None
     reports = [None] * len(requests)
@@ -190,7 +191,7 @@ def add_bias(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> Te
 
 
 def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Below 1e-5 a draw is as good as greedy, except between ties, and floats would overflow."""
+    """A temperature below 1e-5 counts as 1e-5: a draw is almost greedy then, and no division overflows."""
     return logits.div_(temperature[:, None].clamp(min=1e-5))
 
 
@@ -217,7 +218,7 @@ def least_share(share: Tensor, top_p: Tensor, width: int) -> Tensor:
     top_p [n, 1]; share [n, vocab].
 
     These tokens are mostly few, and to rank few is cheaper. So we rank only the best `width` of each
-    row, and do it again with 16 times as many for the rows where these do not suffice. On a GPU the
+    row, and do it again with 16 times as many for the rows that need all of these or more. On a GPU the
     host would have to wait to know these rows: there `width` is that of the vocabulary.
 
         shares 0.5, 0.3, 0.1, 0.1 and top_p 0.7:  the first two hold 0.8 -> 0.3

@@ -166,7 +166,7 @@ def _runs(tickets: list[Ticket]) -> str:
 
 class Result(NamedTuple):
     """What the worker made of a batch."""
-    tokens: list[int]                              # one for each of sampling_spans; -1: no finite logits
+    tokens: list[int]                              # one for each of sampling_spans; -1: logits not finite
     landed: list[Ticket]                           # copies that have ended, of this step or an earlier one
     logprobs: list | None = None                   # one for each token; None where nobody asked for it
 

@@ -10,13 +10,14 @@ the tokens up to there and on nothing else, so both conversations can use the sa
     a.holders = [a, S0, S1, S2]      b.holders = [b, S0, S1, S2]      S0.used_by = {a, b}
 
 If a and b also begin chunk 3 with the same tokens, b gets their KV as a copy, from slots of a to its own,
-when it is admitted. So only full chunks are shared, and nobody writes other KV into a slot that others use.
-(PagedAttention shares the chunk that is not full, too, and copies it on write: that is when its second user
-computes its first token, so at the same time.)
+when it is admitted. So only full chunks are shared (those with a token at each position), and nobody writes
+other KV into a slot that others use. (PagedAttention shares the chunk that is not full, too, and copies it
+when one of its users first writes there.) Nobody searches for conversations that begin alike: the caller
+names the *origin*, by `fork` or `follow`.
 
-To the core every chunk has one *holder*, and eviction looks at holders only. The holder of a chunk that is
-not shared is its conversation. When we share a chunk, we hand it over to a *stem*: a holder that nobody
-talks to, with that one chunk and its users. The stem goes with its last user.
+To the core every chunk has one *holder*, and eviction looks at holders only. At first the holder of a chunk
+is its conversation. When we share the chunk, we hand it over to a *stem*: a holder that nobody talks to, with
+that one chunk and its users (S0 above). The stem goes with its last user.
 
 `admit` pins every holder of the conversation that runs, stems too. A pinned stem is in no index and offers no
 slots, so its chunk is safe until its last running user is released. A stem waits while a turn of any user
@@ -24,8 +25,8 @@ waits. It has been idle since the latest run of a user ended. A chunk with three
 much. Whoever recomputes a shared chunk does it for all users; only if one step takes it for two of them, both
 compute it.
 
-The *designated prefix* (the operator's system prompt) is a conversation that is pinned for good. Every
-conversation shares those full chunks of it with which it begins.
+The *designated prefix* (the operator's system prompt) is a conversation that is pinned for good. A
+conversation that has no chunk yet shares those full chunks of it with which its context begins.
 
 Invariant: the shared chunks of a conversation come first, and chunk i of them is held by holders[1 + i].
 """
@@ -39,16 +40,16 @@ from kv_cache import Chunk, Conversation, KVCache, Ticket
 
 
 class Stem(Conversation):
-    """Holds one chunk for several conversations. It has no tokens and never runs."""
+    """Holds one chunk for its users, which are conversations. It has no tokens and never runs."""
 
     def __init__(self, chunk: Chunk, number: int):
         """number: no other stem has it. In a trace the stem bears the name of its first user."""
         holder, toward = chunk.holder, chunk.holder.toward
-        # Among equally cheap chunks the lowest order leaves first: those of conversations, then those of
-        # stems, and among stems the one at the end that the policy takes from.
+        # Among chunks that are worth the same and idle for as long, the lowest order leaves first: those of
+        # conversations, then those of stems, and among stems the one at the end that the policy takes from.
         # (At least 2**40, the order is above that of every conversation; the number makes it unique.)
-        leaves = chunk.index if toward > 0 else 2**20 - chunk.index
-        super().__init__(holder.name, (1 + leaves) * 2**40 + number, (), holder.chunk_size, toward)
+        nth_to_leave = chunk.index if toward > 0 else 2**20 - chunk.index
+        super().__init__(holder.name, (1 + nth_to_leave) * 2**40 + number, (), holder.chunk_size, toward)
         self.chunks = [chunk]
         self.used_by: dict[int, Conversation] = {}       # by order
         self.last_active = holder.last_active
@@ -100,7 +101,7 @@ class SharingCache(KVCache):
     def follow(self, conversation: Conversation, origin: Conversation):
         """The next turn of `conversation` uses what `origin` has computed, as far as both begin alike: it
         shares full chunks and copies what is behind them. While the origin computes the same prompt, this
-        turn waits: one prompt, n replies."""
+        turn waits at the head of the queue, and all others behind it: one prompt, n replies."""
         self.origins[conversation.order] = origin
 
     def extend(self, conversation: Conversation, prompt: Sequence[int]) -> bool:
@@ -225,7 +226,8 @@ class SharingCache(KVCache):
                 super()._update_cold(user)
 
     def _is_cold(self, conversation: Conversation) -> bool:
-        """No conversation is cold while a chunk that it shares is cached and may be evicted."""
+        """No conversation is cold while a chunk that it shares is cached. Chunks of the designated prefix do
+        not count: they stay for ever."""
         shares = any(stem.present and stem.pins < math.inf for stem in conversation.holders[1:])
         return super()._is_cold(conversation) and not shares
 

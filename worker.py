@@ -147,7 +147,7 @@ class Worker:
         if not batch.spans:
             return lambda: Result([], self.pool.landed(wait=True))
         sampled = sample(logits, packed.sampling_requests)
-        # -1, no finite logits, has no embedding: a step that is launched before the request fails reads 0.
+        # -1 (the logits are not finite) has no embedding: a step launched before the request fails reads 0.
         self._remember(inputs, sampled[0].clamp(min=0).int())
         on_host = [part.to("cpu", non_blocking=True) for part in sampled]       # into pinned memory
         done = self.pool.now()
