@@ -1,5 +1,5 @@
 """The embedded model: transformers loads it, tiktoken agrees with its tokenizer, and it remembers values that
-it never saw in training."""
+training never made up."""
 import random
 import re
 import sys
@@ -89,8 +89,8 @@ def test_tiktoken_gives_the_same_ids(tokenizer):
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == fast.decode(ids) == text
 
 
-def test_most_values_below_were_never_seen_in_training():
-    """"French" and "German" hardly ever were."""
+def test_training_made_up_none_of_most_values_below():
+    """But "French" and "German" it may have, though hardly ever."""
     values = ["Quildane", "5828", "42", "teal", "Oslo", "Ada", "chess", "Pip", "Rex", "ada@example.com"]
     assert all(map(is_held_out, values))
 
@@ -168,8 +168,8 @@ def test_every_answer_follows_from_the_dialogue():
 
 
 def test_long_dialogues_look_far_back():
-    """Many answers name what was last said more than 1,000 tokens before. Once, lists of all notes came so
-    often that hardly any did."""
+    """Many answers are about a thing that no answer named in the last 1,000 tokens. Once, lists of all notes
+    came so often that hardly any were."""
     rng, far = random.Random(1), 0
     for _ in range(50):
         named = {}                          # thing -> where the last answer was that named its value
@@ -207,7 +207,8 @@ def test_what_users_say_looks_as_users_write_it():
     assert sum(language[0].isupper() for language in languages) > 70
     assert question("What's my age") == "What's my age?" and question("Tell me my age") == "Tell me my age"
     text = "".join(dialogue(rng, 256) for _ in range(4000))
-    assert re.search(r"\. My \w", text)
+    assert re.search(r"\. My \w", text)        # two facts in one message
+    # A question that suits one thing only, in American spelling.
     assert re.search("What do I love to eat.{0,9}<.end.><.assistant.>Your favorite food", text)
 
 

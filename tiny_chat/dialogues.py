@@ -5,16 +5,17 @@ A user tells facts, the assistant notes them, and much later the user asks:
     Hi, I'm Ada.                    Your name becomes note 1: your name is Ada.
     I live in Oslo.                 Your home city becomes note 2: your home city is Oslo.
     I moved to Rome.                Your home city has changed: your home city is Rome.
-    Where do I live?                Your home city is Rome.
+    No, it's Bari.                  Your home city has changed again: your home city is Bari.
+    Where do I live?                Your home city is Bari.
     What is my hobby?               Your hobby? I don't know that yet.
-    What do you know about me?      Note 1: your name is Ada. Note 2: your home city is Rome. Note 3 is still
+    What do you know about me?      Note 1: your name is Ada. Note 2: your home city is Bari. Note 3 is still
                                     empty.
 
 A fact is a thing ("home city") and its value ("Rome"). Every answer follows from the dialogue so far. In
 training, values consist of random syllables, letters and digits, and one word in ten is a common English one.
-So the model cannot learn values by heart: it must find the note and copy it, token by token. An answer
-repeats the thing first ("Your home city"). Only the token after it depends on what the user wants and on
-whether there is a note: "is", "?", "has", "becomes".
+So the model cannot learn values by heart: it must find the note and copy it, token by token. An answer about
+one fact repeats the thing first ("Your home city"). Only the token after it depends on whether there is a
+note: "is" or "?" after a question, "has" or "becomes" after a fact.
 
 A hash keeps one word in eight out of the values and the made-up things of training. The sentences that tell,
 change, ask and list come in three sets: we train on "train", measured with "choice" while we chose the
@@ -241,7 +242,8 @@ CODAS = "b ck d l ll m n ng nt p r rd rk s ss st t x".split() + [""] * 16
 
 
 def is_held_out(word):
-    """True if we use this word only to measure: one in eight, by a hash, and those of REAL_VALUES."""
+    """True if no value and no made-up thing of training has this word: one in eight, by a hash, and those of
+    REAL_VALUES. (Other parts of a sentence may have it.)"""
     return zlib.crc32(word.casefold().encode()) % 8 == 0 or word.casefold() in HELD_OUT
 
 
@@ -324,8 +326,8 @@ class Dialogue:
         self.rng, self.wordings, self.held_out = rng, wordings, held_out
         self.facts = {}                     # thing -> its latest value, in the order of the notes
         self.changed = set()
-        # How probable it is that a new thing shares a word with one that has a note, and how many notes these
-        # are: the first two, say (None: all).
+        # How probable it is that a new thing shares a word with one that has a note. Only the first
+        # `alike_to` notes count (None: all).
         self.alike, self.alike_to = 0.25, None
         self.last = None                    # the thing that the turn before told or asked
         self.casual = rng.random() < 0.2    # the user writes without capitals
@@ -382,8 +384,8 @@ class Dialogue:
         return self.spell(rng.choice(["", "", "favourite ", "first "])) + thing
 
     def pick_unknown(self, avoid=()):
-        """A thing without a note. One in four (see `alike`) shares a word with a thing that has a note:
-        "favourite number" beside "favourite colour"."""
+        """A thing without a note. A share of `alike` has a word of a thing that has a note: "favourite
+        number" beside "favourite colour"."""
         while True:
             thing = self.pick_thing()
             if self.facts and self.rng.random() < self.alike:
@@ -446,9 +448,9 @@ class Dialogue:
         return way.format(thing=thing, value=value), f"Your {thing} {note}: your {thing} is {value}."
 
     def sounds_like_a_change(self, known):
-        """True if the user words this fact as a change ("Actually, ..."). In training, half of the changes
-        are worded so, and three in ten of the new facts. So the words alone do not tell whether there is a
-        note, and the model must look for it."""
+        """True if the sentence is drawn from CHANGE ("Actually, ..."), False if from TELL. In training it is
+        True for half of the changes, and for three in ten of the new facts. So the words alone do not tell
+        whether there is a note, and the model must look for it."""
         if self.wordings != "train":
             return known
         return self.rng.random() < (0.5 if known else 0.3)
@@ -509,14 +511,15 @@ class TrainingDialogue(Dialogue):
             self.system()
             if rng.random() < 0.3:
                 self.say(*self.introduction())
-        # The user's habits: the most facts, and how probable each kind of turn is when `turn` comes to it.
-        self.most = rng.choice([1, 1, 2, 2, 3, 4, 6, 8, 12])
+        # The user's habits: how many facts at most, and how probable each kind of turn is when `turn` comes
+        # to it.
+        self.most_facts = rng.choice([1, 1, 2, 2, 3, 4, 6, 8, 12])
         self.telling, self.chatting = rng.choice([0.1, 0.3, 1]), rng.choice([0.05, 0.1, 0.4])
         self.changing, self.listing = rng.choice([0.3, 0.6]), rng.choice([0.1, 0.25])
         if length > 1024 and rng.random() < 0.7:    # many facts, so that many questions look far back
-            self.most, self.telling, self.changing = rng.randint(15, 50), rng.choice([0.4, 1]), 0.2
+            self.most_facts, self.telling, self.changing = rng.randint(15, 50), rng.choice([0.4, 1]), 0.2
         if length <= 1024 and rng.random() < 0.3:   # the user tells all at once, and wants to see the notes
-            self.most, self.telling, self.chatting, self.listing = rng.randint(3, 8), 1, 0.05, 0.9
+            self.most_facts, self.telling, self.chatting, self.listing = rng.randint(3, 8), 1, 0.05, 0.9
         if rng.random() < 0.5:      # most things share a word, so that the model must compare whole things
             self.alike, self.alike_to = 0.6, rng.choice([1, 2, 4, None])
         self.end = 2.9 * length             # characters
@@ -525,9 +528,9 @@ class TrainingDialogue(Dialogue):
         self.rest(ALL_NOTES)
 
     def rest(self, *things):
-        """The user does not come back to these things for a while, unless at once. A long rest takes at least
-        60% of the text still to come, so that the model must look far back; a short one takes 8% of it on
-        average."""
+        """For a while the user neither asks for these things nor changes them, unless at once. (A list names
+        them all the same; it rests as ALL_NOTES.) A long rest takes at least 60% of the text still to come,
+        so that the model must look far back; a short one takes 8% of it on average."""
         for thing in things:
             now = len(self.text)
             share = self.rng.uniform(0.6, 1) if self.rng.random() < self.far else self.rng.random() ** 2 / 4
@@ -542,8 +545,8 @@ class TrainingDialogue(Dialogue):
         fact without a note."""
         rng, rested = self.rng, self.rested()
         facts = [thing for thing in rested if thing != ALL_NOTES]
-        changes = rng.random() < self.changing          # drawn in any case: the weights depend on the order
-        if len(self.facts) < self.most and rng.random() < (self.telling if self.facts else 0.5):
+        changes = rng.random() < self.changing
+        if len(self.facts) < self.most_facts and rng.random() < (self.telling if self.facts else 0.5):
             self.say(*self.tell_new())
         elif rng.random() < self.chatting:
             self.say(*self.chatter())
@@ -571,7 +574,7 @@ class TrainingDialogue(Dialogue):
         thing = asked or self.pick_unknown()
         said, answer = self.tell(thing)
         self.rest(thing)
-        while rng.random() < 0.3 and len(self.facts) < self.most:
+        while rng.random() < 0.3 and len(self.facts) < self.most_facts:
             thing = self.pick_unknown()
             more, noted = self.tell(thing)
             joint = rng.choice([" and ", " and ", ". ", ", and "])

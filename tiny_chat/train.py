@@ -1,16 +1,16 @@
 """Make the embedded model: a small Llama that remembers what you told it.
 
 This script and dialogues.py made every file of the checkpoint beside them. Training begins with dialogues of
-256 tokens and ends with a mixture of 512 to 5,120. In half of the short dialogues the positions have random
-gaps between turns, so that the model meets every distance up to 5,120 tokens long before a context of that
-length. The slower nine of the 16 rotary angles turn 8 times as slowly as usual, as in Llama 3.1. Within 4,096
-tokens the fastest of these turns by 94 degrees (otherwise by 754), and most turn by less than 10. So the
-model finds a note by its words, at any distance.
+256 tokens and ends with a mixture of 512 to 5,120. In half of those below 5,120 the positions have random
+gaps between turns, so that the model meets every distance up to 5,120 tokens before it meets a context of
+that length. The slowest nine of the 16 rotary angles turn 8 times as slowly as usual, as in Llama 3.1. Within
+4,096 tokens the fastest of these turns by 94 degrees (otherwise by 754), and most turn by less than 10. So
+the model finds a note by its words, at any distance.
 
     torchrun --nproc-per-node 2 tiny_chat/train.py      # train on two cores, save beside this script
     python tiny_chat/train.py --average A B             # save the mean of the weights in two directories
     python tiny_chat/train.py --evaluate choice         # measure, with the sentences for choosing a recipe
-    python tiny_chat/train.py --evaluate final          # measure, with sentences never looked at until then
+    python tiny_chat/train.py --evaluate final          # measure, with sentences that chose no recipe
 
 Training saves its state in training.pt every 200 steps, and continues from there when it is started again.
 The committed weights are the mean of two trainings that parted at step 4,400: see README.md.
@@ -34,9 +34,9 @@ from dialogues import REAL_VALUES, Dialogue, dialogue, draw
 
 HERE = Path(__file__).resolve().parent
 CONTEXT = 4096
-LONGEST = 5120                      # tokens of a training dialogue: beyond CONTEXT, so that 3,900 are common
+LONGEST = 5120      # tokens of a training dialogue: beyond CONTEXT, so that distances of 3,900 are common
 # Phases: (steps, tokens of one process in a step, lengths of a dialogue in tokens). All dialogues of a step
-# have one length; the lengths take turns.
+# have one length, and a step has at least one; the lengths take turns.
 PHASES = [(1600, 2048, [256]), (2400, 4096, [512, 512, 1024]), (3400, 4096, [512, 1024, 2048, LONGEST])]
 PEAKS = 0.02, 0.003                 # learning rates of Muon and AdamW
 WARM_UP, COOL_DOWN = 100, 0.4       # steps; the share of all steps in which the learning rate falls
@@ -80,11 +80,11 @@ def encode(tokenizer, texts, length):
     return ids[:, :-1], torch.where(in_answer, ids[:, 1:], -100)
 
 
-def positions(rng, ids, user):
+def positions_with_gaps(rng, ids, user):
     """Positions [B, length] of the ids: in half of the rows they jump at up to four of the user's turns, such
     that the last position is at most LONGEST - 1. user: the id of <|user|>.
 
-    With a gap of 100 before the second turn, at index 3: 0 1 2 103 104 105 ..."""
+    If the second turn begins at index 3, with a gap of 100 before it: 0 1 2 103 104 105 ..."""
     steps = torch.ones_like(ids)
     for row, step in zip(ids, steps):
         turns = (row == user).nonzero().flatten().tolist()[1:]      # before the first there is no fact
@@ -101,6 +101,7 @@ def positions(rng, ids, user):
 
 
 def new_model():
+    """A Llama without a pad_token_id: that would block the gradient of <|end|>'s embedding."""
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=5, num_attention_heads=4,
         num_key_value_heads=2, intermediate_size=256, max_position_embeddings=CONTEXT,
@@ -111,10 +112,11 @@ def new_model():
 
 
 def orthogonal(matrix):
-    """The matrix [R, C] with the same singular vectors and with singular values of roughly 1.
+    """The matrix [R, C] with the same singular vectors, and with singular values of mostly 0.7 to 1.2.
 
-    Each of the five Newton-Schulz steps replaces every singular value s by 3.4445 s - 4.7750 s^3 + 2.0315 s^5
-    (Jordan's numbers): 0.1 becomes 0.34, then 0.99, and so on."""
+    We divide it by its norm, so that none of them is above 1. Then each of five Newton-Schulz steps replaces
+    every singular value s by 3.4445 s - 4.7750 s^3 + 2.0315 s^5 (Jordan's numbers): 0.1 becomes 0.34, 0.99,
+    0.71, 1.11, and at last 0.71. Very small ones stay below."""
     x = matrix / (matrix.norm() + 1e-7)
     x = x.T if x.shape[0] > x.shape[1] else x
     for _ in range(5):
@@ -124,10 +126,10 @@ def orthogonal(matrix):
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose steps are made orthogonal (Jordan et al., 2024).
+    """Nesterov's momentum, whose steps are made orthogonal (Jordan et al., 2024).
 
-    A tall matrix takes larger steps. torch.optim.Muon computes in bfloat16, which took 100 times as long as
-    float32 on the CPUs that we used."""
+    A matrix with more rows than columns takes larger steps. torch.optim.Muon computes in bfloat16, which took
+    100 times as long as float32 on the CPUs that we used."""
 
     def __init__(self, matrices, lr, momentum=0.95, weight_decay=0.01):
         super().__init__(matrices, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
@@ -137,10 +139,10 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for matrix in group["params"]:
                 if matrix not in self.state:
-                    self.state[matrix]["average"] = torch.zeros_like(matrix)
-                average = self.state[matrix]["average"]
-                average.lerp_(matrix.grad, 1 - group["momentum"])
-                update = orthogonal(matrix.grad.lerp(average, group["momentum"]))
+                    self.state[matrix]["smoothed"] = torch.zeros_like(matrix)
+                smoothed = self.state[matrix]["smoothed"]       # gradient
+                smoothed.lerp_(matrix.grad, 1 - group["momentum"])
+                update = orthogonal(matrix.grad.lerp(smoothed, group["momentum"]))
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
                 matrix.add_(update, alpha=-group["lr"] * max(1, matrix.shape[0] / matrix.shape[1]) ** 0.5)
 
@@ -166,8 +168,8 @@ def average_gradients(parameters):
 
 
 def logits_of(model, ids, positions):
-    """Logits [B, length, V]. The mask hides nothing. But without one, transformers takes a gap in the
-    positions for the start of another text."""
+    """Logits [B, length, V]. Attention is causal as usual; the mask only says that no token is padding.
+    Without a mask, transformers takes a gap in the positions for the start of another text."""
     return model(ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=False).logits
 
 
@@ -186,7 +188,7 @@ def train(tokenizer, state_file, seed):
             continue
         rng = random.Random(seed * 1_000_000 + step * dist.get_world_size() + dist.get_rank())
         ids, targets = encode(tokenizer, [dialogue(rng, length) for _ in range(count)], length)
-        logits = logits_of(model, ids, positions(rng, ids, user))
+        logits = logits_of(model, ids, positions_with_gaps(rng, ids, user))
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         loss.backward()
         average_gradients(matrices + others)
@@ -240,7 +242,7 @@ def save(model, tokenizer, directory):
                   "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE}
         Path(fresh, "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
         for file in Path(fresh).iterdir():
-            file.chmod(0o644)               # a temporary file is its owner's alone
+            file.chmod(0o644)               # safetensors lets only the owner read its file
             os.replace(file, directory / file.name)
 
 
@@ -256,7 +258,7 @@ def told_and_asked(rng, wordings, tokenizer, column, distance):
     and "changed" the distance counts from the first message, so that all fits into the context. No measured
     fact is the user's name: "Goodbye, Ada." would repeat it on the way."""
     chat = Dialogue(rng, wordings, held_out=True)
-    chat.casual = chat.american = False         # real values have capitals, and REAL_VALUES are British
+    chat.casual = chat.american = False         # REAL_VALUES has capitals, and "favourite colour"
     thing = rng.choice(list(REAL_VALUES)) if column == "real words" else chat.pick_unknown(avoid={"name"})
     if column == "list":
         for _ in range(rng.randint(1, 6)):
@@ -266,7 +268,7 @@ def told_and_asked(rng, wordings, tokenizer, column, distance):
             chat.say(*chat.tell(thing, value_for(column, thing, chat)))
     told = chat.text.count("<|assistant|>")
     between = len(tokenizer.encode(chat.text).ids) if column in ("list", "changed") else 0      # tokens
-    while between < distance - 60:      # a turn has 30 tokens, at times 200; the context ends at 4,096
+    while between < distance - 60:      # a turn has 30 tokens, at times 200, and all must fit into 4,096
         start = len(chat.text)
         fill(chat, thing, more_facts=column != "list")
         between += len(tokenizer.encode(chat.text[start:]).ids)
