@@ -298,6 +298,9 @@ def test_a_stateless_engine_gives_the_same_answers(server, client, checkpoint, m
     limit = dict(min_tokens=engine.scheduler.limit)         # there is no room for so many
     respond("x" * (limit["min_tokens"] - 50), max_output_tokens=None, extra_body=limit)
     engine.close()
+    alone = client.responses.create(model="ascii", input="Without it", max_output_tokens=4)
+    turn = fetch(server, "GET", "/cache")[1]["turns"][-1]
+    assert turn["response"] == alone.id and turn["stateless"] is None
 
 
 def test_cache_and_metrics_tell_where_the_context_came_from(server, client, capsys):
