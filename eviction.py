@@ -66,8 +66,8 @@ class RecomputeCost:
 
 
 class Policy:
-    """Which chunks leave first. A policy answers three questions. (It may also say otherwise what idle means:
-    `last_needed`, `idle`. And it may learn from turns: `returned`, `ended`.)
+    """Which chunks leave first. A policy answers three questions. (It may also count idle time in its own
+    way, with `last_needed` and `idle`, and learn from turns, with `returned` and `ended`.)
 
     - From which end of a conversation do chunks leave? `toward` is the step from one victim to the next.
       +1: chunk 0 leaves first, then chunk 1, ... -1: the last chunk leaves first.

@@ -14,7 +14,7 @@ The life of a chunk, and who moves it on:
     CPU --admit--> GPU_AND_CPU, whose KV is there at `complete`                            when it returns
     GPU_AND_CPU --computed (it grows)--> GPU                                               while it runs
     GPU_AND_CPU --_free_spare_place (an idle chunk needs the place)--> GPU                 while it runs
-    any --truncate (a turn has ended, was cancelled, ...)--> shorter, or absent            while it is idle
+    any --truncate (for example, a turn was cancelled)--> shorter, or absent               while it is idle
 
 The policy decides which end of a conversation leaves first. A chunk is evictable_without_copy if it found no
 place: none was free, no running conversation could spare one, and no idle chunk that was on the CPU alone was
@@ -104,7 +104,7 @@ class Conversation:
         self.holders = [self]
         self.row: int | None = None     # in the slot table, while it runs
         self.room = 0                   # while it runs, positions [0, room) have slots
-        self.pins = 0                   # how many users of what it holds run, or are about to
+        self.pins = 0                   # how many users of what it holds run, or wait while we make room
         self.waiting = 0                # how many users of what it holds have a turn in the queue
         self.last_active = 0.0          # when it last stopped running, in seconds
         self.turns = 0                  # for a policy that counts them (experiments/policies.py has one)
@@ -280,8 +280,8 @@ class KVCache:
 
         Its own chunks are no help: they are pinned before any slot is taken. Example: 100 slots are
         available, 20 of them in chunks of this conversation, which holds 50 slots. With total = 200 it needs
-        150 more. With reserve = 10, another 10 must remain. It finds 80. So the shortfall is 150 + 10 - 80 =
-        80."""
+        150 more, and with reserve = 10 another 10 must remain. It finds 80. So the shortfall is 150 + 10 - 80
+        = 80 slots."""
         own = sum(holder.reclaimable for holder in conversation.holders if not holder.pins)
         return total - self._slots_held(conversation) + reserve - (self.available - own)
 

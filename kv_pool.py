@@ -41,7 +41,7 @@ from attention_kernel import jit, tl, triton
 from kv_cache import Ticket
 
 COPYING_PROGRAMS = 16       # of the copying kernel: each may keep a processor of the GPU busy
-TILE_BYTES = 16 * 1024      # in flight in each program, 256 KB in all: 50 GB/s for 2 us are 100 KB
+TILE_BYTES = 16 * 1024      # in flight per program, 256 KB in all: 50 GB/s need 100 KB if reads take 2 us
 
 
 @dataclass(eq=False)

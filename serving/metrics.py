@@ -37,7 +37,8 @@ GAUGES = {
     "slots_free": "Slots that hold nothing.",
     "cpu_chunks_total": "Places for chunks in the CPU tier.",
     "cpu_chunks_free": "Places that hold nothing.",
-    "swap_hidden_share": "Share of the seconds of copies in which neither model nor host was kept waiting.",
+    "swap_hidden_share": "Share of the seconds of copies in which neither did the model wait for a copy, "
+                         "nor was the host busy with copies.",
 }
 COUNTERS = {
     "prompt_tokens_gpu": "Prompt tokens whose KV was on the GPU.",
@@ -46,7 +47,7 @@ COUNTERS = {
     "prompt_tokens_new": "Prompt tokens that were computed for the first time.",
     "generated_tokens": "Tokens sampled.",
     "suspensions": "Times that a running request was taken out, because slots ran short.",
-    "finished": "Turns that ended with \"stop\" or \"length\".",
+    "finished": 'Turns that ended with "stop" or "length".',
     "cancelled": "Turns that were cancelled or failed.",
     "chunks_swapped_in": "Chunks copied from the CPU to the GPU.",
     "chunks_swapped_out": "Chunks copied from the GPU to the CPU.",

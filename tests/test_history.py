@@ -550,9 +550,10 @@ def test_every_owner_has_a_share_of_its_own(tmp_path):
     def stored(owner):
         """By halving: the smallest limit that no conversation exceeds."""
         return bisect.bisect(range(100_000), False, key=lambda n: history.oldest(0, n, owner) is None)
-    sizes = {owner: stored(owner) for owner in ("ada/", "bob/", "eve/")}
+    sizes = {owner: stored(owner) for owner in ("ada/", "bob/", "eve/", "nobody/")}
     assert 8_000 < sizes["bob/"] < 12_000 and 5_000 < sizes["ada/"] - sizes["bob/"] < 7_000
-    assert 20_000 < sizes["eve/"] < 22_000 and history.oldest(0, 0, "nobody/") is None
+    assert 20_000 < sizes["eve/"] < 22_000
+    assert sizes["nobody/"] == 0 and history.oldest(0, 0, "nobody/") is None
     assert history.oldest(0, sizes["bob/"] - 1, "bob/") == "bob/x"
     assert history.oldest(0, 0, "bob/", spared=["bob/x"]) == "bob/y"
     history.close()
@@ -565,7 +566,7 @@ def test_every_owner_has_a_share_of_its_own(tmp_path):
     assert stored("bob/") == sizes["bob/"] // 2
     for name in history.conversations():
         history.forget(name)
-    assert [stored(owner) for owner in sizes] == [0, 0, 0]
+    assert [stored(owner) for owner in sizes] == [0, 0, 0, 0]
 
 
 def test_pages_of_a_long_conversation():
