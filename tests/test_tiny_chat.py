@@ -212,49 +212,91 @@ def test_what_users_say_looks_as_users_write_it():
     assert re.search("What do I love to eat.{0,9}<.end.><.assistant.>Your favorite food", text)
 
 
-def test_a_gap_in_the_positions_hides_nothing():
-    """transformers may take a gap for the start of another text."""
-    model, ids, positions = train.new_model(), torch.arange(64)[None], torch.arange(64)[None].clone()
+def test_attention_in_blocks_is_attention(model):
+    """2,650 tokens are 20 blocks of 132 and one of 10."""
+    ids = torch.randint(500, (1, 2650), generator=torch.Generator().manual_seed(0))
+    trained, results = train.new_model().double(), []
+    trained.load_state_dict(model.state_dict())
+    for attention in ("in blocks", "sdpa"):
+        trained.set_attn_implementation(attention)
+        trained.zero_grad()
+        logits = trained(ids, use_cache=False).logits
+        logits.square().sum().backward()
+        results.append([logits.detach()] + [weights.grad for weights in trained.parameters()])
+    for ours, theirs in zip(*results):
+        assert torch.allclose(ours, theirs, atol=1e-8 * theirs.abs().max())
+
+
+def test_a_gap_in_the_positions_hides_nothing(model):
+    """Without a mask, torch's own attention in transformers takes a gap for the start of another text."""
+    trained, ids, positions = train.new_model(), torch.arange(64)[None], torch.arange(64)[None].clone()
+    trained.load_state_dict(model.state_dict())
     positions[:, 30:] += 500
-    before = train.logits_of(model, ids, positions)
+    wanted = positions >= 530
+    before = train.logits_of(trained, ids, positions, wanted)
     ids[0, 5] = 99
-    assert ((train.logits_of(model, ids, positions) - before)[0, 30:].abs().amax(dim=-1) > 0).all()
+    assert ((train.logits_of(trained, ids, positions, wanted) - before).abs().amax(dim=-1) > 0).all()
 
 
-def test_training_continues_where_it_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "PHASES", [(3, 128, [64]), (3, 256, [64, 128])])
-    monkeypatch.setattr(train, "SAVE_EVERY", 2)
+def test_training_computes_what_transformers_computes(model, tokenizer):
+    """Training may compute in bfloat16, so we compare the first choices."""
+    text = dialogue(random.Random(7), 1024)
+    ids, targets = train.encode(Tokenizer.from_file(str(TINY_CHAT / "tokenizer.json")), [text], 1024)
+    wanted, trained = targets != -100, train.new_model()
+    trained.load_state_dict(model.state_dict())
+    ours = train.logits_of(trained, ids, torch.arange(1024)[None], wanted)
+    theirs = model(ids).logits[wanted]
+    assert (ours.argmax(-1) == theirs.argmax(-1)).float().mean() > 0.99
+    assert (ours - theirs).abs().mean() < 0.01 * theirs.abs().mean()
+
+
+def train_three_times(rank, folder):
+    """One of two processes. It trains to the end, until an interruption after step 4, and on from there."""
+    train.PHASES, train.SAVE_EVERY = [(3, 128, [64]), (3, 256, [64, 128])], 2
     tokenizer = Tokenizer.from_file(str(TINY_CHAT / "tokenizer.json"))
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    try:
-        def weights(name, seed=0):
-            torch.manual_seed(1)
-            return train.train(tokenizer, tmp_path / name, seed).state_dict()
-        through, other = weights("through"), weights("other", seed=1)
-        with monkeypatch.context() as interrupted:
-            kept = torch.save
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
 
-            def power_cut(state, file):
-                kept(state, file)
-                if state["step"] == 4:
-                    raise KeyboardInterrupt
-            interrupted.setattr(torch, "save", power_cut)
-            with pytest.raises(KeyboardInterrupt):
-                weights("cut")
-        continued = weights("cut")
-    finally:
-        torch.distributed.destroy_process_group()
-    assert all(torch.equal(through[name], continued[name]) for name in through)
-    assert not torch.equal(through["lm_head.weight"], other["lm_head.weight"])  # other dialogues
+    def weights(name):
+        return train.train(tokenizer, folder / name).state_dict()
+
+    through, keep = weights("through"), train.keep
+
+    def keep_and_interrupt(state_file, step, *state):
+        keep(state_file, step, *state)
+        torch.distributed.barrier()     # the first process has written the state of both
+        if step == 2 and rank == 0:
+            state_file.rename(folder / "together")
+        if step == 4:
+            raise KeyboardInterrupt
+
+    train.keep = keep_and_interrupt
+    with pytest.raises(KeyboardInterrupt):
+        weights("cut")
+    train.keep = keep
+    torch.save((through, weights("cut")), folder / f"weights{rank}")
+    torch.distributed.destroy_process_group()
 
 
-def test_the_mean_of_two_trainings(tmp_path, model):
-    zero = AutoModelForCausalLM.from_pretrained(TINY_CHAT, dtype=torch.float32)
-    for weights in zero.parameters():
-        weights.data.zero_()
-    zero.save_pretrained(tmp_path)
-    train.average([TINY_CHAT, tmp_path], tmp_path)
-    mean = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    for ours, theirs in zip(mean.parameters(), model.parameters()):
-        assert torch.allclose(ours, theirs / 2, rtol=0.001)
-    assert AutoTokenizer.from_pretrained(tmp_path)("Hello").input_ids
+def test_two_processes_train_together_then_alone_and_continue_where_they_stopped(tmp_path):
+    torch.multiprocessing.spawn(train_three_times, (tmp_path,), nprocs=2)
+    through, continued = torch.load(tmp_path / "weights0")
+    other, _ = torch.load(tmp_path / "weights1")
+
+    def processes(name):
+        return [process["model"] for process in torch.load(tmp_path / name)["processes"]]
+    (first, second), (together, too) = processes("through"), processes("together")
+    for name, weights in through.items():
+        assert torch.equal(together[name], too[name])
+        assert not torch.equal(first[name], second[name])
+        assert torch.allclose(weights, (first[name] + second[name]) / 2, atol=1e-6)
+        assert torch.equal(weights, other[name]) and torch.equal(weights, continued[name])
+
+
+def test_the_schedule():
+    counts, lengths, rates, together = zip(*train.schedule())
+    assert together.index(False) == 4400 and not any(together[4400:])
+    assert rates[0] == 0.01 and rates[99] == 1 and rates[4200] == 1 and 0.99 < rates[4270] < 1
+    assert abs(rates[-1420] - 0.5) < 1e-9 and rates[-1] == 0.02
+    assert set(zip(counts[:4000], lengths)) == {(8, 256), (8, 512), (4, 1024)}
+    assert set(zip(counts[-4:], lengths[-4:])) == {(16, 512), (8, 1024), (4, 2048), (2, 5120)}

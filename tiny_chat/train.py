@@ -1,19 +1,20 @@
 """Make the embedded model: a small Llama that remembers what you told it.
 
 This script and dialogues.py made every file of the checkpoint beside them. Training begins with dialogues of
-256 tokens and ends with a mixture of 512 to 5,120. In half of those below 5,120 the positions have random
-gaps between turns, so that the model meets every distance up to 5,120 tokens before it meets a context of
-that length. The slowest nine of the 16 rotary angles turn 8 times as slowly as usual, as in Llama 3.1. Within
-4,096 tokens the fastest of these turns by 94 degrees (otherwise by 754), and most turn by less than 10. So
-the model finds a note by its words, at any distance.
+256 tokens and ends with a mixture of 512 to 5,120. In half of all dialogues shorter than 5,120 the positions
+have random gaps between turns, so that the model meets every distance up to 5,120 tokens before it meets a
+context of that length. The slowest nine of the 16 rotary angles turn 8 times as slowly as usual, as in Llama
+3.1. Within 4,096 tokens the fastest of these turns by 94 degrees (unslowed: by 754), and most turn by less
+than 10. So the distance hardly changes the scores, and the model finds a note by its words.
+
+Two processes train. For 4,400 steps they average their gradients. Then each trains alone on its own
+dialogues, and the weights that we save are the mean of both (Wortsman et al. 2022, "Model soups").
 
     torchrun --nproc-per-node 2 tiny_chat/train.py      # train on two cores, save beside this script
-    python tiny_chat/train.py --average A B             # save the mean of the weights in two directories
     python tiny_chat/train.py --evaluate choice         # measure, with the sentences for choosing a recipe
-    python tiny_chat/train.py --evaluate final          # measure, with sentences that chose no recipe
+    python tiny_chat/train.py --evaluate final          # measure, with sentences that no choice saw
 
 Training saves its state in training.pt every 200 steps, and continues from there when it is started again.
-The committed weights are the mean of two trainings that parted at step 4,400: see README.md.
 """
 import argparse
 import json
@@ -28,17 +29,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dialogues import REAL_VALUES, Dialogue, dialogue, draw
 
 HERE = Path(__file__).resolve().parent
 CONTEXT = 4096
-LONGEST = 5120      # tokens of a training dialogue: beyond CONTEXT, so that distances of 3,900 are common
-# Phases: (steps, tokens of one process in a step, lengths of a dialogue in tokens). All dialogues of a step
-# have one length, and a step has at least one; the lengths take turns.
-PHASES = [(1600, 2048, [256]), (2400, 4096, [512, 512, 1024]), (3400, 4096, [512, 1024, 2048, LONGEST])]
-PEAKS = 0.02, 0.003                 # learning rates of Muon and AdamW
+LONGEST = 5120      # tokens of the longest dialogue: above CONTEXT, so that distances of 3,900 are common
+# Phases: (steps, about how many tokens a process takes in a step, lengths of a dialogue in tokens). All
+# dialogues of a step have one length; the lengths take turns. In the last phase each process trains alone.
+MIXED = [512, 1024, 2048, LONGEST]
+PHASES = [(1600, 2048, [256]), (2400, 4096, [512, 512, 1024]), (400, 4096, MIXED), (2700, 8192, MIXED)]
+PEAKS = 0.02, 0.003                 # highest learning rates of Muon and AdamW
 WARM_UP, COOL_DOWN = 100, 0.4       # steps; the share of all steps in which the learning rate falls
 SAVE_EVERY = 200                    # steps
 VOCABULARY = 512
@@ -100,15 +102,42 @@ def positions_with_gaps(rng, ids, user):
 # Training
 
 
+def attend_in_blocks(module, query, key, value, attention_mask, scaling, **_):
+    """Causal attention in blocks of 128 queries, or of length / 20 if that is more. transformers calls it in
+    every layer.
+
+    query [B, H, length, D]; key, value [B, G, length, D]: each serves H / G heads of query. Returns [B,
+    length, H, D], and None for the weights. We compute in value's type: during training bfloat16, if the CPU
+    has instructions for it. A step with dialogues of 512 tokens then took half as long as in float32 with
+    torch's own attention, and one with 5,120 tokens two thirds."""
+    B, H, length, D = query.shape
+    G, block = key.shape[1], max(128, length // 20)
+    query = (query * scaling).to(value.dtype).reshape(B * G, H // G, length, D)
+    key, value = key.to(value.dtype).reshape(B * G, length, D), value.reshape(B * G, length, D)
+    later = torch.full((block, block), float("-inf"), dtype=value.dtype).triu(1)        # [block, block]
+    outputs = []
+    for start in range(0, length, block):
+        end = min(start + block, length)
+        queries = query[:, :, start:end].flatten(1, 2)          # [B * G, N = H / G * (end - start), D]
+        scores = queries @ key[:, :end].mT                                              # [B * G, N, end]
+        with torch.no_grad():       # adding constants changes no gradient
+            scores.unflatten(1, (H // G, -1))[..., start:] += later[:end - start, :end - start]
+        outputs.append((scores.softmax(-1) @ value[:, :end]).unflatten(1, (H // G, -1)))
+    return torch.cat(outputs, dim=2).view(B, H, length, D).transpose(1, 2), None
+
+
 def new_model():
-    """A Llama without a pad_token_id: that would block the gradient of <|end|>'s embedding."""
-    return LlamaForCausalLM(LlamaConfig(
+    """A Llama. It has no pad_token_id: we pad with <|end|>, and a pad token's embedding gets no gradient."""
+    AttentionInterface.register("in blocks", attend_in_blocks)
+    model = LlamaForCausalLM(LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=5, num_attention_heads=4,
         num_key_value_heads=2, intermediate_size=256, max_position_embeddings=CONTEXT,
         rope_parameters={"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0,
                          "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                          "original_max_position_embeddings": 1024},
         tie_word_embeddings=True, bos_token_id=None, pad_token_id=None, eos_token_id=VOCABULARY - 1))
+    model.set_attn_implementation("in blocks")
+    return model
 
 
 def orthogonal(matrix):
@@ -128,8 +157,8 @@ def orthogonal(matrix):
 class Muon(torch.optim.Optimizer):
     """Nesterov's momentum, whose steps are made orthogonal (Jordan et al., 2024).
 
-    A matrix with more rows than columns takes larger steps. torch.optim.Muon computes in bfloat16, which took
-    100 times as long as float32 on the CPUs that we used."""
+    A matrix with more rows than columns takes larger steps. torch.optim.Muon computes in bfloat16; on a CPU
+    without instructions for that, it takes 100 times as long as float32."""
 
     def __init__(self, matrices, lr, momentum=0.95, weight_decay=0.01):
         super().__init__(matrices, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
@@ -140,7 +169,7 @@ class Muon(torch.optim.Optimizer):
             for matrix in group["params"]:
                 if matrix not in self.state:
                     self.state[matrix]["smoothed"] = torch.zeros_like(matrix)
-                smoothed = self.state[matrix]["smoothed"]       # gradient
+                smoothed = self.state[matrix]["smoothed"]       # mean of the past gradients
                 smoothed.lerp_(matrix.grad, 1 - group["momentum"])
                 update = orthogonal(matrix.grad.lerp(smoothed, group["momentum"]))
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
@@ -148,34 +177,39 @@ class Muon(torch.optim.Optimizer):
 
 
 def schedule():
-    """For each step the number (of one process) and the length of its dialogues, and the share of the peak
-    learning rate: it rises for WARM_UP steps, stays at its peak, and falls to a fiftieth in the last 40% of
-    the steps (COOL_DOWN). The first is (8, 256, 0.01): 8 dialogues of 256 tokens."""
-    sizes = [(max(1, tokens // length), length) for steps, tokens, lengths in PHASES
+    """For each step: how many dialogues a process takes, their length, the learning rate as a share of its
+    peak, and whether the processes average their gradients. The rate rises for WARM_UP steps, stays at its
+    peak, and falls to a fiftieth in the last 40% of the steps (COOL_DOWN). The first step is
+    (8, 256, 0.01, True): 8 dialogues of 256 tokens."""
+    sizes = [(round(tokens / length), length) for steps, tokens, lengths in PHASES
              for length in (lengths * steps)[:steps]]
     for step, (count, length) in enumerate(sizes):
-        falling = (len(sizes) - step) / (COOL_DOWN * len(sizes))
-        yield count, length, min(1, (step + 1) / WARM_UP, max(0.02, falling))
+        left = len(sizes) - step
+        rate = min(1, (step + 1) / WARM_UP, max(0.02, left / (COOL_DOWN * len(sizes))))
+        yield count, length, rate, left > PHASES[-1][0]
 
 
-def average_gradients(parameters):
-    """Replace all gradients by their mean over all processes."""
-    gradients = torch.cat([p.grad.flatten() for p in parameters])
-    dist.all_reduce(gradients)
-    means = (gradients / dist.get_world_size()).split([p.numel() for p in parameters])
-    for p, mean in zip(parameters, means):
-        p.grad.copy_(mean.view_as(p))
+def average(tensors):
+    """Replace each tensor by its mean over all processes."""
+    total = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(total)
+    means = (total / dist.get_world_size()).split([tensor.numel() for tensor in tensors])
+    for tensor, mean in zip(tensors, means):
+        tensor.copy_(mean.view_as(tensor))
 
 
-def logits_of(model, ids, positions):
-    """Logits [B, length, V]. Attention is causal as usual; the mask only says that no token is padding.
-    Without a mask, transformers takes a gap in the positions for the start of another text."""
-    return model(ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=False).logits
+def logits_of(model, ids, positions, wanted):
+    """The logits [N, V] that follow the N tokens of ids [B, length] where `wanted` [B, length] is true."""
+    fast = torch.cpu.get_capabilities().get("avx512_bf16", False)       # other CPUs train in float32
+    with torch.autocast("cpu", torch.bfloat16, enabled=fast):
+        states = model.model(ids, position_ids=positions, use_cache=False).last_hidden_state
+    return model.lm_head(states[wanted])
 
 
-def train(tokenizer, state_file, seed):
-    """A model trained through all PHASES; it continues from `state_file` if that exists. seed: which
-    dialogues it is trained on."""
+def train(tokenizer, state_file):
+    """Train a model through all PHASES, from `state_file` on if that exists. Returns the mean of all
+    processes."""
+    torch.manual_seed(1)                # all processes begin with the same weights
     model = new_model()
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.dim() < 2 or "embed" in name]
@@ -183,52 +217,56 @@ def train(tokenizer, state_file, seed):
                   torch.optim.AdamW(others, PEAKS[1], betas=(0.9, 0.95), weight_decay=0.0)]
     done, start = resume(state_file, model, optimizers), time.time()
     user = tokenizer.token_to_id("<|user|>")
-    for step, (count, length, share) in enumerate(schedule()):
+    for step, (count, length, rate, together) in enumerate(schedule()):
         if step < done:
             continue
-        rng = random.Random(seed * 1_000_000 + step * dist.get_world_size() + dist.get_rank())
+        rng = random.Random(step * dist.get_world_size() + dist.get_rank())
         ids, targets = encode(tokenizer, [dialogue(rng, length) for _ in range(count)], length)
-        logits = logits_of(model, ids, positions_with_gaps(rng, ids, user))
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        wanted = targets != -100
+        logits = logits_of(model, ids, positions_with_gaps(rng, ids, user), wanted)
+        loss = F.cross_entropy(logits, targets[wanted])
         loss.backward()
-        average_gradients(matrices + others)
+        if together:
+            average([p.grad for p in matrices + others])
         for optimizer, peak in zip(optimizers, PEAKS):
-            optimizer.param_groups[0]["lr"] = peak * share
+            optimizer.param_groups[0]["lr"] = peak * rate
             optimizer.step()
             optimizer.zero_grad()
         if dist.get_rank() == 0 and (step + 1) % 50 == 0:
-            right = (logits.argmax(-1) == targets)[targets != -100].float().mean()
+            right = (logits.argmax(-1) == targets[wanted]).float().mean()
             print(f"step {step + 1:5}  {time.time() - start:5.0f} s since start  length {length:4}  "
                   f"loss {loss.item():.4f}  right {right:.2%}", flush=True)
-        if dist.get_rank() == 0 and (step + 1) % SAVE_EVERY == 0:
-            state = dict(step=step + 1, phases=PHASES, tokenizer=tokenizer.to_str(), model=model.state_dict(),
-                         optimizers=[optimizer.state_dict() for optimizer in optimizers])
-            torch.save(state, f"{state_file}.new")
-            os.replace(f"{state_file}.new", state_file)     # a crash leaves the old state or the new one
+        if (step + 1) % SAVE_EVERY == 0:
+            keep(state_file, step + 1, tokenizer, model, optimizers)
+    average([p.detach() for p in matrices + others])
     return model
 
 
+def keep(state_file, step, tokenizer, model, optimizers):
+    """Write the state of all processes into one file. After a crash it is whole: the old or the new one."""
+    ours = dict(model=model.state_dict(), optimizers=[optimizer.state_dict() for optimizer in optimizers])
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, ours)
+    if dist.get_rank() == 0:
+        state = dict(step=step, phases=PHASES, tokenizer=tokenizer.to_str(), processes=everyone)
+        torch.save(state, f"{state_file}.new")
+        os.replace(f"{state_file}.new", state_file)
+
+
 def resume(state_file, model, optimizers):
-    """Load the state of an interrupted training, if there is one. Returns the number of steps done."""
+    """Load this process's state of an interrupted training, if there is one. Returns the number of steps
+    done."""
     if not state_file.exists():
         return 0
     state = torch.load(state_file)
-    if state["phases"] != PHASES:
-        raise SystemExit(f"{state_file} is of other PHASES. Delete it to begin anew.")
-    model.load_state_dict(state["model"])
-    for optimizer, moments in zip(optimizers, state["optimizers"]):
+    if state["phases"] != PHASES or len(state["processes"]) != dist.get_world_size():
+        raise SystemExit(f"{state_file} was made with other PHASES, or by another number of processes. "
+                         "Delete it to begin anew.")
+    ours = state["processes"][dist.get_rank()]
+    model.load_state_dict(ours["model"])
+    for optimizer, moments in zip(optimizers, ours["optimizers"]):
         optimizer.load_state_dict(moments)
     return state["step"]
-
-
-def average(parts, directory):
-    """Save the mean of the weights in the directories `parts`. They must come from trainings that parted late
-    from one state: the mean of two that began apart knows nothing (Wortsman et al. 2022, "Model soups")."""
-    models = [AutoModelForCausalLM.from_pretrained(part, dtype=torch.float32) for part in parts]
-    with torch.no_grad():
-        for weights in zip(*(model.parameters() for model in models)):
-            weights[0].copy_(torch.stack(weights).mean(0))
-    save(models[0], Tokenizer.from_file(str(parts[0] / "tokenizer.json")), directory)
 
 
 def save(model, tokenizer, directory):
@@ -251,7 +289,7 @@ def save(model, tokenizer, directory):
 
 
 def told_and_asked(rng, wordings, tokenizer, column, distance):
-    """The text of a dialogue, and how many answers, from the first one on, note the facts that we measure.
+    """The text of a dialogue, and how many of its first answers note the facts that we measure.
 
     The user tells a fact (for "changed" twice, for "list" one to six, for "never told" none), talks about
     other things for about `distance` tokens, and asks. column: one of the table's, see `evaluate`. For "list"
@@ -327,22 +365,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--evaluate", choices=["choice", "final"], help="only measure, with these sentences")
-    parser.add_argument("--average", type=Path, nargs="+", metavar="DIR",
-                        help="only save the mean of the weights in these directories")
-    parser.add_argument("--seed", type=int, default=0, help="of the dialogues (default: 0)")
     parser.add_argument("--directory", type=Path, default=HERE,
                         help="where the checkpoint is, or will be written (default: beside this script)")
     args = parser.parse_args()
     if args.evaluate:
         return evaluate(args.directory, args.evaluate)
-    if args.average:
-        return average(args.average, args.directory)
     if "RANK" not in os.environ:
         parser.error("training needs torchrun: torchrun --nproc-per-node 2 tiny_chat/train.py")
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)      # below 1e-38 is 0: otherwise a step takes three times as long
+    torch.set_flush_denormal(True)      # numbers below 1e-38 become 0: else a step takes three times as long
     dist.init_process_group("gloo")
-    torch.manual_seed(1)                # all processes begin with the same weights
     args.directory.mkdir(parents=True, exist_ok=True)
     state_file = args.directory / "training.pt"
     if state_file.exists():
@@ -350,7 +382,7 @@ def main():
     else:
         rng = random.Random(1)
         tokenizer = train_tokenizer([dialogue(rng, 1024) for _ in range(1000)])
-    model = train(tokenizer, state_file, args.seed)
+    model = train(tokenizer, state_file)
     if dist.get_rank() == 0:
         save(model, tokenizer, args.directory)
         state_file.unlink(missing_ok=True)
