@@ -12,7 +12,7 @@ dialogues, and the weights that we save are the mean of both (Wortsman et al. 20
 
     torchrun --nproc-per-node 2 tiny_chat/train.py      # train on two cores, save beside this script
     python tiny_chat/train.py --evaluate choice         # measure, with the sentences for choosing a recipe
-    python tiny_chat/train.py --evaluate final          # measure, with sentences that no choice saw
+    python tiny_chat/train.py --evaluate final          # measure, with the sentences kept for the end
 
 Training saves its state in training.pt every 200 steps, and continues from there when it is started again.
 """
