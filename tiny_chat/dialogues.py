@@ -19,7 +19,7 @@ note: "is" or "?" after a question, "has" or "becomes" after a fact.
 
 A hash keeps one word in eight out of the values and the made-up things of training. The sentences that tell,
 change, ask and list come in three sets: we train on "train", measured with "choice" while we chose the
-recipe, and with "final" once, after that.
+recipe, and with "final" after that.
 """
 import re
 import zlib

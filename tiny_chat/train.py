@@ -5,7 +5,7 @@ This script and dialogues.py made every file of the checkpoint beside them. Trai
 have random gaps between turns, so that the model meets every distance up to 5,120 tokens before it meets a
 context of that length. The slowest nine of the 16 rotary angles turn 8 times as slowly as usual, as in Llama
 3.1. Within 4,096 tokens the fastest of these turns by 94 degrees (unslowed: by 754), and most turn by less
-than 10. So the distance hardly changes the scores, and the model finds a note by its words.
+than 10. These angles hardly depend on the distance, so the model can find a note by its words.
 
 Two processes train. For 4,400 steps they average their gradients. Then each trains alone on its own
 dialogues, and the weights that we save are the mean of both (Wortsman et al. 2022, "Model soups").
