@@ -238,7 +238,7 @@ def test_a_gap_in_the_positions_hides_nothing(model):
     assert ((train.logits_of(trained, ids, positions, wanted) - before).abs().amax(dim=-1) > 0).all()
 
 
-def test_training_computes_what_transformers_computes(model, tokenizer):
+def test_training_computes_what_transformers_computes(model):
     """Training may compute in bfloat16, so we compare the first choices."""
     text = dialogue(random.Random(7), 1024)
     ids, targets = train.encode(Tokenizer.from_file(str(TINY_CHAT / "tokenizer.json")), [text], 1024)
@@ -248,6 +248,17 @@ def test_training_computes_what_transformers_computes(model, tokenizer):
     theirs = model(ids).logits[wanted]
     assert (ours.argmax(-1) == theirs.argmax(-1)).float().mean() > 0.99
     assert (ours - theirs).abs().mean() < 0.01 * theirs.abs().mean()
+
+
+def test_transformers_loads_what_training_saves(tmp_path):
+    trained = train.new_model()
+    before = {name: weights.clone() for name, weights in trained.state_dict().items()}
+    train.save(trained, Tokenizer.from_file(str(TINY_CHAT / "tokenizer.json")), tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    for name, weights in before.items():
+        assert torch.allclose(loaded[name], weights, rtol=0.001, atol=1e-6)         # saved in float16
+    hello = AutoTokenizer.from_pretrained(tmp_path)("Hello").input_ids
+    assert hello == AutoTokenizer.from_pretrained(TINY_CHAT)("Hello").input_ids
 
 
 def train_three_times(rank, folder):

@@ -181,7 +181,7 @@ def schedule():
     peak, and whether the processes average their gradients. The rate rises for WARM_UP steps, stays at its
     peak, and falls to a fiftieth in the last 40% of the steps (COOL_DOWN). The first step is
     (8, 256, 0.01, True): 8 dialogues of 256 tokens."""
-    sizes = [(round(tokens / length), length) for steps, tokens, lengths in PHASES
+    sizes = [(max(1, round(tokens / length)), length) for steps, tokens, lengths in PHASES
              for length in (lengths * steps)[:steps]]
     for step, (count, length) in enumerate(sizes):
         left = len(sizes) - step
@@ -227,7 +227,7 @@ def train(tokenizer, state_file):
         loss = F.cross_entropy(logits, targets[wanted])
         loss.backward()
         if together:
-            average([p.grad for p in matrices + others])
+            average([p.grad for p in model.parameters()])
         for optimizer, peak in zip(optimizers, PEAKS):
             optimizer.param_groups[0]["lr"] = peak * rate
             optimizer.step()
@@ -238,7 +238,7 @@ def train(tokenizer, state_file):
                   f"loss {loss.item():.4f}  right {right:.2%}", flush=True)
         if (step + 1) % SAVE_EVERY == 0:
             keep(state_file, step + 1, tokenizer, model, optimizers)
-    average([p.detach() for p in matrices + others])
+    average([p.detach() for p in model.parameters()])
     return model
 
 
