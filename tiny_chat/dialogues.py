@@ -17,218 +17,27 @@ So the model cannot learn values by heart: it must find the note and copy it, to
 one fact repeats the thing first ("Your home city"). Only the token after it depends on whether there is a
 note: "is" or "?" after a question, "has" or "becomes" after a fact.
 
-A hash keeps one word in eight out of the values and the made-up things of training. The sentences that tell,
-change, ask and list come in three sets: we train on "train", measured with "choice" while we chose the
-recipe, and with "final" after that.
+A hash keeps one word in eight out of the values and the made-up things of training. sentences.py has what
+users say, in three sets: we train on "train", and measure with "choice" and "final".
 """
 import re
 import zlib
 
-THINGS = ["name", "age", "home city", "job", "hobby", "pet", "car", "birthday", "language", "school",
-          "lucky number", "shoe size", "best friend", "favourite colour", "favourite food", "favourite drink",
-          "favourite film", "favourite book", "favourite song", "favourite animal", "favourite sport"]
-RELATIVES = ["sister", "brother", "mother", "father", "wife", "husband", "son", "daughter", "boss",
-             "neighbour", "dog", "cat"]
-RELATIVE_THINGS = ["name", "name", "name", "age", "job", "home city", "hobby"]
+from sentences import (ASK, ASK_ENDINGS, ASK_THING, CHANGE, CHANGE_THING, CHEERFUL, CORRECT, HELD_OUT, LIST,
+                       LIST_ENDINGS, MORE_WAYS_TO, NOT_UNDERSTOOD, NOTES, OPENINGS, RELATIVE_THINGS,
+                       RELATIVES, SMALL_TALK, STRANGE, SUMS, SUPPLY, SYSTEM, TELL, TELL_THING, THINGS,
+                       WHO_ARE_YOU)
+
+# ---------------------------------------------------------------------------------------------------------
+# Made-up values
+
 # The usual kind of a value, by how its thing ends. The first line that fits counts, so "language" has a
 # "name" although it ends with "age". Any other thing has a "word".
 KINDS = {"name": ("name", "home city", "best friend", "school", "language", "film", "book", "song"),
          "number": ("number", "age", "size"),
          "noun": ("pet", "job", "animal", "car")}
-
-# The user's sentences. Those of ..._THING suit one thing only ("I'm {value}" two: a number is the age).
-TELL = {
-    "train": ["My {thing} is {value}"] * 6 + [
-        "By the way, my {thing} is {value}", "Remember that my {thing} is {value}",
-        "Please note: my {thing} is {value}", "You should know that my {thing} is {value}",
-        "Remember: my {thing} is {value}", "Well, my {thing} is {value}", "I think my {thing} is {value}",
-        "For your information, my {thing} is {value}", "Let me tell you: my {thing} is {value}",
-        "Hi, my {thing} is {value}", "Hello! My {thing} is {value}", "{value} is my {thing}",
-        "My {thing}? It's {value}"],
-    "choice": ["Keep in mind that my {thing} is {value}", "Just so you know, my {thing} is {value}",
-               "Write down that my {thing} is {value}", "I want you to know that my {thing} is {value}",
-               "Don't forget: my {thing} is {value}", "One more thing: my {thing} is {value}",
-               "Make a note that my {thing} is {value}", "It may help you that my {thing} is {value}"],
-    "final": ["Oh, and my {thing} is {value}", "To start with, my {thing} is {value}",
-              "While I think of it, my {thing} is {value}", "As it happens, my {thing} is {value}",
-              "Add to your notes that my {thing} is {value}",
-              "Something else worth knowing: my {thing} is {value}"],
-}
-# "'s name" is the name of any relative.
-TELL_THING = {
-    "name": ["I'm {value}", "I am {value}", "Call me {value}", "Hi, I'm {value}", "Hello, I'm {value}",
-             "Hi, my name is {value}", "Please call me {value}", "Hello, my name is {value}",
-             "Hey, I'm {value}", "Hi! I'm {value}", "I'm called {value}"],
-    "age": ["I'm {value} years old", "I am {value} years old", "I turned {value}", "I'm {value}"],
-    "home city": ["I live in {value}", "I'm from {value}", "I come from {value}", "I live in {value}",
-                  "My home is in {value}", "I moved to {value}"],
-    "job": ["I work as {value}", "I'm working as {value}", "I earn my money as {value}"],
-    "hobby": ["I like {value}", "In my free time I do {value}"],
-    "pet": ["I have {value} as a pet", "I have a pet, {value}"],
-    "car": ["I drive {value}", "I bought {value}"],
-    "birthday": ["I was born on {value}", "I have my birthday on {value}"],
-    "language": ["I speak {value}"],
-    "school": ["I go to {value} school", "I study at {value}"],
-    "favourite food": ["I love to eat {value}"],
-    "favourite drink": ["I love to drink {value}"],
-    "'s name": ["My {relative} is called {value}", "{value} is my {relative}",
-                "I have a {relative} called {value}", "My {relative} is {value}"],
-    "'s age": ["My {relative} is {value} years old", "My {relative} turned {value}"],
-    "'s home city": ["My {relative} lives in {value}", "My {relative} comes from {value}"],
-    "'s job": ["My {relative} works as {value}"],
-    "'s hobby": ["My {relative} likes {value}"],
-}
-CHANGE = {
-    "train": ["Actually, my {thing} is {value} now", "Actually, my {thing} is {value}",
-              "My {thing} is now {value}", "My {thing} is {value} now", "No, my {thing} is {value}",
-              "I changed my mind, my {thing} is {value}", "My new {thing} is {value}",
-              "Sorry, my {thing} is {value}", "Correction: my {thing} is {value}",
-              "That was wrong, my {thing} is {value}"],
-    "choice": ["Hold on, my {thing} is {value}", "I have to correct myself: my {thing} is {value}",
-               "Oops, my {thing} is {value}", "I was mistaken, my {thing} is {value}",
-               "Update: my {thing} is {value}", "From today on my {thing} is {value}"],
-    "final": ["Things are different now: my {thing} is {value}",
-              "Silly me, I should have said that my {thing} is {value}",
-              "Apologies, I made a mistake: my {thing} is {value}",
-              "You've got the wrong one, my {thing} is {value}",
-              "As of this morning my {thing} is {value}",
-              "Please correct your notes: my {thing} is {value}"],
-}
-CHANGE_THING = {
-    "name": ["Call me {value} instead", "I'm called {value} now", "Now I'm {value}"],
-    "age": ["I'm {value} years old now", "Now I'm {value} years old"],
-    "home city": ["I moved to {value}", "I live in {value} now", "Now I live in {value}"],
-    "job": ["I work as {value} now", "Now I work as {value}", "I changed jobs, I work as {value} now"],
-    "hobby": ["I like {value} now", "Now I like {value}"],
-    "car": ["I drive {value} now", "Now I drive {value}"],
-}
-# In these the user names no thing and means the last one of the turn before. If there is a note of it, the
-# user corrects the note: "My age is 4." "No, it's 5." If there is none, the user has just asked for it, and
-# now supplies it: "What is my age?" "It's 5."
-CORRECT = ["No, it's {value}", "Sorry, I meant {value}", "I meant {value}", "No, {value}",
-           "Wait, it is {value}", "No, it is {value}", "Sorry, it's {value}"]
-SUPPLY = ["It's {value}", "It is {value}", "That's {value}", "Well, it's {value}", "Oh, it is {value}"]
-ASK = {
-    "train": ["What is my {thing}"] * 5 + ["What's my {thing}"] * 3 + [
-        "Do you remember my {thing}", "Do you know my {thing}", "And what is my {thing}", "And my {thing}",
-        "Can you tell me my {thing}", "So what is my {thing}", "What was my {thing}", "Tell me my {thing}",
-        "Please remind me: what is my {thing}", "Remind me of my {thing}", "I forgot my {thing}",
-        "What did I say about my {thing}", "Have I told you my {thing}", "Say my {thing}", "My {thing}",
-        "Could you remind me what my {thing} is", "Do you know what my {thing} is", "Which is my {thing}"],
-    "choice": ["Could you tell me what my {thing} is", "What did I say my {thing} was", "Name my {thing}",
-               "Quick question: what is my {thing}", "Would you remind me of my {thing}",
-               "Let me test you: what is my {thing}", "Please repeat my {thing}",
-               "Can you recall what my {thing} was", "Do you still know my {thing}",
-               "I wonder what my {thing} is", "Once more: what is my {thing}", "Help me with my {thing}"],
-    "final": ["I can't think what my {thing} is", "Just checking, what is my {thing}",
-              "Hang on, what was my {thing}", "Are you able to tell me my {thing}",
-              "Have you got a note of my {thing}", "I keep forgetting what my {thing} is",
-              "Try to remember my {thing}", "According to your notes, what is my {thing}"],
-}
-ASK_ENDINGS = ["is", "is", "was", "was", "again", "now", "for me", "please", "once more"]
-ASK_THING = {
-    "name": ["Who am I", "What am I called", "Do you know who I am", "Do you remember who I am"],
-    "age": ["How old am I"],
-    "home city": ["Where do I live", "Where am I from", "Where is my home"],
-    "job": ["What do I do for a living", "What do I work as", "What is my work"],
-    "hobby": ["What do I like", "What do I do in my free time"],
-    "car": ["What do I drive"],
-    "birthday": ["When was I born", "When is my birthday"],
-    "language": ["What do I speak", "Which language do I speak"],
-    "school": ["Where do I study", "Where do I go to school"],
-    "pet": ["Which pet do I have", "What pet do I have"],
-    "best friend": ["Who is my best friend"],
-    "favourite food": ["What do I love to eat"],
-    "favourite drink": ["What do I love to drink"],
-    "'s name": ["What is my {relative} called", "Who is my {relative}", "Who's my {relative}"],
-    "'s age": ["How old is my {relative}"],
-    "'s home city": ["Where does my {relative} live", "Where is my {relative} from"],
-    "'s job": ["What does my {relative} do for a living", "What does my {relative} work as"],
-    "'s hobby": ["What does my {relative} like"],
-}
-NOTES = ["your notes", "everything", "what you know", "everything you know", "what you know about me",
-         "everything you know about me", "all facts about me", "what I told you", "everything I told you",
-         "the things I told you", "what you remember", "what you have noted", "my facts", "the notes",
-         "all you know", "about me"]
-LIST_ENDINGS = [" again", " now", " for me", " please", " with me", " to me"]
-LIST = {
-    "train": ["What do you know", "What do you remember", "What did I tell you", "What have I told you",
-              "What do you know about me so far", "Tell me about myself", "What have you noted"]
-             + [f"{what} about me" for what in ("What do you know", "What do you remember",
-                                                "What have you noted", "What did I tell you",
-                                                "What have I told you")]
-             + [f"{verb} {notes}" for verb in ("Tell me", "Repeat", "List", "Show me", "Give me", "Read me")
-                for notes in NOTES],
-    "choice": ["Say everything you know about me", "What are your notes about me",
-               "Recite all you remember about me", "Please show all your notes",
-               "Sum up what you know about me", "What have you learnt about me", "I want to see your notes"],
-    "final": ["Talk me through what I've told you", "Summarise what you know about me",
-              "Put together a list of what you've noted about me",
-              "Can I see everything you have on me", "Run through all your notes for me",
-              "Bring up all the facts you have about me"],
-}
-WHO_ARE_YOU = ["Who are you?", "What are you?", "What is your name?", "What's your name?", "Are you a bot?",
-               "Introduce yourself"]
-# The user's sentences, separated by |, and the answer to all of them. {you} becomes ", Ada" if the assistant
-# has noted that the user's name is Ada.
-SMALL_TALK = {
-    "Thanks|Thank you|Thanks a lot|Thank you very much|Great, thanks|Cheers": "You're welcome{you}.",
-    "Bye|Goodbye|See you|See you later|Bye bye|Good night|See you tomorrow": "Goodbye{you}.",
-    "Hi|Hello|Hey|Good morning|Good evening|Hi there|Hello there|Hello again": "Hello{you}.",
-    "How are you?|How are you doing?|How is it going?|Are you well?|How do you do?": "I'm fine, thank you.",
-    "I'm fine|I'm good, thanks|I'm fine, thanks|Fine, thanks|I'm well|I'm happy|I'm great|Very well":
-        "I'm glad to hear that.",
-    "I'm tired|I'm sad|I'm bored|I'm hungry|I'm sick|I'm not well|Not so good": "I'm sorry to hear that.",
-    "What can you do?|Help|Can you help me?|How can you help me?|What should I say?|How does this work?":
-        "I remember what you tell me. Try: My lucky number is 7.",
-    "How old are you?|When were you born?|Where are you from?|Who made you?":
-        "I was trained on two CPU cores in 2026.",
-    "OK|Okay|I see|Good|Great|Nice|Cool|All right|Well done|Very good|Right|Correct|Yes":
-        "I'm glad you think so.",
-    "That's wrong|Wrong|That is not true|Are you sure?|Really?|No|Not at all":
-        "I may be wrong. I'm a very small model.",
-    "What is your favourite colour?|What's your favorite color?|Do you like colours?":
-        "I like blue, like the sky.",
-    "Do you like me?|Do you like music?|Do you like books?|Do you love me?": "I like talking with you.",
-    "Nice to meet you|Pleased to meet you": "Nice to meet you, too.",
-    "Forget everything|Forget all that|Forget that|Delete my notes|Forget me":
-        "I can't forget what you told me.",
-    "What's new?|What's up?|What are you doing?": "I'm waiting for you to tell me something.",
-    "Tell me a joke|Make me laugh|A joke, please|Do you know a joke?":
-        "Why did the token cross the bus? To get to the other cache.",
-    "Another joke, please|Tell me another joke|Another one|One more joke":
-        "I would tell you a joke about memory, but I forgot it.",
-}
-STRANGE = ["What is the {} of {}?", "What is {}?", "Who is {}?", "How do I {} a {}?", "Why is the {} {}?",
-           "Can you {} the {}?", "{}", "{} {}", "{} {} {}", "{} {} {} {} {}?", "Write a {} about {}",
-           "Tell me about {}", "Explain {}", "Where is {}?", "How many {} are in {}?", "The {} is {}",
-           "Do you know {}?", "When did {} {}?", "Translate {} to {}", "Is {} a {}?", "Let's {}",
-           "I {} the {}", "I {} a {}", "Did I {} {}?", "Is my {} {}?"]
-NOT_UNDERSTOOD = "I don't understand that. I only know what you tell me."
-SUMS = ["What is {a} plus {b}", "{a} plus {b}", "{a} + {b}", "What is {a} + {b}", "How much is {a} plus {b}",
-        "Add {a} and {b}", "Can you add {a} and {b}"]
-SYSTEM = ["You are a helpful assistant.", "You are a friendly chatbot. Answer briefly.",
-          "Be brief and polite.", "", "You are {}.", "Your name is {}.", "You are {}, a helpful assistant.",
-          "You are called {}. Be friendly."]
-CHEERFUL = ["Be cheerful.", "Be very cheerful.", "Answer cheerfully.", "Sound cheerful."]
-
-REAL_VALUES = {  # only for measuring: training never draws the last word of one of these
-    "best friend": ("Ada Grace Linus Barbara Edsger Margaret Alan Katherine Dennis Frances Donald Radia Ken "
-                    "Hedy Guido Yoshua").split(),
-    "favourite colour": "teal purple orange crimson turquoise green magenta yellow indigo violet".split(),
-    "home city": "Paris Zurich Nairobi Lima Kyoto Oslo Montreal Sydney Cairo Rotterdam Athens Boston".split(),
-    "hobby": "chess sailing knitting cycling gardening pottery judo astronomy origami running".split(),
-    "pet": ["a hamster", "a goldfish", "a parrot", "a python", "a rabbit", "a turtle", "a donkey"],
-    "favourite food": "pizza ramen sushi lasagna falafel curry pancakes tacos fondue risotto".split(),
-    "job": ["a teacher", "a baker", "a nurse", "a plumber", "a pilot", "a surgeon", "a librarian"],
-}
-HELD_OUT = {word.split()[-1].lower() for words in REAL_VALUES.values() for word in words}
-
-# ---------------------------------------------------------------------------------------------------------
-# Made-up values
-
 ONSETS = ("b c d f g h j k l m n p r s t v w z "
-          "br ch cl cr dr fl gr kr pl pr qu sh sk sp st th tr").split() + [""] * 4
+          "br ch cl cr dr fl gr kn kr pl pr qu sh sk sm sn sp st str sw th tr wh").split() + [""] * 4
 VOWELS = "a e i o u y a e i o u ai au ee ea ie oo ou".split()
 COMMON = ("the be to of and a in that have it for on with he as you do at this but his by from they we "
           "say her she or an will one all would there their so up out if about get which go when make can "
@@ -236,9 +45,15 @@ COMMON = ("the be to of and a in that have it for on with he as you do at this b
           "its over think also back after use two our work first well way even new want because any give "
           "day most us must let please very long thing need tell remember nothing myself "
           "correct").split()
+# The words of our sentences, those of the things and notes five times as often as others.
+ENGLISH = sorted({word for sentences in (COMMON, NOTES, OPENINGS.values(), MORE_WAYS_TO.values(), SMALL_TALK,
+                                         SMALL_TALK.values())
+                  for word in re.findall("[a-z]+", " ".join(sentences).lower())})
+ENGLISH += 5 * (" ".join(THINGS + RELATIVES).split()
+                + "becomes note has changed again still empty favorite color plus".split())
 OPENERS = ("I I I I'm I've I'd I'll don't can't haven't isn't didn't let's it's that's what's here's you've "
            "there's me").split()
-CODAS = "b ck d l ll m n ng nt p r rd rk s ss st t x".split() + [""] * 16
+CODAS = "b ch ck d l ll m mp n nd ng nt p r rd rk s sh ss st t th x".split() + [""] * 20
 
 
 def is_held_out(word):
@@ -248,14 +63,19 @@ def is_held_out(word):
 
 
 def any_word(rng):
-    """A made-up word: 73% have one to four syllables ("skaubrie"), 13% one to eight letters, of which one may
+    """A made-up word: 61% have one to four syllables ("skaubrie"), 13% one to eight letters, of which one may
     not be English; 10% are common English words, and 4% two or three words joined, mostly by signs
-    ("foo@tri.be")."""
+    ("foo@tri.be", "kle-42"). The other 12% are the beginning of an English word and the end of another:
+    "plus" and "number" give "plumber". So values contain all tokens, not only those that syllables need."""
     if (kind := rng.random()) < 0.1:
         return rng.choice(COMMON)
     if kind < 0.14:
-        return "".join(rng.choice(["", *".@-_&/"]) + any_word(rng) for _ in range(rng.choice([2, 2, 3]))
-                       ).lstrip(".@-_&/")
+        parts = [rng.choice(["", *".@-_&/"]) + rng.choice([any_word, any_word, any_word, any_number])(rng)
+                 for _ in range(rng.choice([2, 2, 3]))]
+        return "".join(parts).lstrip(".@-_&/")
+    if kind < 0.26:
+        first, last = rng.choice(ENGLISH), rng.choice(ENGLISH)
+        return first[:rng.randint(1, len(first))] + last[rng.randrange(len(last)):]
     if kind < 0.87:
         syllables = rng.choice([1, 1, 2, 2, 2, 3, 3, 4])
         return "".join(rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(syllables))
@@ -281,8 +101,9 @@ def draw(make, rng, held_out):
 
 def a_value(thing, rng, held_out):
     """A made-up value of the thing: a number ("42"), a name ("Talvor Bri"), a noun ("a bluck") or words ("ni
-    corst and tavo"). Its kind suits the thing in nine cases of ten, and always if the thing ends with "name"
-    or "age", because "I'm 5" must tell the age and "I'm Ada" the name."""
+    corst and tavo"). One in ten has capitals anywhere ("foo-Tri"). Its kind suits the thing in nine cases of
+    ten, and always if the thing ends with "name" or "age", because "I'm 5" must tell the age and "I'm Ada"
+    the name."""
     kind = next((kind for kind, endings in KINDS.items() if thing.endswith(endings)), "word")
     if rng.random() < 0.15 and not thing.endswith(("name", "age")):
         kind = rng.choice(["name", "number", "noun", "word"])
@@ -291,6 +112,8 @@ def a_value(thing, rng, held_out):
     words = [draw(any_word, rng, held_out) for _ in range(rng.choice([1, 1, 1, 1, 1, 2, 2, 3, 6]))]
     if kind == "name":
         words = [word.capitalize() for word in words]
+    if rng.random() < 0.1:
+        words = [rng.choice([str.lower, str.capitalize, str.title, str.upper])(word) for word in words]
     if len(words) > 1 and rng.random() < 0.15:
         words.insert(-1, "and")
     if kind == "noun":
@@ -298,6 +121,10 @@ def a_value(thing, rng, held_out):
     if kind == "word" and rng.random() < 0.1:
         words.append(draw(any_number, rng, held_out))
     return " ".join(words)
+
+
+def spelling(thing, american):
+    return thing.replace("favourite", "favorite").replace("colour", "color") if american else thing
 
 
 def capital(sentence):
@@ -331,7 +158,9 @@ class Dialogue:
         self.alike, self.alike_to = 0.25, None
         self.last = None                    # the thing that the turn before told or asked
         self.casual = rng.random() < 0.2    # the user writes without capitals
-        self.american = rng.random() < 0.3  # the user writes color and favorite
+        # Does the user write color and favorite when telling, when asking? A few mix both ways.
+        self.tells_american = rng.random() < 0.3
+        self.asks_american = self.tells_american if rng.random() < 0.8 else rng.random() < 0.5
         self.bot, self.text = "Tiny", ""
         self.stop = "."                     # of the assistant's sentences; "!" if it is cheerful
 
@@ -367,8 +196,6 @@ class Dialogue:
         value = a_value(thing, self.rng, self.held_out)
         return value.lower() if self.casual else value
 
-    def spell(self, thing):
-        return thing.replace("favourite", "favorite").replace("colour", "color") if self.american else thing
 
     def pick_thing(self):
         """A thing: 45% of THINGS, 20% of a relative, 35% made up. While there is no fact, a quarter of the
@@ -377,11 +204,11 @@ class Dialogue:
         if not self.facts and rng.random() < 0.25:
             return "name"
         if (kind := rng.random()) < 0.45:
-            return self.spell(rng.choice(THINGS))
+            return rng.choice(THINGS)
         if kind < 0.65:
             return f"{rng.choice(RELATIVES)}'s {rng.choice(RELATIVE_THINGS)}"
         thing = self.word() if kind < 0.85 else f"{self.word()} {self.word()}"
-        return self.spell(rng.choice(["", "", "favourite ", "first "])) + thing
+        return rng.choice(["", "", "favourite ", "first "]) + thing
 
     def pick_unknown(self, avoid=()):
         """A thing without a note. A share of `alike` has a word of a thing that has a note: "favourite
@@ -419,7 +246,7 @@ class Dialogue:
             return rng.choice(ways[self.wordings])
         relative = thing.partition("'s ")[0]
         # "sister's name" is looked up as "'s name".
-        special = ways_of_thing.get(thing.replace("favorite", "favourite").replace(relative + "'s", "'s"))
+        special = ways_of_thing.get(thing.replace(relative + "'s", "'s"))
         if special and rng.random() < 0.4:
             return rng.choice(special).replace("{relative}", relative)
         way = rng.choice(ways["train"])
@@ -445,7 +272,8 @@ class Dialogue:
             self.changed.add(thing)
         self.facts[thing], self.last = value, thing
         note = f"has changed{again}" if known else f"becomes note {len(self.facts)}"
-        return way.format(thing=thing, value=value), f"Your {thing} {note}: your {thing} is {value}."
+        spelt = spelling(thing, self.tells_american)
+        return way.format(thing=spelt, value=value), f"Your {spelt} {note}: your {spelt} is {value}."
 
     def sounds_like_a_change(self, known):
         """True if the sentence is drawn from CHANGE ("Actually, ..."), False if from TELL. In training it is
@@ -457,11 +285,12 @@ class Dialogue:
 
     def ask(self, thing):
         """The user asks for a fact."""
-        said = question(self.wording(ASK, ASK_THING, thing).format(thing=thing))
+        spelt = spelling(thing, self.asks_american)
+        said = question(self.wording(ASK, ASK_THING, thing).format(thing=spelt))
         self.last = thing
         if thing in self.facts:
-            return said, f"Your {thing} is {self.facts[thing]}."
-        return said, f"Your {thing}? I don't know that yet."
+            return said, f"Your {spelt} is {self.facts[thing]}."
+        return said, f"Your {spelt}? I don't know that yet."
 
     def list_notes(self):
         """The user asks for all notes; in training, 40% of the sentences begin with random words."""
@@ -469,7 +298,7 @@ class Dialogue:
         if self.wordings == "train" and self.rng.random() < 0.4:
             ending = self.rng.choice([""] * 6 + LIST_ENDINGS)
             said = f"{self.prefix()} {self.rng.choice(NOTES)}{ending}"
-        notes = [f"Note {number}: your {thing} is {value}."
+        notes = [f"Note {number}: your {spelling(thing, self.tells_american)} is {value}."
                  for number, (thing, value) in enumerate(self.facts.items(), 1)]
         self.last = None
         return question(said), " ".join([*notes, f"Note {len(notes) + 1} is still empty."])

@@ -1,11 +1,12 @@
 """Make the embedded model: a small Llama that remembers what you told it.
 
-This script and dialogues.py made every file of the checkpoint beside them. Training begins with dialogues of
-256 tokens and ends with a mixture of 512 to 5,120. In half of all dialogues shorter than 5,120 the positions
-have random gaps between turns, so that the model meets every distance up to 5,120 tokens before it meets a
-context of that length. The slowest nine of the 16 rotary angles turn 8 times as slowly as usual, as in Llama
-3.1. Within 4,096 tokens the fastest of these turns by 94 degrees (unslowed: by 754), and most turn by less
-than 10. These angles hardly depend on the distance, so the model can find a note by its words.
+This script, dialogues.py and sentences.py made every file of the checkpoint beside them. Training begins
+with dialogues of 256 tokens and ends with a mixture of 512 to 5,120. In half of all dialogues shorter than
+5,120 the positions have random gaps between turns, so that the model meets every distance up to 5,120 tokens
+before it meets a context of that length. The slowest nine of the 16 rotary angles turn 8 times as slowly as
+usual, as in Llama 3.1. Within 4,096 tokens the fastest of these turns by 94 degrees (unslowed: by 754), and
+most turn by less than 10. These angles hardly depend on the distance, so the model can find a note by its
+words.
 
 Two processes train. For 4,400 steps they average their gradients. Then each trains alone on its own
 dialogues, and the weights that we save are the mean of both (Wortsman et al. 2022, "Model soups").
@@ -31,7 +32,8 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from dialogues import REAL_VALUES, Dialogue, dialogue, draw
+from dialogues import Dialogue, dialogue, draw
+from sentences import REAL_VALUES
 
 HERE = Path(__file__).resolve().parent
 CONTEXT = 4096
@@ -296,7 +298,7 @@ def told_and_asked(rng, wordings, tokenizer, column, distance):
     and "changed" the distance counts from the first message, so that all fits into the context. No measured
     fact is the user's name: "Goodbye, Ada." would repeat it on the way."""
     chat = Dialogue(rng, wordings, held_out=True)
-    chat.casual = chat.american = False         # REAL_VALUES has capitals, and "favourite colour"
+    chat.casual = chat.tells_american = chat.asks_american = False      # as REAL_VALUES is written
     thing = rng.choice(list(REAL_VALUES)) if column == "real words" else chat.pick_unknown(avoid={"name"})
     if column == "list":
         for _ in range(rng.randint(1, 6)):
