@@ -2,7 +2,7 @@
 
 The sentences that tell, change, ask and list come in three sets: we train on "train", measured with "choice"
 while we chose the recipe, and with "final" after that. Those of "final" were written for us by somebody who
-saw none of the others, and we read them only after the measuring.
+saw none of the others. When we measured, we had read no more than the first of each list.
 """
 THINGS = ["name", "age", "home city", "job", "hobby", "pet", "car", "birthday", "language", "school",
           "lucky number", "shoe size", "best friend", "favourite colour", "favourite food", "favourite drink",
@@ -11,8 +11,8 @@ RELATIVES = ["sister", "brother", "mother", "father", "wife", "husband", "son", 
              "neighbour", "dog", "cat", "uncle", "aunt", "grandma", "grandpa", "girlfriend", "boyfriend"]
 RELATIVE_THINGS = ["name", "name", "name", "age", "age", "job", "home city", "hobby"]
 
-# Openings of sentences that tell and change, and more sentences that ask and list, separated by |. They are
-# for training, and none is like a sentence of "choice" or "final".
+# For training: openings of sentences that tell and change, and more sentences that ask and list, separated
+# by |. None begins with the same two words as a sentence of "choice" or shares half of its words with one.
 OPENINGS = {
     "tell": "I guess it matters that|So yeah,|For the record,|Hey there,|Quick note for later,|"
             "Please remember that|Could you jot down that|Well, as of today|"
