@@ -57,8 +57,8 @@ CODAS = "b ch ck d l ll m mp n nd ng nt p r rd rk s sh ss st t th x".split() + [
 
 
 def is_held_out(word):
-    """True if no value and no made-up thing of training has this word: one in eight, by a hash, and those of
-    REAL_VALUES. (Other parts of a sentence may have it.)"""
+    """True if training never makes up this word, neither in a value nor in a thing: one word in eight, by a
+    hash, and the last word of each of REAL_VALUES. (Other parts of a sentence may have it.)"""
     return zlib.crc32(word.casefold().encode()) % 8 == 0 or word.casefold() in HELD_OUT
 
 
@@ -95,15 +95,15 @@ def draw(make, rng, held_out):
     """A word or number from `make`: one for training, or, if `held_out`, one that we use only to measure."""
     while True:
         made = make(rng)
-        if made != "is" and is_held_out(made) == held_out:      # "is" ends the thing
+        if made != "is" and is_held_out(made) == held_out:      # "is" would hide where the thing ends
             return made
 
 
 def a_value(thing, rng, held_out):
     """A made-up value of the thing: a number ("42"), a name ("Talvor Bri"), a noun ("a bluck") or words ("ni
-    corst and tavo"). One in ten has capitals anywhere ("foo-Tri"). Its kind suits the thing in nine cases of
-    ten, and always if the thing ends with "name" or "age", because "I'm 5" must tell the age and "I'm Ada"
-    the name."""
+    corst and tavo"). One in ten has other capitals ("Foo-Tri", "FOO-TRI"). Its kind suits the thing in nine
+    cases of ten, and always if the thing ends with "name" or "age", because "I'm 5" must tell the age and
+    "I'm Ada" the name."""
     kind = next((kind for kind, endings in KINDS.items() if thing.endswith(endings)), "word")
     if rng.random() < 0.15 and not thing.endswith(("name", "age")):
         kind = rng.choice(["name", "number", "noun", "word"])
@@ -145,8 +145,8 @@ def question(sentence):
 class Dialogue:
     """A user, and an assistant that takes notes.
 
-    `tell`, `ask`, `list_notes`, `chatter` and the methods that it calls return the user's message, without
-    its full stop, and the answer; `say` adds both to `text`. wordings: "train", "choice" or "final".
+    `tell`, `ask`, `list_notes` and `chatter` return the user's message, without its full stop, and the
+    answer; `say` adds both to `text`. wordings: "train", "choice" or "final".
     held_out: make up only words and numbers that training never makes up."""
 
     def __init__(self, rng, wordings="train", held_out=False):
@@ -223,7 +223,7 @@ class Dialogue:
                 return thing
 
     def prefix(self):
-        """One to six times a word, or "my" and a word, to begin a sentence with: "it my mof don't,"."""
+        """One to six random words, some after "my", to begin a sentence: "it my mof don't,"."""
         words = [self.opening_word() for _ in range(self.rng.randint(1, 6))]
         return " ".join(words) + self.rng.choice(["", "", ",", ":"])
 
@@ -244,9 +244,8 @@ class Dialogue:
         rng = self.rng
         if self.wordings != "train":
             return rng.choice(ways[self.wordings])
-        relative = thing.partition("'s ")[0]
-        # "sister's name" is looked up as "'s name".
-        special = ways_of_thing.get(thing.replace(relative + "'s", "'s"))
+        relative, of, rest = thing.rpartition("'s ")
+        special = ways_of_thing.get(of + rest)      # "sister's name" is looked up as "'s name"
         if special and rng.random() < 0.4:
             return rng.choice(special).replace("{relative}", relative)
         way = rng.choice(ways["train"])
@@ -266,7 +265,7 @@ class Dialogue:
         else:
             way = self.wording(TELL, TELL_THING, thing)
         if way.startswith("{value}") and not self.casual:
-            value = capital(value)
+            value = capital(value)      # it begins the message, and the note copies it
         again = " again" if thing in self.changed else ""
         if known:
             self.changed.add(thing)
@@ -374,7 +373,7 @@ class TrainingDialogue(Dialogue):
         fact without a note."""
         rng, rested = self.rng, self.rested()
         facts = [thing for thing in rested if thing != ALL_NOTES]
-        changes = rng.random() < self.changing      # drawn even if unused: else all dialogues would be others
+        changes = rng.random() < self.changing      # drawn here: as it was when we trained
         if len(self.facts) < self.most_facts and rng.random() < (self.telling if self.facts else 0.5):
             self.say(*self.tell_new())
         elif rng.random() < self.chatting:

@@ -4,9 +4,8 @@ This script, dialogues.py and sentences.py made every file of the checkpoint bes
 with dialogues of 256 tokens and ends with a mixture of 512 to 5,120. In half of all dialogues shorter than
 5,120 the positions have random gaps between turns, so that the model meets every distance up to 5,120 tokens
 before it meets a context of that length. The slowest nine of the 16 rotary angles turn 8 times as slowly as
-usual, as in Llama 3.1. Within 4,096 tokens the fastest of these turns by 94 degrees (unslowed: by 754), and
-most turn by less than 10. These angles hardly depend on the distance, so the model can find a note by its
-words.
+usual, as in Llama 3.1. Six of them now turn by less than 10 degrees within 4,096 tokens. They hardly depend
+on the distance, so the model can find a note by its words.
 
 Two processes train. For 4,400 steps they average their gradients. Then each trains alone on its own
 dialogues, and the weights that we save are the mean of both (Wortsman et al. 2022, "Model soups").
@@ -240,7 +239,7 @@ def train(tokenizer, state_file):
                   f"loss {loss.item():.4f}  right {right:.2%}", flush=True)
         if (step + 1) % SAVE_EVERY == 0:
             keep(state_file, step + 1, tokenizer, model, optimizers)
-    average([p.detach() for p in model.parameters()])
+    average([p.detach() for p in model.parameters()])       # the model soup
     return model
 
 
@@ -375,7 +374,7 @@ def main():
     if "RANK" not in os.environ:
         parser.error("training needs torchrun: torchrun --nproc-per-node 2 tiny_chat/train.py")
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)      # numbers below 1e-38 become 0: else a step takes three times as long
+    torch.set_flush_denormal(True)      # makes numbers below 1e-38 zero; else a step takes 3 times as long
     dist.init_process_group("gloo")
     args.directory.mkdir(parents=True, exist_ok=True)
     state_file = args.directory / "training.pt"
