@@ -373,7 +373,7 @@ class TrainingDialogue(Dialogue):
         fact without a note."""
         rng, rested = self.rng, self.rested()
         facts = [thing for thing in rested if thing != ALL_NOTES]
-        changes = rng.random() < self.changing      # drawn here: as it was when we trained
+        changes = rng.random() < self.changing      # drawn early, as it was when we trained
         if len(self.facts) < self.most_facts and rng.random() < (self.telling if self.facts else 0.5):
             self.say(*self.tell_new())
         elif rng.random() < self.chatting:

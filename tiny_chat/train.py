@@ -374,7 +374,7 @@ def main():
     if "RANK" not in os.environ:
         parser.error("training needs torchrun: torchrun --nproc-per-node 2 tiny_chat/train.py")
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)      # makes numbers below 1e-38 zero; else a step takes 3 times as long
+    torch.set_flush_denormal(True)      # makes numbers below 1e-38 zero: else a step takes 2.7 times as long
     dist.init_process_group("gloo")
     args.directory.mkdir(parents=True, exist_ok=True)
     state_file = args.directory / "training.pt"
