@@ -16,7 +16,7 @@ TINY_CHAT = Path(__file__).resolve().parent.parent / "tiny_chat"
 sys.path.append(str(TINY_CHAT))                 # as its scripts find each other
 import train
 from dialogues import a_value, dialogue, is_held_out, question, spelling
-from sentences import ASK, CHANGE, LIST, REAL_VALUES, TELL
+from sentences import ASK, CHANGE, LIST, REAL_VALUES, TELL, THINGS
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -137,10 +137,21 @@ def test_training_made_up_none_of_most_values_below():
         "I'm 37 years old.": "Your age becomes note 2: your age is 37.",
         "How old is my sister?": "Your sister's age? I don't know that yet.",
         "My password is kq7-Tower.": "Your password becomes note 3: your password is kq7-Tower.",
-        "I work as a plumber.": "Your job becomes note 4: your job is a plumber."}),
+        "I work as a plumber.": "Your job becomes note 4: your job is a plumber.",
+        "I live in Lisbon and my hobby is chess.":
+            "Your home city becomes note 5: your home city is Lisbon. "
+            "Your hobby becomes note 6: your hobby is chess."}),
 ])
 def test_remembers_what_it_was_told(model, tokenizer, system, turns):
     assert chat(model, tokenizer, turns, system) == list(turns.values())
+
+
+def test_counts_its_notes(model, tokenizer):
+    """Twelve facts in a row: in training, short dialogues seldom have more than eight."""
+    facts = {thing: f"58{number:02}" for number, thing in enumerate(THINGS[:12])}
+    assert chat(model, tokenizer, [f"My {thing} is {value}." for thing, value in facts.items()]) == [
+        f"Your {thing} becomes note {number}: your {thing} is {value}."
+        for number, (thing, value) in enumerate(facts.items(), 1)]
 
 
 # ---- the script that made it
