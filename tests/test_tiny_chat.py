@@ -141,17 +141,12 @@ def test_training_made_up_none_of_most_values_below():
         "I live in Lisbon and my hobby is chess.":
             "Your home city becomes note 5: your home city is Lisbon. "
             "Your hobby becomes note 6: your hobby is chess."}),
+    # Twelve facts in a row: in training, short dialogues seldom have more than eight.
+    ("", {f"My {thing} is 58{note:02}.": f"Your {thing} becomes note {note}: your {thing} is 58{note:02}."
+          for note, thing in enumerate(THINGS[:12], 1)}),
 ])
 def test_remembers_what_it_was_told(model, tokenizer, system, turns):
     assert chat(model, tokenizer, turns, system) == list(turns.values())
-
-
-def test_counts_its_notes(model, tokenizer):
-    """Twelve facts in a row: in training, short dialogues seldom have more than eight."""
-    facts = {thing: f"58{number:02}" for number, thing in enumerate(THINGS[:12])}
-    assert chat(model, tokenizer, [f"My {thing} is {value}." for thing, value in facts.items()]) == [
-        f"Your {thing} becomes note {number}: your {thing} is {value}."
-        for number, (thing, value) in enumerate(facts.items(), 1)]
 
 
 # ---- the script that made it
