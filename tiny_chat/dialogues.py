@@ -12,21 +12,20 @@ A user tells facts, the assistant notes them, and much later the user asks:
                                     empty.
 
 A fact is a thing ("home city") and its value ("Rome"). Every answer follows from the dialogue so far. In
-training, values consist of random syllables, letters and digits, and one word in ten is a common English one.
-So the model cannot learn values by heart: it must find the note and copy it, token by token. An answer about
-one fact repeats the thing first ("Your home city"). Only the token after it depends on whether there is a
-note: "is" or "?" after a question, "has" or "becomes" after a fact.
+training, `any_word` makes up the words of values, so the model cannot learn them by heart: it must find the
+note and copy it, token by token. An answer about one fact repeats the thing first ("Your home city"). Only
+the token after it depends on whether there is a note: "is" or "?" after a question, "has" or "becomes" after
+a fact.
 
-A hash keeps one word in eight out of the values and the made-up things of training. sentences.py has what
-users say, in three sets: we train on "train", and measure with "choice" and "final".
+A hash keeps one word in eight out of the values and the made-up things of training. sentences.py and
+sentences.json have what users say, in three sets: we train on "train", and measure with "choice" and "final".
 """
 import re
 import zlib
 
 from sentences import (ASK, ASK_ENDINGS, ASK_THING, CHANGE, CHANGE_THING, CHEERFUL, CORRECT, HELD_OUT, LIST,
-                       LIST_ENDINGS, MORE_WAYS_TO, NOT_UNDERSTOOD, NOTES, OPENINGS, RELATIVE_THINGS,
-                       RELATIVES, SMALL_TALK, STRANGE, SUMS, SUPPLY, SYSTEM, TELL, TELL_THING, THINGS,
-                       WHO_ARE_YOU)
+                       LIST_ENDINGS, NOT_UNDERSTOOD, NOTES, RELATIVE_THINGS, RELATIVES, SMALL_TALK, STRANGE,
+                       SUMS, SUPPLY, SYSTEM, TELL, TELL_THING, THINGS, WHO_ARE_YOU)
 
 # ---------------------------------------------------------------------------------------------------------
 # Made-up values
@@ -45,14 +44,17 @@ COMMON = ("the be to of and a in that have it for on with he as you do at this b
           "its over think also back after use two our work first well way even new want because any give "
           "day most us must let please very long thing need tell remember nothing myself "
           "correct").split()
-# The words of our sentences, those of the things and notes five times as often as others.
-ENGLISH = sorted({word for sentences in (COMMON, NOTES, OPENINGS.values(), MORE_WAYS_TO.values(), SMALL_TALK,
-                                         SMALL_TALK.values())
+# The words of our sentences, and five more copies of those in things and in the assistant's notes.
+ENGLISH = sorted({word for sentences in (COMMON, NOTES, SMALL_TALK, SMALL_TALK.values(), TELL["train"],
+                                         CHANGE["train"], ASK["train"], LIST["train"])
                   for word in re.findall("[a-z]+", " ".join(sentences).lower())})
 ENGLISH += 5 * (" ".join(THINGS + RELATIVES).split()
                 + "becomes note has changed again still empty favorite color plus".split())
 OPENERS = ("I I I I'm I've I'd I'll don't can't haven't isn't didn't let's it's that's what's here's you've "
            "there's me").split()
+# No thing ends with one of these words, since they may follow a thing: "What was my hobby again?"
+AFTER_THINGS = ({ending.split()[0] for ending in ASK_ENDINGS} | set(COMMON)
+                - {"people", "time", "year", "work", "day", "thing"})
 CODAS = "b ch ck d l ll m mp n nd ng nt p r rd rk s sh ss st t th x".split() + [""] * 20
 
 
@@ -63,16 +65,16 @@ def is_held_out(word):
 
 
 def any_word(rng):
-    """A made-up word: 61% have one to four syllables ("skaubrie"), 13% one to eight letters, of which one may
-    not be English; 10% are common English words, and 4% two or three words joined, mostly by signs
-    ("foo@tri.be", "kle-42"). The other 12% are the beginning of an English word and the end of another:
-    "plus" and "number" give "plumber". So values contain all tokens, not only those that syllables need."""
+    """A made-up word. 10% are common English words, 4% two or three words or numbers, mostly joined by signs
+    ("foo@tri.be", "kle-42"), and 12% the beginning of an English word and the end of another: "plus" and
+    "number" give "plumber". So values contain all tokens, not only those that syllables need. 61% have one to
+    four syllables ("skaubrie"), and 13% one to eight letters, of which one may not be English."""
     if (kind := rng.random()) < 0.1:
         return rng.choice(COMMON)
     if kind < 0.14:
         parts = [rng.choice(["", *".@-_&/"]) + rng.choice([any_word, any_word, any_word, any_number])(rng)
                  for _ in range(rng.choice([2, 2, 3]))]
-        return "".join(parts).lstrip(".@-_&/")
+        return "".join(parts).lstrip(".@-_&/")          # without the sign before the first part
     if kind < 0.26:
         first, last = rng.choice(ENGLISH), rng.choice(ENGLISH)
         return first[:rng.randint(1, len(first))] + last[rng.randrange(len(last)):]
@@ -95,7 +97,8 @@ def draw(make, rng, held_out):
     """A word or number from `make`: one for training, or, if `held_out`, one that we use only to measure."""
     while True:
         made = make(rng)
-        if made != "is" and is_held_out(made) == held_out:      # "is" would hide where the thing ends
+        # No made-up word is "is" or "now": after "my hobby is now chess", the note has "chess".
+        if made not in ("is", "now") and is_held_out(made) == held_out:
             return made
 
 
@@ -104,7 +107,7 @@ def a_value(thing, rng, held_out):
     corst and tavo"). One in ten has other capitals ("Foo-Tri", "FOO-TRI"). Its kind suits the thing in nine
     cases of ten, and always if the thing ends with "name" or "age", because "I'm 5" must tell the age and
     "I'm Ada" the name."""
-    kind = next((kind for kind, endings in KINDS.items() if thing.endswith(endings)), "word")
+    kind = next((name for name, endings in KINDS.items() if thing.endswith(endings)), "word")
     if rng.random() < 0.15 and not thing.endswith(("name", "age")):
         kind = rng.choice(["name", "number", "noun", "word"])
     if kind == "number":
@@ -132,7 +135,7 @@ def capital(sentence):
 
 
 def question(sentence):
-    """The sentence, with a question mark if it begins as a question or says "what is"."""
+    """The sentence, with a question mark if it begins with one of these words or says "what is"."""
     asks = re.search(r"^(what|who|what's|who's|which|where|when|how|do|can|could|would|have|and|so) |what is",
                      sentence.lower())
     return f"{sentence}?" if asks else sentence
@@ -196,10 +199,9 @@ class Dialogue:
         value = a_value(thing, self.rng, self.held_out)
         return value.lower() if self.casual else value
 
-
     def pick_thing(self):
-        """A thing: 45% of THINGS, 20% of a relative, 35% made up. While there is no fact, a quarter of the
-        picks is the user's name."""
+        """A thing: 45% of THINGS, 20% of a relative, 35% made up, of one or two words, half of them after
+        "favourite" or "first". While there is no fact, a quarter of the picks is the user's name."""
         rng = self.rng
         if not self.facts and rng.random() < 0.25:
             return "name"
@@ -207,7 +209,10 @@ class Dialogue:
             return rng.choice(THINGS)
         if kind < 0.65:
             return f"{rng.choice(RELATIVES)}'s {rng.choice(RELATIVE_THINGS)}"
-        thing = self.word() if kind < 0.85 else f"{self.word()} {self.word()}"
+        while (thing := self.word()) in AFTER_THINGS:
+            pass
+        if kind > 0.85:
+            thing = f"{self.word()} {thing}"
         return rng.choice(["", "", "favourite ", "first "]) + thing
 
     def pick_unknown(self, avoid=()):
@@ -224,10 +229,17 @@ class Dialogue:
 
     def prefix(self):
         """One to six random words, some after "my", to begin a sentence: "it my mof don't,"."""
-        words = [self.opening_word() for _ in range(self.rng.randint(1, 6))]
-        return " ".join(words) + self.rng.choice(["", "", ",", ":"])
+        words = [self.random_word() for _ in range(self.rng.randint(1, 6))]
+        return " ".join(words) + self.rng.choice(["", "", "", ",", ",", ":", ".", "?"])
 
-    def opening_word(self):
+    def suffix(self, signs):
+        """Nothing, or in a third of the cases a sign and one to six random words: ", can't kosh people"."""
+        if self.rng.random() < 0.67:
+            return ""
+        words = [self.random_word().removeprefix("my ") for _ in range(self.rng.randint(1, 6))]
+        return " ".join([self.rng.choice(signs), *words])
+
+    def random_word(self):
         """Half of these are common words, one in eight is of OPENERS, and one in ten begins with "my"."""
         if (kind := self.rng.random()) < 0.5:
             return self.rng.choice(COMMON)
@@ -238,9 +250,9 @@ class Dialogue:
     def wording(self, ways, ways_of_thing, thing):
         """A sentence about the thing: one of `ways`, or in training of `ways_of_thing`.
 
-        In training, 40% of the sentences suit this thing only, if there are such. 40% of the others begin
-        with random words and end with "my {thing} is {value}" (a question: "my {thing}", two of three times
-        with one of ASK_ENDINGS), so that the model learns to understand sentences that it never saw."""
+        In training, 40% of the sentences suit this thing only, if there are such. Half of the others consist
+        of "my {thing} is {value}" (a question: "my {thing}") between random words, so that the model learns
+        to understand sentences that it never saw."""
         rng = self.rng
         if self.wordings != "train":
             return rng.choice(ways[self.wordings])
@@ -248,11 +260,17 @@ class Dialogue:
         special = ways_of_thing.get(of + rest)      # "sister's name" is looked up as "'s name"
         if special and rng.random() < 0.4:
             return rng.choice(special).replace("{relative}", relative)
-        way = rng.choice(ways["train"])
-        if rng.random() < 0.4:
-            endings = [" my {thing}"] * 5 + [f" my {{thing}} {word}" for word in ASK_ENDINGS]
-            way = self.prefix() + (rng.choice(endings) if ways is ASK else " my {thing} is {value}")
-        return way
+        if rng.random() < 0.5:
+            return rng.choice(ways["train"])
+        way = self.prefix()
+        if ways is ASK and rng.random() < 0.15:     # no list: "what you have noted as my hobby"
+            way += f" {rng.choice(NOTES)}{rng.choice(['', ' as', ' for', ' about'])}"
+        way += " my {thing}"
+        if ways is ASK:
+            ending = rng.choice(["", "", f" {rng.choice(ASK_ENDINGS)}"])
+            return way + ending + self.suffix([",", ",", ".", "?", "...", " -"])
+        verb = " is now" if ways is CHANGE and rng.random() < 0.3 else rng.choice([" is"] * 8 + [":", " ="])
+        return f"{way}{verb} {{value}}" + self.suffix([","])
 
     def tell(self, thing, value=None):
         """The user tells or changes a fact, and the assistant notes it. value: None makes one up."""
@@ -292,10 +310,10 @@ class Dialogue:
         return said, f"Your {spelt}? I don't know that yet."
 
     def list_notes(self):
-        """The user asks for all notes; in training, 40% of the sentences begin with random words."""
+        """The user asks for all notes; in training, half of the sentences begin with random words."""
         said = self.rng.choice(LIST[self.wordings])
-        if self.wordings == "train" and self.rng.random() < 0.4:
-            ending = self.rng.choice([""] * 6 + LIST_ENDINGS)
+        if self.wordings == "train" and self.rng.random() < 0.5:
+            ending = self.rng.choice([""] * 6 + LIST_ENDINGS) + self.suffix([",", ",", ".", "?", "...", " -"])
             said = f"{self.prefix()} {self.rng.choice(NOTES)}{ending}"
         notes = [f"Note {number}: your {spelling(thing, self.tells_american)} is {value}."
                  for number, (thing, value) in enumerate(self.facts.items(), 1)]
@@ -347,7 +365,7 @@ class TrainingDialogue(Dialogue):
         if length > 1024 and rng.random() < 0.7:    # many facts, so that many questions look far back
             self.most_facts, self.telling, self.changing = rng.randint(15, 50), rng.choice([0.4, 1]), 0.2
         if length <= 1024 and rng.random() < 0.3:   # the user tells all at once, and wants to see the notes
-            self.most_facts, self.telling, self.chatting, self.listing = rng.randint(3, 8), 1, 0.05, 0.9
+            self.most_facts, self.telling, self.chatting, self.listing = rng.randint(3, 12), 1, 0.05, 0.9
         if rng.random() < 0.5:      # most things share a word, so that the model must compare whole things
             self.alike, self.alike_to = 0.6, rng.choice([1, 2, 4, None])
         self.end = 2.9 * length             # characters
@@ -370,24 +388,24 @@ class TrainingDialogue(Dialogue):
 
     def turn(self):
         """Add a turn: the user tells a new fact, chats, changes a fact, asks for all notes, for one, or for a
-        fact without a note."""
+        fact without a note. Lists have at most 12 notes."""
         rng, rested = self.rng, self.rested()
-        facts = [thing for thing in rested if thing != ALL_NOTES]
-        changes = rng.random() < self.changing      # drawn early, as it was when we trained
+        ready = [thing for thing in rested if thing != ALL_NOTES]
+        at_hand = self.last in self.facts       # the turn before was about a fact with a note
         if len(self.facts) < self.most_facts and rng.random() < (self.telling if self.facts else 0.5):
             self.say(*self.tell_new())
         elif rng.random() < self.chatting:
             self.say(*self.chatter())
-        elif changes and (facts or self.last in self.facts):
-            at_once = self.last in self.facts and rng.random() < 0.5
-            thing = self.last if at_once else rng.choice(facts or [self.last])
+        elif (ready or at_hand) and rng.random() < self.changing:
+            at_once = at_hand and rng.random() < 0.5
+            thing = self.last if at_once else rng.choice(ready or [self.last])
             self.say(*self.tell(thing))
             self.rest(thing)
         elif ALL_NOTES in rested and len(self.facts) <= 12 and rng.random() < self.listing:
             self.say(*self.list_notes())
             self.rest(*self.rests_until)
-        elif facts and rng.random() < 0.8:
-            thing = rng.choice(facts)
+        elif ready and rng.random() < 0.8:
+            thing = rng.choice(ready)
             self.say(*self.ask(thing))
             self.rest(thing)
         elif rng.random() < 0.5:
@@ -396,13 +414,14 @@ class TrainingDialogue(Dialogue):
             self.say(*self.chatter())
 
     def tell_new(self):
-        """The user tells a new fact, at times the one just asked for; one message in four tells more."""
+        """The user tells a new fact, and in two messages of five more. If the user has just asked for a fact
+        without a note, it is this one in two cases of five."""
         rng = self.rng
         asked = self.last if self.last not in self.facts and rng.random() < 0.4 else None
         thing = asked or self.pick_unknown()
         said, answer = self.tell(thing)
         self.rest(thing)
-        while rng.random() < 0.3 and len(self.facts) < self.most_facts:
+        while rng.random() < 0.4 and len(self.facts) < self.most_facts:
             thing = self.pick_unknown()
             more, noted = self.tell(thing)
             joint = rng.choice([" and ", " and ", ". ", ", and "])
