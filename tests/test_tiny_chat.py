@@ -141,7 +141,7 @@ def test_training_made_up_none_of_most_values_below():
         "I live in Lisbon and my hobby is chess.":
             "Your home city becomes note 5: your home city is Lisbon. "
             "Your hobby becomes note 6: your hobby is chess."}),
-    # Twelve facts in a row: in training, short dialogues seldom have more than eight.
+    # Twelve facts in a row: a model that we turned down called the ninth "note 7" or "note 8".
     ("", {f"My {thing} is 58{note:02}.": f"Your {thing} becomes note {note}: your {thing} is 58{note:02}."
           for note, thing in enumerate(THINGS[:12], 1)}),
 ])

@@ -55,6 +55,7 @@ OPENERS = ("I I I I'm I've I'd I'll don't can't haven't isn't didn't let's it's 
 # No thing ends with one of these words, since they may follow a thing: "What was my hobby again?"
 AFTER_THINGS = ({ending.split()[0] for ending in ASK_ENDINGS} | set(COMMON)
                 - {"people", "time", "year", "work", "day", "thing"})
+SIGNS = [",", ",", ".", "?", "...", " -"]       # between a question and what follows it
 CODAS = "b ch ck d l ll m mp n nd ng nt p r rd rk s sh ss st t th x".split() + [""] * 20
 
 
@@ -262,15 +263,14 @@ class Dialogue:
             return rng.choice(special).replace("{relative}", relative)
         if rng.random() < 0.5:
             return rng.choice(ways["train"])
-        way = self.prefix()
-        if ways is ASK and rng.random() < 0.15:     # no list: "what you have noted as my hobby"
-            way += f" {rng.choice(NOTES)}{rng.choice(['', ' as', ' for', ' about'])}"
-        way += " my {thing}"
+        opening = self.prefix()
         if ways is ASK:
+            if rng.random() < 0.15:             # no list: "what you have noted as my hobby"
+                opening += f" {rng.choice(NOTES)}{rng.choice(['', ' as', ' for', ' about'])}"
             ending = rng.choice(["", "", f" {rng.choice(ASK_ENDINGS)}"])
-            return way + ending + self.suffix([",", ",", ".", "?", "...", " -"])
+            return f"{opening} my {{thing}}{ending}{self.suffix(SIGNS)}"
         verb = " is now" if ways is CHANGE and rng.random() < 0.3 else rng.choice([" is"] * 8 + [":", " ="])
-        return f"{way}{verb} {{value}}" + self.suffix([","])
+        return f"{opening} my {{thing}}{verb} {{value}}{self.suffix([','])}"
 
     def tell(self, thing, value=None):
         """The user tells or changes a fact, and the assistant notes it. value: None makes one up."""
@@ -313,7 +313,7 @@ class Dialogue:
         """The user asks for all notes; in training, half of the sentences begin with random words."""
         said = self.rng.choice(LIST[self.wordings])
         if self.wordings == "train" and self.rng.random() < 0.5:
-            ending = self.rng.choice([""] * 6 + LIST_ENDINGS) + self.suffix([",", ",", ".", "?", "...", " -"])
+            ending = self.rng.choice([""] * 6 + LIST_ENDINGS) + self.suffix(SIGNS)
             said = f"{self.prefix()} {self.rng.choice(NOTES)}{ending}"
         notes = [f"Note {number}: your {spelling(thing, self.tells_american)} is {value}."
                  for number, (thing, value) in enumerate(self.facts.items(), 1)]
