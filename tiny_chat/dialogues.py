@@ -55,6 +55,12 @@ OPENERS = ("I I I I'm I've I'd I'll don't can't haven't isn't didn't let's it's 
 # No thing ends with one of these words, since they may follow a thing: "What was my hobby again?"
 AFTER_THINGS = ({ending.split()[0] for ending in ASK_ENDINGS} | set(COMMON)
                 - {"people", "time", "year", "work", "day", "thing"})
+# Parts of our sentences, with which others begin or end: "don't lose this one ok", "what you have on".
+PARTS = [words for ways in (TELL, CHANGE, ASK, LIST) for way in ways["train"]
+         for part in re.split(r"[Mm]y \{thing\}|\{value\}", way)
+         if len(words := part.strip(" ,.:;?!-").split()) > 1 and "{thing}" not in words]
+# Words that a made-up thing may end with: "blood type".
+THING_WORDS = sorted(word for word in set(ENGLISH) - AFTER_THINGS if len(word) > 3)
 SIGNS = [",", ",", ".", "?", "...", " -"]       # between a question and what follows it
 CODAS = "b ch ck d l ll m mp n nd ng nt p r rd rk s sh ss st t th x".split() + [""] * 20
 
@@ -210,11 +216,16 @@ class Dialogue:
             return rng.choice(THINGS)
         if kind < 0.65:
             return f"{rng.choice(RELATIVES)}'s {rng.choice(RELATIVE_THINGS)}"
-        while (thing := self.word()) in AFTER_THINGS:
+        while (thing := self.thing_word()) in AFTER_THINGS:
             pass
         if kind > 0.85:
             thing = f"{self.word()} {thing}"
         return rng.choice(["", "", "favourite ", "first "]) + thing
+
+    def thing_word(self):
+        """A word for the end of a made-up thing: English in half of the cases."""
+        make = any_word if self.rng.random() < 0.5 else lambda rng: rng.choice(THING_WORDS)
+        return draw(make, self.rng, self.held_out)
 
     def pick_unknown(self, avoid=()):
         """A thing without a note. A share of `alike` has a word of a thing that has a note: "favourite
@@ -229,16 +240,25 @@ class Dialogue:
                 return thing
 
     def prefix(self):
-        """One to six random words, some after "my", to begin a sentence: "it my mof don't,"."""
-        words = [self.random_word() for _ in range(self.rng.randint(1, 6))]
-        return " ".join(words) + self.rng.choice(["", "", "", ",", ",", ":", ".", "?"])
+        """One or two groups of words to begin a sentence: "tell me about. it my mof don't,"."""
+        groups = [self.random_words() + self.rng.choice(["", "", "", ",", ",", ":", ".", "?"])
+                  for _ in range(self.rng.choice([1, 1, 2]))]
+        return " ".join(groups)
 
     def suffix(self, signs):
-        """Nothing, or in a third of the cases a sign and one to six random words: ", can't kosh people"."""
-        if self.rng.random() < 0.67:
+        """Nothing, or in two cases of five a sign and some words: ", can't kosh people"."""
+        if self.rng.random() < 0.6:
             return ""
-        words = [self.random_word().removeprefix("my ") for _ in range(self.rng.randint(1, 6))]
-        return " ".join([self.rng.choice(signs), *words])
+        return self.rng.choice(signs) + " " + re.sub(r"\b[Mm]y ", "", self.random_words())
+
+    def random_words(self):
+        """One to six random words, or as often up to eight of one of our sentences."""
+        rng = self.rng
+        if rng.random() < 0.5:
+            return " ".join(self.random_word() for _ in range(rng.randint(1, 6)))
+        words = rng.choice(PARTS)
+        start = rng.choice([0, rng.randrange(len(words))])
+        return " ".join(words[start:start + 8])
 
     def random_word(self):
         """Half of these are common words, one in eight is of OPENERS, and one in ten begins with "my"."""
@@ -252,8 +272,8 @@ class Dialogue:
         """A sentence about the thing: one of `ways`, or in training of `ways_of_thing`.
 
         In training, 40% of the sentences suit this thing only, if there are such. Half of the others consist
-        of "my {thing} is {value}" (a question: "my {thing}") between random words, so that the model learns
-        to understand sentences that it never saw."""
+        of "my {thing} is {value}" (a question: "my {thing}") between random words and parts of sentences, so
+        that the model learns to understand sentences that it never saw."""
         rng = self.rng
         if self.wordings != "train":
             return rng.choice(ways[self.wordings])
@@ -314,7 +334,8 @@ class Dialogue:
         said = self.rng.choice(LIST[self.wordings])
         if self.wordings == "train" and self.rng.random() < 0.5:
             ending = self.rng.choice([""] * 6 + LIST_ENDINGS) + self.suffix(SIGNS)
-            said = f"{self.prefix()} {self.rng.choice(NOTES)}{ending}"
+            opening, ways = self.prefix(), self.rng.choice([NOTES, NOTES, LIST["train"]])
+            said = f"{opening} {self.rng.choice(ways)}{ending}"
         notes = [f"Note {number}: your {spelling(thing, self.tells_american)} is {value}."
                  for number, (thing, value) in enumerate(self.facts.items(), 1)]
         self.last = None

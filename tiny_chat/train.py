@@ -39,8 +39,8 @@ CONTEXT = 4096
 LONGEST = 5120      # tokens of the longest dialogue: above CONTEXT, so that distances of 3,900 are common
 # Phases: (steps, about how many tokens a process takes in a step, lengths of a dialogue in tokens). All
 # dialogues of a step have one length; the lengths take turns. In the last phase each process trains alone.
-MIXED = [512, 1024, 2048, LONGEST]
-PHASES = [(1600, 2048, [256]), (2400, 4096, [512, 512, 1024]), (400, 4096, MIXED), (2800, 8192, MIXED)]
+MIXED = [512, 1024, 512, 2048, 1024, LONGEST]
+PHASES = [(1600, 2048, [256]), (2400, 4096, [512, 512, 1024]), (400, 4096, MIXED), (3200, 8192, MIXED)]
 PEAKS = 0.02, 0.003                 # highest learning rates of Muon and AdamW
 WARM_UP, COOL_DOWN = 100, 0.4       # steps; the share of all steps in which the learning rate falls
 SAVE_EVERY = 200                    # steps
