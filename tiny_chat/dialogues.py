@@ -17,15 +17,16 @@ note and copy it, token by token. An answer about one fact repeats the thing fir
 the token after it depends on whether there is a note: "is" or "?" after a question, "has" or "becomes" after
 a fact.
 
-A hash keeps one word in eight out of the values and the made-up things of training. sentences.py and
-sentences.json have what users say, in three sets: we train on "train", and measure with "choice" and "final".
+A hash keeps one word and one number in eight out of the values and the made-up things of training, so that we
+can measure with these. sentences.py and sentences.json have what users say, in three sets: we train on
+"train", and measure with "choice" and "final".
 """
 import re
 import zlib
 
-from sentences import (ASK, ASK_ENDINGS, ASK_THING, CHANGE, CHANGE_THING, CHEERFUL, CORRECT, HELD_OUT, LIST,
-                       LIST_ENDINGS, NOT_UNDERSTOOD, NOTES, RELATIVE_THINGS, RELATIVES, SMALL_TALK, STRANGE,
-                       SUMS, SUPPLY, SYSTEM, TELL, TELL_THING, THINGS, WHO_ARE_YOU)
+from sentences import (ALL_NOTES, ASK, ASK_ENDINGS, ASK_THING, CHANGE, CHANGE_THING, CHEERFUL, CORRECT,
+                       HELD_OUT, LIST, LIST_ENDINGS, NOT_UNDERSTOOD, RELATIVE_THINGS, RELATIVES, SMALL_TALK,
+                       STRANGE, SUMS, SUPPLY, SYSTEM, TELL, TELL_THING, THINGS, WHO_ARE_YOU)
 
 # ---------------------------------------------------------------------------------------------------------
 # Made-up values
@@ -45,23 +46,24 @@ COMMON = ("the be to of and a in that have it for on with he as you do at this b
           "day most us must let please very long thing need tell remember nothing myself "
           "correct").split()
 # The words of our sentences, and five more copies of those in things and in the assistant's notes.
-ENGLISH = sorted({word for sentences in (COMMON, NOTES, SMALL_TALK, SMALL_TALK.values(), TELL["train"],
+ENGLISH = sorted({word for sentences in (COMMON, ALL_NOTES, SMALL_TALK, SMALL_TALK.values(), TELL["train"],
                                          CHANGE["train"], ASK["train"], LIST["train"])
                   for word in re.findall("[a-z]+", " ".join(sentences).lower())})
 ENGLISH += 5 * (" ".join(THINGS + RELATIVES).split()
                 + "becomes note has changed again still empty favorite color plus".split())
 OPENERS = ("I I I I'm I've I'd I'll don't can't haven't isn't didn't let's it's that's what's here's you've "
            "there's me").split()
-# No thing ends with one of these words, since they may follow a thing: "What was my hobby again?"
+# No thing ends with one of these words, since they may follow a thing ("What was my hobby again?") or are
+# common.
 AFTER_THINGS = ({ending.split()[0] for ending in ASK_ENDINGS} | set(COMMON)
                 - {"people", "time", "year", "work", "day", "thing"})
 # Parts of our sentences, with which others begin or end: "don't lose this one ok", "what you have on".
-PARTS = [words for ways in (TELL, CHANGE, ASK, LIST) for way in ways["train"]
-         for part in re.split(r"[Mm]y \{thing\}|\{value\}", way)
+PARTS = [words for sentences in (TELL, CHANGE, ASK, LIST) for sentence in sentences["train"]
+         for part in re.split(r"[Mm]y \{thing\}|\{value\}", sentence)
          if len(words := part.strip(" ,.:;?!-").split()) > 1 and "{thing}" not in words]
-# Words that a made-up thing may end with: "blood type".
+# English words that a made-up thing may end with: "blood type".
 THING_WORDS = sorted(word for word in set(ENGLISH) - AFTER_THINGS if len(word) > 3)
-SIGNS = [",", ",", ".", "?", "...", " -"]       # between a question and what follows it
+SIGNS = [",", ",", ".", "?", "...", " -"]       # between a question and the words that follow it
 CODAS = "b ch ck d l ll m mp n nd ng nt p r rd rk s sh ss st t th x".split() + [""] * 20
 
 
@@ -72,20 +74,20 @@ def is_held_out(word):
 
 
 def any_word(rng):
-    """A made-up word. 10% are common English words, 4% two or three words or numbers, mostly joined by signs
-    ("foo@tri.be", "kle-42"), and 12% the beginning of an English word and the end of another: "plus" and
-    "number" give "plumber". So values contain all tokens, not only those that syllables need. 61% have one to
-    four syllables ("skaubrie"), and 13% one to eight letters, of which one may not be English."""
-    if (kind := rng.random()) < 0.1:
+    """A made-up word. 61% have one to four syllables ("skaubrie"), and 13% one to eight letters, of which one
+    may not be English. 12% are the beginning of an English word and the end of another: "plus" and "number"
+    give "plumber". 10% are common English words, and 4% two or three words or numbers, mostly joined by signs
+    ("foo@tri.be", "kle-42"). So values have tokens, such as "mber", that no syllable has."""
+    if (chance := rng.random()) < 0.1:
         return rng.choice(COMMON)
-    if kind < 0.14:
+    if chance < 0.14:
         parts = [rng.choice(["", *".@-_&/"]) + rng.choice([any_word, any_word, any_word, any_number])(rng)
                  for _ in range(rng.choice([2, 2, 3]))]
         return "".join(parts).lstrip(".@-_&/")          # without the sign before the first part
-    if kind < 0.26:
+    if chance < 0.26:
         first, last = rng.choice(ENGLISH), rng.choice(ENGLISH)
         return first[:rng.randint(1, len(first))] + last[rng.randrange(len(last)):]
-    if kind < 0.87:
+    if chance < 0.87:
         syllables = rng.choice([1, 1, 2, 2, 2, 3, 3, 4])
         return "".join(rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(syllables))
     letters = [rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(1, 8))]
@@ -114,7 +116,7 @@ def a_value(thing, rng, held_out):
     corst and tavo"). One in ten has other capitals ("Foo-Tri", "FOO-TRI"). Its kind suits the thing in nine
     cases of ten, and always if the thing ends with "name" or "age", because "I'm 5" must tell the age and
     "I'm Ada" the name."""
-    kind = next((name for name, endings in KINDS.items() if thing.endswith(endings)), "word")
+    kind = next((kind for kind, endings in KINDS.items() if thing.endswith(endings)), "word")
     if rng.random() < 0.15 and not thing.endswith(("name", "age")):
         kind = rng.choice(["name", "number", "noun", "word"])
     if kind == "number":
@@ -142,7 +144,7 @@ def capital(sentence):
 
 
 def question(sentence):
-    """The sentence, with a question mark if it begins with one of these words or says "what is"."""
+    """The sentence, with a question mark if it begins with one of the words below or says "what is"."""
     asks = re.search(r"^(what|who|what's|who's|which|where|when|how|do|can|could|would|have|and|so) |what is",
                      sentence.lower())
     return f"{sentence}?" if asks else sentence
@@ -156,11 +158,11 @@ class Dialogue:
     """A user, and an assistant that takes notes.
 
     `tell`, `ask`, `list_notes` and `chatter` return the user's message, without its full stop, and the
-    answer; `say` adds both to `text`. wordings: "train", "choice" or "final".
+    answer; `say` adds both to `text`. split: "train", "choice" or "final".
     held_out: make up only words and numbers that training never makes up."""
 
-    def __init__(self, rng, wordings="train", held_out=False):
-        self.rng, self.wordings, self.held_out = rng, wordings, held_out
+    def __init__(self, rng, split="train", held_out=False):
+        self.rng, self.split, self.held_out = rng, split, held_out
         self.facts = {}                     # thing -> its latest value, in the order of the notes
         self.changed = set()
         # How probable it is that a new thing shares a word with one that has a note. Only the first
@@ -168,7 +170,7 @@ class Dialogue:
         self.alike, self.alike_to = 0.25, None
         self.last = None                    # the thing that the turn before told or asked
         self.casual = rng.random() < 0.2    # the user writes without capitals
-        # Does the user write color and favorite when telling, when asking? A few mix both ways.
+        # Does the user write color and favorite when telling, when asking? A few mix both spellings.
         self.tells_american = rng.random() < 0.3
         self.asks_american = self.tells_american if rng.random() < 0.8 else rng.random() < 0.5
         self.bot, self.text = "Tiny", ""
@@ -189,7 +191,8 @@ class Dialogue:
         self.text = f"<|system|>{message}<|end|>"
 
     def say(self, said, answer):
-        """Add a turn. The user may leave out capitals and the final stop."""
+        """Add a turn. Three messages in ten end without a sign, and a casual user writes no capitals. A
+        cheerful assistant ends its sentences with "!"."""
         said = said.lower() if self.casual else capital(said)
         if self.rng.random() < 0.3:
             said = said.removesuffix("?")
@@ -207,18 +210,19 @@ class Dialogue:
         return value.lower() if self.casual else value
 
     def pick_thing(self):
-        """A thing: 45% of THINGS, 20% of a relative, 35% made up, of one or two words, half of them after
-        "favourite" or "first". While there is no fact, a quarter of the picks is the user's name."""
+        """A thing: in 45% of the cases one of THINGS, in 20% of a relative ("sister's job"), in 35% made up:
+        one or two words, half of the time after "favourite" or "first". Until there is a fact, a quarter of
+        the picks is the user's name."""
         rng = self.rng
         if not self.facts and rng.random() < 0.25:
             return "name"
-        if (kind := rng.random()) < 0.45:
+        if (chance := rng.random()) < 0.45:
             return rng.choice(THINGS)
-        if kind < 0.65:
+        if chance < 0.65:
             return f"{rng.choice(RELATIVES)}'s {rng.choice(RELATIVE_THINGS)}"
         while (thing := self.thing_word()) in AFTER_THINGS:
             pass
-        if kind > 0.85:
+        if chance > 0.85:
             thing = f"{self.word()} {thing}"
         return rng.choice(["", "", "favourite ", "first "]) + thing
 
@@ -249,7 +253,8 @@ class Dialogue:
         """Nothing, or in two cases of five a sign and some words: ", can't kosh people"."""
         if self.rng.random() < 0.6:
             return ""
-        return self.rng.choice(signs) + " " + re.sub(r"\b[Mm]y ", "", self.random_words())
+        sign, words = self.rng.choice(signs), self.random_words()
+        return sign + " " + re.sub(r"\b[Mm]y ", "", words)      # the last "my" must be that of the thing
 
     def random_words(self):
         """One to six random words, or as often up to eight of one of our sentences."""
@@ -262,47 +267,48 @@ class Dialogue:
 
     def random_word(self):
         """Half of these are common words, one in eight is of OPENERS, and one in ten begins with "my"."""
-        if (kind := self.rng.random()) < 0.5:
+        if (chance := self.rng.random()) < 0.5:
             return self.rng.choice(COMMON)
-        if kind < 0.62:
+        if chance < 0.62:
             return self.rng.choice(OPENERS)
-        return f"my {self.word()}" if kind < 0.72 else self.word()
+        return f"my {self.word()}" if chance < 0.72 else self.word()
 
-    def wording(self, ways, ways_of_thing, thing):
-        """A sentence about the thing: one of `ways`, or in training of `ways_of_thing`.
+    def sentence(self, sentences, of_thing, thing):
+        """A sentence about the thing: one of `sentences`, or in training of `of_thing`.
 
         In training, 40% of the sentences suit this thing only, if there are such. Half of the others consist
         of "my {thing} is {value}" (a question: "my {thing}") between random words and parts of sentences, so
         that the model learns to understand sentences that it never saw."""
         rng = self.rng
-        if self.wordings != "train":
-            return rng.choice(ways[self.wordings])
+        if self.split != "train":
+            return rng.choice(sentences[self.split])
         relative, of, rest = thing.rpartition("'s ")
-        special = ways_of_thing.get(of + rest)      # "sister's name" is looked up as "'s name"
+        special = of_thing.get(of + rest)      # "sister's name" is looked up as "'s name"
         if special and rng.random() < 0.4:
             return rng.choice(special).replace("{relative}", relative)
         if rng.random() < 0.5:
-            return rng.choice(ways["train"])
+            return rng.choice(sentences["train"])
         opening = self.prefix()
-        if ways is ASK:
-            if rng.random() < 0.15:             # no list: "what you have noted as my hobby"
-                opening += f" {rng.choice(NOTES)}{rng.choice(['', ' as', ' for', ' about'])}"
+        if sentences is ASK:
+            if rng.random() < 0.15:     # asks for one note only: "what you have noted as my hobby"
+                opening += f" {rng.choice(ALL_NOTES)}{rng.choice(['', ' as', ' for', ' about'])}"
             ending = rng.choice(["", "", f" {rng.choice(ASK_ENDINGS)}"])
             return f"{opening} my {{thing}}{ending}{self.suffix(SIGNS)}"
-        verb = " is now" if ways is CHANGE and rng.random() < 0.3 else rng.choice([" is"] * 8 + [":", " ="])
+        now = sentences is CHANGE and rng.random() < 0.3
+        verb = " is now" if now else rng.choice([" is"] * 8 + [":", " ="])
         return f"{opening} my {{thing}}{verb} {{value}}{self.suffix([','])}"
 
     def tell(self, thing, value=None):
         """The user tells or changes a fact, and the assistant notes it. value: None makes one up."""
         rng, known = self.rng, thing in self.facts
         value = value or self.value(thing)
-        if thing == self.last and self.wordings == "train" and rng.random() < 0.3:
-            way = rng.choice(CORRECT if known else SUPPLY)
+        if thing == self.last and self.split == "train" and rng.random() < 0.3:
+            sentence = rng.choice(CORRECT if known else SUPPLY)
         elif self.sounds_like_a_change(known):
-            way = self.wording(CHANGE, CHANGE_THING, thing)
+            sentence = self.sentence(CHANGE, CHANGE_THING, thing)
         else:
-            way = self.wording(TELL, TELL_THING, thing)
-        if way.startswith("{value}") and not self.casual:
+            sentence = self.sentence(TELL, TELL_THING, thing)
+        if sentence.startswith("{value}") and not self.casual:
             value = capital(value)      # it begins the message, and the note copies it
         again = " again" if thing in self.changed else ""
         if known:
@@ -310,20 +316,20 @@ class Dialogue:
         self.facts[thing], self.last = value, thing
         note = f"has changed{again}" if known else f"becomes note {len(self.facts)}"
         spelt = spelling(thing, self.tells_american)
-        return way.format(thing=spelt, value=value), f"Your {spelt} {note}: your {spelt} is {value}."
+        return sentence.format(thing=spelt, value=value), f"Your {spelt} {note}: your {spelt} is {value}."
 
     def sounds_like_a_change(self, known):
         """True if the sentence is drawn from CHANGE ("Actually, ..."), False if from TELL. In training it is
         True for half of the changes, and for three in ten of the new facts. So the words alone do not tell
         whether there is a note, and the model must look for it."""
-        if self.wordings != "train":
+        if self.split != "train":
             return known
         return self.rng.random() < (0.5 if known else 0.3)
 
     def ask(self, thing):
         """The user asks for a fact."""
         spelt = spelling(thing, self.asks_american)
-        said = question(self.wording(ASK, ASK_THING, thing).format(thing=spelt))
+        said = question(self.sentence(ASK, ASK_THING, thing).format(thing=spelt))
         self.last = thing
         if thing in self.facts:
             return said, f"Your {spelt} is {self.facts[thing]}."
@@ -331,11 +337,11 @@ class Dialogue:
 
     def list_notes(self):
         """The user asks for all notes; in training, half of the sentences begin with random words."""
-        said = self.rng.choice(LIST[self.wordings])
-        if self.wordings == "train" and self.rng.random() < 0.5:
+        said = self.rng.choice(LIST[self.split])
+        if self.split == "train" and self.rng.random() < 0.5:
             ending = self.rng.choice([""] * 6 + LIST_ENDINGS) + self.suffix(SIGNS)
-            opening, ways = self.prefix(), self.rng.choice([NOTES, NOTES, LIST["train"]])
-            said = f"{opening} {self.rng.choice(ways)}{ending}"
+            opening, phrases = self.prefix(), self.rng.choice([ALL_NOTES, ALL_NOTES, LIST["train"]])
+            said = f"{opening} {self.rng.choice(phrases)}{ending}"
         notes = [f"Note {number}: your {spelling(thing, self.tells_american)} is {value}."
                  for number, (thing, value) in enumerate(self.facts.items(), 1)]
         self.last = None
@@ -361,12 +367,12 @@ class Dialogue:
 
     def chatter(self):
         """A turn about no fact: small talk, a sum, or a sentence that the assistant does not understand."""
-        kind = self.rng.random()
+        chance = self.rng.random()
         self.last = None
-        return self.small_talk() if kind < 0.6 else self.plus() if kind < 0.85 else self.strange()
+        return self.small_talk() if chance < 0.6 else self.plus() if chance < 0.85 else self.strange()
 
 
-ALL_NOTES = "all notes"         # stands for a list in `rests_until`: lists rest as things do
+LISTS = "lists"     # stands for all lists of notes in `rests_until`: they rest as things do
 
 
 class TrainingDialogue(Dialogue):
@@ -392,12 +398,13 @@ class TrainingDialogue(Dialogue):
         self.end = 2.9 * length             # characters
         self.far = 0.6 if length > 1024 else 0.15       # how probable it is that a rest is long
         self.rests_until = {}               # thing -> the length of the text when its rest is over
-        self.rest(ALL_NOTES)
+        self.rest(LISTS)
 
     def rest(self, *things):
-        """For a while the user neither asks for these things nor changes them, unless at once. (A list names
-        them all the same; it rests as ALL_NOTES.) A long rest takes at least 60% of the text still to come,
-        so that the model must look far back; a short one takes 8% of it on average."""
+        """For a while the user neither asks for these things nor changes them, but may change one in the very
+        next turn. (A list names them all the same; lists rest as LISTS.) A long rest takes at least 60% of
+        the text still to come, so that the model must look far back; a short one takes 8% of it on
+        average."""
         for thing in things:
             now = len(self.text)
             share = self.rng.uniform(0.6, 1) if self.rng.random() < self.far else self.rng.random() ** 2 / 4
@@ -411,7 +418,7 @@ class TrainingDialogue(Dialogue):
         """Add a turn: the user tells a new fact, chats, changes a fact, asks for all notes, for one, or for a
         fact without a note. Lists have at most 12 notes."""
         rng, rested = self.rng, self.rested()
-        ready = [thing for thing in rested if thing != ALL_NOTES]
+        ready = [thing for thing in rested if thing != LISTS]
         at_hand = self.last in self.facts       # the turn before was about a fact with a note
         if len(self.facts) < self.most_facts and rng.random() < (self.telling if self.facts else 0.5):
             self.say(*self.tell_new())
@@ -422,7 +429,7 @@ class TrainingDialogue(Dialogue):
             thing = self.last if at_once else rng.choice(ready or [self.last])
             self.say(*self.tell(thing))
             self.rest(thing)
-        elif ALL_NOTES in rested and len(self.facts) <= 12 and rng.random() < self.listing:
+        elif LISTS in rested and len(self.facts) <= 12 and rng.random() < self.listing:
             self.say(*self.list_notes())
             self.rest(*self.rests_until)
         elif ready and rng.random() < 0.8:
@@ -435,8 +442,8 @@ class TrainingDialogue(Dialogue):
             self.say(*self.chatter())
 
     def tell_new(self):
-        """The user tells a new fact, and in two messages of five more. If the user has just asked for a fact
-        without a note, it is this one in two cases of five."""
+        """The user tells a new fact, and in two messages of five a second one, or more. If the user has just
+        asked for a fact without a note, it is this one in two cases of five."""
         rng = self.rng
         asked = self.last if self.last not in self.facts and rng.random() < 0.4 else None
         thing = asked or self.pick_unknown()

@@ -1,17 +1,19 @@
 """What users say, and the answers to small talk: the words that dialogues.py fills in and puts in order.
 
-sentences.json has most of the sentences that tell, change, ask and list, in three sets: we train on "train",
-measured with "choice" while we chose the recipe, and with "final" after that. What stands there twice is
-drawn twice as often. Those of "final" were written for us by somebody who saw none of the others.
+sentences.json has most of the sentences with which users tell or change a fact, ask for one, or ask for all
+notes, in three sets: we train on "train", measured with "choice" while we chose the recipe, and with "final"
+after that. What stands there twice is drawn twice as often. Those of "final" were written for us by somebody
+who saw none of the others.
 """
 import json
 from pathlib import Path
 
-WAYS = json.loads(Path(__file__).with_name("sentences.json").read_text())
-TELL, CHANGE, ASK, LIST = WAYS["tell"], WAYS["change"], WAYS["ask"], WAYS["list"]
+SENTENCES = json.loads(Path(__file__).with_name("sentences.json").read_text())
+TELL, CHANGE, ASK, LIST = (SENTENCES[kind] for kind in ("tell", "change", "ask", "list"))
 THINGS = ["name", "age", "home city", "job", "hobby", "pet", "car", "birthday", "language", "school",
           "lucky number", "shoe size", "best friend", "favourite colour", "favourite food", "favourite drink",
           "favourite film", "favourite book", "favourite song", "favourite animal", "favourite sport"]
+# The user tells their name, age, ...: "my boss's name"
 RELATIVES = ["sister", "brother", "mother", "father", "wife", "husband", "son", "daughter", "boss",
              "neighbour", "dog", "cat", "uncle", "aunt", "grandma", "grandpa", "girlfriend", "boyfriend"]
 RELATIVE_THINGS = ["name", "name", "name", "age", "age", "job", "home city", "hobby"]
@@ -49,14 +51,15 @@ CHANGE_THING = {
     "hobby": ["I like {value} now", "Now I like {value}"],
     "car": ["I drive {value} now", "Now I drive {value}"],
 }
-# In these the user names no thing and means the last one of the turn before. If there is a note of it, the
-# user corrects the note: "My age is 4." "No, it's 5." If there is none, the user has just asked for it, and
-# now supplies it: "What is my age?" "It's 5."
+# In these the user names no thing and means the thing of the turn before (the last, if there were several).
+# If there is a note of it, the user corrects the note: "My age is 4." "No, it's 5." If there is none, the
+# user has just asked for it, and now supplies it: "What is my age?" "It's 5."
 CORRECT = ["No, it's {value}", "Sorry, I meant {value}", "I meant {value}", "No, {value}",
            "Wait, it is {value}", "No, it is {value}", "Sorry, it's {value}",
            "No, she is {value}", "He's {value}"]
 SUPPLY = ["It's {value}", "It is {value}", "That's {value}", "Well, it's {value}", "Oh, it is {value}",
           "She is {value}", "She's {value}", "He is {value}", "He's {value}"]
+# What may follow the thing in a question: "What is my hobby again?"
 ASK_ENDINGS = ["is", "is", "is", "was", "was", "was", "again", "now", "for me", "please", "once more",
                "at all", "with me", "in your notes", "on record", "noted down", "by any chance",
                "at the moment", "so far", "already", "yet", "today", "too", "to me", "for us", "if you can",
@@ -85,19 +88,21 @@ ASK_THING = {
     "'s job": ["What does my {relative} do for a living", "What does my {relative} work as"],
     "'s hobby": ["What does my {relative} like"],
 }
-NOTES = ["your notes", "everything", "what you know", "everything you know", "what you know about me",
-         "everything you know about me", "all facts about me", "what I told you", "everything I told you",
-         "the things I told you", "what you remember", "what you have noted", "my facts", "the notes",
-         "all you know", "about me", "all my info", "my details", "my data", "my profile", "my file",
-         "my info", "the facts", "the facts about me", "all the facts you have", "a recap", "a summary",
-         "an overview", "a summary of what I said", "an overview of my details", "a list of my facts",
-         "what you've learned", "what you've learned about me", "what you've saved", "what you've got on me",
-         "what you have on me", "all you've heard from me", "all of it", "all of my notes",
-         "each thing I told you", "every fact", "every detail", "everything I said",
-         "everything I've said about myself", "everything you have", "the things you know",
-         "the things you've noted about me", "what's in your memory", "what's in your notes",
-         "what I've told you", "what we talked about", "stuff about me", "my stuff",
-         "the details I gave you", "all the notes you took"]
+# How users call all the notes: "Show me your notes"
+ALL_NOTES = ["your notes", "everything", "what you know", "everything you know", "what you know about me",
+             "everything you know about me", "all facts about me", "what I told you", "everything I told you",
+             "the things I told you", "what you remember", "what you have noted", "my facts", "the notes",
+             "all you know", "about me", "all my info", "my details", "my data", "my profile", "my file",
+             "my info", "the facts", "the facts about me", "all the facts you have", "a recap", "a summary",
+             "an overview", "a summary of what I said", "an overview of my details", "a list of my facts",
+             "what you've learned", "what you've learned about me", "what you've saved",
+             "what you've got on me", "what you have on me", "all you've heard from me", "all of it",
+             "all of my notes", "each thing I told you", "every fact", "every detail", "everything I said",
+             "everything I've said about myself", "everything you have", "the things you know",
+             "the things you've noted about me", "what's in your memory", "what's in your notes",
+             "what I've told you", "what we talked about", "stuff about me", "my stuff",
+             "the details I gave you", "all the notes you took"]
+# What may follow these: "Show me your notes again"
 LIST_ENDINGS = [" again", " now", " for me", " please", " with me", " to me"]
 WHO_ARE_YOU = ["Who are you?", "What are you?", "What is your name?", "What's your name?", "Are you a bot?",
                "Introduce yourself"]

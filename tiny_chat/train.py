@@ -289,14 +289,14 @@ def save(model, tokenizer, directory):
 # Measuring
 
 
-def told_and_asked(rng, wordings, tokenizer, column, distance):
+def told_and_asked(rng, split, tokenizer, column, distance):
     """The text of a dialogue, and how many of its first answers note the facts that we measure.
 
     The user tells a fact (for "changed" twice, for "list" one to six, for "never told" none), talks about
     other things for about `distance` tokens, and asks. column: one of the table's, see `evaluate`. For "list"
     and "changed" the distance counts from the first message, so that all fits into the context. No measured
     fact is the user's name: "Goodbye, Ada." would repeat it on the way."""
-    chat = Dialogue(rng, wordings, held_out=True)
+    chat = Dialogue(rng, split, held_out=True)
     chat.casual = chat.tells_american = chat.asks_american = False      # as REAL_VALUES is written
     thing = rng.choice(list(REAL_VALUES)) if column == "real words" else chat.pick_unknown(avoid={"name"})
     if column == "list":
@@ -344,7 +344,7 @@ def right_answers(model, tokenizer, text):
     return [not wrong[number == n].any() for n in range(1, number[-1] + 1)]
 
 
-def evaluate(directory, wordings, samples=200):
+def evaluate(directory, split, samples=200):
     """Print the table: the share of dialogues whose notes and last answer are right to the letter."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -353,9 +353,9 @@ def evaluate(directory, wordings, samples=200):
     for distance in [0, 1000, 2500, 3900]:
         shares = []
         for column in columns:
-            rng, right = random.Random(f"{wordings} {column} {distance}"), 0
+            rng, right = random.Random(f"{split} {column} {distance}"), 0
             for _ in range(samples):
-                text, told = told_and_asked(rng, wordings, tokenizer, column, distance)
+                text, told = told_and_asked(rng, split, tokenizer, column, distance)
                 answers = right_answers(model, tokenizer, text)
                 right += all(answers[:told]) and answers[-1]
             shares.append(right / samples)
