@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 TINY_CHAT = Path(__file__).resolve().parent.parent / "tiny_chat"
 sys.path.append(str(TINY_CHAT))                 # as its scripts find each other
 import train
-from dialogues import AFTER_THINGS, a_value, dialogue, is_held_out, question, spelling
+from dialogues import (JOINERS, NEVER_MADE_UP, NOT_LAST_IN_THINGS, Dialogue, a_value, dialogue, is_held_out,
+                       question, spelling)
 from sentences import ASK, CHANGE, LIST, REAL_VALUES, TELL, THINGS
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -138,7 +139,7 @@ def test_training_made_up_none_of_most_values_below():
         "How old is my sister?": "Your sister's age? I don't know that yet.",
         "My password is kq7-Tower.": "Your password becomes note 3: your password is kq7-Tower.",
         "I work as a plumber.": "Your job becomes note 4: your job is a plumber.",
-        "I live in Lisbon and my hobby is chess.":
+        "I live in Lisbon, and my hobby is chess.":
             "Your home city becomes note 5: your home city is Lisbon. "
             "Your hobby becomes note 6: your hobby is chess."}),
     # Twelve facts in a row: a model that we turned down called the ninth "note 7" or "note 8".
@@ -169,13 +170,14 @@ def test_every_answer_follows_from_the_dialogue():
                 seen["list"] += 1
             for thing, changed, again, number, repeated, value in told:
                 assert thing == repeated and value.lower() in said.lower()
-                # Else nobody knows what "my hobby now" is, and whether "my hobby is now chess" has "chess".
-                assert thing.split()[-1] not in AFTER_THINGS and value.split()[0] not in ("is", "now")
+                # Else nobody knows what "my hobby now" is, and whether "my hobby is chess btw" has "chess".
+                assert thing.split()[-1] not in NOT_LAST_IN_THINGS
+                assert not {*value.lower().split()} & NEVER_MADE_UP
                 assert changed if thing in notes else int(number) == len(notes) + 1
                 assert bool(again) == (thing in changes)
                 if changed:
                     changes.add(thing)
-                assert not any(map(is_held_out, set(value.split()) - {"a", "an", "the", "two"}))
+                assert not any(map(is_held_out, set(value.split()) - {"a", "an", "the", "two", *JOINERS}))
                 notes[thing] = value
                 seen["changed" if changed else "noted"] += 1
             if asked and not told:
@@ -245,7 +247,10 @@ def test_what_users_say_looks_as_users_write_it():
     text = "".join(dialogue(rng, 256) for _ in range(4000))
     assert re.search(r"\. My \w", text)        # two facts in one message
     # A question that suits one thing only, in American spelling.
-    assert re.search("What do I love to eat.{0,9}<.end.><.assistant.>Your favorite food", text)
+    chat = Dialogue(rng)
+    chat.asks_american = True
+    asked = dict(chat.ask("favourite food") for _ in range(200))
+    assert asked["What do I love to eat?"] == "Your favorite food? I don't know that yet."
 
 
 def test_attention_in_blocks_is_attention(model):
@@ -289,7 +294,7 @@ def test_training_computes_what_transformers_computes(model):
 def test_transformers_loads_what_training_saves(tmp_path):
     trained = train.new_model()
     before = {name: weights.clone() for name, weights in trained.state_dict().items()}
-    train.save(trained, Tokenizer.from_file(str(TINY_CHAT / "tokenizer.json")), tmp_path)
+    train.save_checkpoint(trained, Tokenizer.from_file(str(TINY_CHAT / "tokenizer.json")), tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
     for name, weights in before.items():
         assert torch.allclose(loaded[name], weights, rtol=0.001, atol=1e-6)         # saved in float16
@@ -307,43 +312,35 @@ def train_three_times(rank, folder):
     def weights(name):
         return train.train(tokenizer, folder / name).state_dict()
 
-    through, keep = weights("through"), train.keep
+    through, save_state = weights("through"), train.save_state
 
-    def keep_and_interrupt(state_file, step, *state):
-        keep(state_file, step, *state)
-        torch.distributed.barrier()     # the first process has written the state of both
-        if step == 2 and rank == 0:
-            state_file.rename(folder / "together")
+    def save_and_interrupt(state_file, step, *state):
+        save_state(state_file, step, *state)
+        torch.distributed.barrier()     # the first process has written the state
         if step == 4:
             raise KeyboardInterrupt
 
-    train.keep = keep_and_interrupt
+    train.save_state = save_and_interrupt
     with pytest.raises(KeyboardInterrupt):
         weights("cut")
-    train.keep = keep
+    train.save_state = save_state
     torch.save((through, weights("cut")), folder / f"weights{rank}")
     torch.distributed.destroy_process_group()
 
 
-def test_two_processes_train_together_then_alone_and_continue_where_they_stopped(tmp_path):
+def test_two_processes_train_one_model_and_continue_where_they_stopped(tmp_path):
+    """The processes have different dialogues, so without the mean of their gradients the weights differ."""
     torch.multiprocessing.spawn(train_three_times, (tmp_path,), nprocs=2)
     through, continued = torch.load(tmp_path / "weights0")
     other, _ = torch.load(tmp_path / "weights1")
-
-    def processes(name):
-        return [process["model"] for process in torch.load(tmp_path / name)["processes"]]
-    (first, second), (together, too) = processes("through"), processes("together")
     for name, weights in through.items():
-        assert torch.equal(together[name], too[name])
-        assert not torch.equal(first[name], second[name])
-        assert torch.allclose(weights, (first[name] + second[name]) / 2, atol=1e-6)
         assert torch.equal(weights, other[name]) and torch.equal(weights, continued[name])
 
 
 def test_the_schedule():
-    counts, lengths, rates, together = zip(*train.schedule())
-    assert together.index(False) == 4400 and not any(together[4400:])
-    assert rates[0] == 0.01 and rates[99] == 1 and rates[4200] == 1 and 0.99 < rates[4570] < 1
-    assert abs(rates[-1520] - 0.5) < 1e-9 and rates[-1] == 0.02
+    counts, lengths, rates = zip(*train.schedule())
+    steps = len(rates)
+    assert rates[0] == 0.01 and rates[99] == 1 and rates[int(0.64 * steps)] == 1
+    assert abs(rates[-round(0.175 * steps)] - 0.5) < 1e-3 and rates[-1] == 0.02
     assert set(zip(counts[:4000], lengths)) == {(8, 256), (8, 512), (4, 1024)}
-    assert set(zip(counts[-6:], lengths[-6:])) == {(16, 512), (8, 1024), (4, 2048), (2, 5120)}
+    assert set(zip(counts[-6:], lengths[-6:])) == {(8, 512), (4, 1024), (2, 2048), (1, 5120)}

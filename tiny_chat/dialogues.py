@@ -26,7 +26,7 @@ import zlib
 
 from sentences import (ALL_NOTES, ASK, ASK_ENDINGS, ASK_THING, CHANGE, CHANGE_THING, CHEERFUL, CORRECT,
                        HELD_OUT, LIST, LIST_ENDINGS, NOT_UNDERSTOOD, RELATIVE_THINGS, RELATIVES, SMALL_TALK,
-                       STRANGE, SUMS, SUPPLY, SYSTEM, TELL, TELL_THING, THINGS, WHO_ARE_YOU)
+                       STRANGE, SUMS, SUPPLY, SYSTEM, TELL, TELL_THING, THINGS, VALUE_ENDINGS, WHO_ARE_YOU)
 
 # ---------------------------------------------------------------------------------------------------------
 # Made-up values
@@ -36,35 +36,49 @@ from sentences import (ALL_NOTES, ASK, ASK_ENDINGS, ASK_THING, CHANGE, CHANGE_TH
 KINDS = {"name": ("name", "home city", "best friend", "school", "language", "film", "book", "song"),
          "number": ("number", "age", "size"),
          "noun": ("pet", "job", "animal", "car")}
+# A syllable has one of each. The empty ones: it may lack the onset, or the coda.
 ONSETS = ("b c d f g h j k l m n p r s t v w z "
           "br ch cl cr dr fl gr kn kr pl pr qu sh sk sm sn sp st str sw th tr wh").split() + [""] * 4
 VOWELS = "a e i o u y a e i o u ai au ee ea ie oo ou".split()
+CODAS = "b ch ck d l ll m mp n nd ng nt p r rd rk s sh ss st t th x".split() + [""] * 20
 COMMON = ("the be to of and a in that have it for on with he as you do at this but his by from they we "
           "say her she or an will one all would there their so up out if about get which go when make can "
           "like time just him know take people into year good some could them see other than look only come "
           "its over think also back after use two our work first well way even new want because any give "
           "day most us must let please very long thing need tell remember nothing myself "
           "correct").split()
-# The words of our sentences, and five more copies of those in things and in the assistant's notes.
+# The words of COMMON and of our sentences ("doesn't" gives "doesn" and "t"). Five more copies of those in
+# things and in the assistant's notes make their tokens frequent in values.
 ENGLISH = sorted({word for sentences in (COMMON, ALL_NOTES, SMALL_TALK, SMALL_TALK.values(), TELL["train"],
                                          CHANGE["train"], ASK["train"], LIST["train"])
                   for word in re.findall("[a-z]+", " ".join(sentences).lower())})
 ENGLISH += 5 * (" ".join(THINGS + RELATIVES).split()
                 + "becomes note has changed again still empty favorite color plus".split())
-OPENERS = ("I I I I'm I've I'd I'll don't can't haven't isn't didn't let's it's that's what's here's you've "
-           "there's me").split()
-# No thing ends with one of these words, since they may follow a thing ("What was my hobby again?") or are
-# common.
-AFTER_THINGS = ({ending.split()[0] for ending in ASK_ENDINGS} | set(COMMON)
-                - {"people", "time", "year", "work", "day", "thing"})
-# Parts of our sentences, with which others begin or end: "don't lose this one ok", "what you have on".
+# "I" and contractions, for `random_word`
+CONTRACTIONS = ("I I I I'm I've I'd I'll don't can't haven't isn't didn't let's it's that's what's here's "
+                "you've there's me").split()
+# No thing ends with one of these words: they may follow a thing ("What was my hobby again?"), name all notes
+# ("Show me my list"), or are in COMMON (of which six are good things, such as "work").
+NOT_LAST_IN_THINGS = ({ending.split()[0] for ending in ASK_ENDINGS}
+                      | {notes.split()[-1] for notes in ALL_NOTES if notes.startswith("my ")}
+                      | set(COMMON) - {"people", "time", "year", "work", "day", "thing"})
+# One of these may stand before the last word of a value: "kosh and blaup", "kosh in blaup".
+JOINERS = "and and and as at for from in of to with".split()
+# No made-up word is one of these. "is" and "now" stand before a value, and the others begin what may follow
+# it: in "my hobby is now chess btw", the value is "chess". Only a joiner may be part of a value as well. So
+# after one the model must read on: "chess in case you need it", "chess in Rome".
+NEVER_MADE_UP = ({"is", "now", *(ending.split()[0].lower() for ending in VALUE_ENDINGS)}
+                 - set(JOINERS))
+# Parts of our sentences, of two words or more, for `random_words`: what stands beside "my {thing}" and
+# "{value}" ("don't lose this one ok"), and whole sentences that have neither.
 PARTS = [words for sentences in (TELL, CHANGE, ASK, LIST) for sentence in sentences["train"]
          for part in re.split(r"[Mm]y \{thing\}|\{value\}", sentence)
          if len(words := part.strip(" ,.:;?!-").split()) > 1 and "{thing}" not in words]
-# English words that a made-up thing may end with: "blood type".
-THING_WORDS = sorted(word for word in set(ENGLISH) - AFTER_THINGS if len(word) > 3)
-SIGNS = [",", ",", ".", "?", "...", " -"]       # between a question and the words that follow it
-CODAS = "b ch ck d l ll m mp n nd ng nt p r rd rk s sh ss st t th x".split() + [""] * 20
+# What a made-up thing may end with: "blood type", at times "blood doesn"
+THING_WORDS = sorted(word for word in set(ENGLISH) - NOT_LAST_IN_THINGS if len(word) > 3)
+# What may stand between a question, or a value, and the words after it
+QUESTION_SIGNS = [",", ",", ".", "?", "??", "...", " -"]
+VALUE_SIGNS = [",", ",", ".", "!", "...", " -"]
 
 
 def is_held_out(word):
@@ -74,10 +88,11 @@ def is_held_out(word):
 
 
 def any_word(rng):
-    """A made-up word. 61% have one to four syllables ("skaubrie"), and 13% one to eight letters, of which one
-    may not be English. 12% are the beginning of an English word and the end of another: "plus" and "number"
-    give "plumber". 10% are common English words, and 4% two or three words or numbers, mostly joined by signs
-    ("foo@tri.be", "kle-42"). So values have tokens, such as "mber", that no syllable has."""
+    """A made-up word. In the order of the code: 10% are common English words, and 4% two or three words or
+    numbers, mostly joined by signs ("foo@tri.be", "kle-42"). 12% are the beginning of an English word and the
+    end of another: "plus" and "number" give "plumber". So values have tokens, such as "mber", that no
+    syllable has. 61% have one to four syllables ("skaubrie"), and 13% one to eight letters. In a fifth of
+    these, one letter is foreign."""
     if (chance := rng.random()) < 0.1:
         return rng.choice(COMMON)
     if chance < 0.14:
@@ -106,8 +121,7 @@ def draw(make, rng, held_out):
     """A word or number from `make`: one for training, or, if `held_out`, one that we use only to measure."""
     while True:
         made = make(rng)
-        # No made-up word is "is" or "now": after "my hobby is now chess", the note has "chess".
-        if made not in ("is", "now") and is_held_out(made) == held_out:
+        if made not in NEVER_MADE_UP and is_held_out(made) == held_out:
             return made
 
 
@@ -126,8 +140,8 @@ def a_value(thing, rng, held_out):
         words = [word.capitalize() for word in words]
     if rng.random() < 0.1:
         words = [rng.choice([str.lower, str.capitalize, str.title, str.upper])(word) for word in words]
-    if len(words) > 1 and rng.random() < 0.15:
-        words.insert(-1, "and")
+    if len(words) > 1 and rng.random() < 0.2:
+        words.insert(-1, rng.choice(JOINERS))
     if kind == "noun":
         words.insert(0, rng.choice(["a", "a", "a", "an", "the", "two"]))
     if kind == "word" and rng.random() < 0.1:
@@ -220,7 +234,7 @@ class Dialogue:
             return rng.choice(THINGS)
         if chance < 0.65:
             return f"{rng.choice(RELATIVES)}'s {rng.choice(RELATIVE_THINGS)}"
-        while (thing := self.thing_word()) in AFTER_THINGS:
+        while (thing := self.thing_word()) in NOT_LAST_IN_THINGS:
             pass
         if chance > 0.85:
             thing = f"{self.word()} {thing}"
@@ -250,11 +264,20 @@ class Dialogue:
         return " ".join(groups)
 
     def suffix(self, signs):
-        """Nothing, or in two cases of five a sign and some words: ", can't kosh people"."""
-        if self.rng.random() < 0.6:
+        """One of the signs, and some words: ", can't kosh people"."""
+        sign = self.rng.choice(signs)
+        words = re.sub(r"\b[Mm]y ", "", self.random_words())        # the last "my" must be that of the thing
+        return f"{sign} {capital(words) if sign[-1] in '.?!' else words}"
+
+    def after_question(self):
+        """What follows the thing in a question: nothing, or in two cases of five a sign and some words."""
+        return self.suffix(QUESTION_SIGNS) if self.rng.random() < 0.4 else ""
+
+    def after_value(self):
+        """What follows a value: mostly nothing, else " btw" or the like, or a sign and some words."""
+        if (chance := self.rng.random()) < 0.72:
             return ""
-        sign, words = self.rng.choice(signs), self.random_words()
-        return sign + " " + re.sub(r"\b[Mm]y ", "", words)      # the last "my" must be that of the thing
+        return f" {self.rng.choice(VALUE_ENDINGS)}" if chance < 0.86 else self.suffix(VALUE_SIGNS)
 
     def random_words(self):
         """One to six random words, or as often up to eight of one of our sentences."""
@@ -266,37 +289,42 @@ class Dialogue:
         return " ".join(words[start:start + 8])
 
     def random_word(self):
-        """Half of these are common words, one in eight is of OPENERS, and one in ten begins with "my"."""
-        if (chance := self.rng.random()) < 0.5:
-            return self.rng.choice(COMMON)
+        """Half of these are common words, one in eight is of CONTRACTIONS, and one in ten begins with
+        "my"."""
+        rng = self.rng
+        if (chance := rng.random()) < 0.5:
+            return rng.choice(COMMON)
         if chance < 0.62:
-            return self.rng.choice(OPENERS)
-        return f"my {self.word()}" if chance < 0.72 else self.word()
+            return rng.choice(CONTRACTIONS)
+        if chance < 0.72:
+            return f"my {rng.choice([self.word(), rng.choice(RELATIVES)])}"
+        return self.word()
 
-    def sentence(self, sentences, of_thing, thing):
-        """A sentence about the thing: one of `sentences`, or in training of `of_thing`.
+    def sentence(self, general, special, thing):
+        """A sentence about the thing. special: thing -> sentences that suit this thing only, see TELL_THING.
 
-        In training, 40% of the sentences suit this thing only, if there are such. Half of the others consist
-        of "my {thing} is {value}" (a question: "my {thing}") between random words and parts of sentences, so
-        that the model learns to understand sentences that it never saw."""
+        When we measure, it is one of `general`. In training, 40% of the sentences are special, if there are
+        such. Half of the others are general, and half consist of random words, or parts of sentences, and "my
+        {thing} is {value}" (a question: "my {thing}"). So the model learns to understand sentences that it
+        never saw."""
         rng = self.rng
         if self.split != "train":
-            return rng.choice(sentences[self.split])
-        relative, of, rest = thing.rpartition("'s ")
-        special = of_thing.get(of + rest)      # "sister's name" is looked up as "'s name"
-        if special and rng.random() < 0.4:
-            return rng.choice(special).replace("{relative}", relative)
+            return rng.choice(general[self.split])
+        relative, of, owned = thing.rpartition("'s ")
+        suited = special.get(of + owned)        # "sister's name" is looked up as "'s name"
+        if suited and rng.random() < 0.4:
+            return rng.choice(suited).replace("{relative}", relative)
         if rng.random() < 0.5:
-            return rng.choice(sentences["train"])
+            return rng.choice(general["train"])
         opening = self.prefix()
-        if sentences is ASK:
+        if general is ASK:
             if rng.random() < 0.15:     # asks for one note only: "what you have noted as my hobby"
                 opening += f" {rng.choice(ALL_NOTES)}{rng.choice(['', ' as', ' for', ' about'])}"
             ending = rng.choice(["", "", f" {rng.choice(ASK_ENDINGS)}"])
-            return f"{opening} my {{thing}}{ending}{self.suffix(SIGNS)}"
-        now = sentences is CHANGE and rng.random() < 0.3
+            return f"{opening} my {{thing}}{ending}{self.after_question()}"
+        now = general is CHANGE and rng.random() < 0.3
         verb = " is now" if now else rng.choice([" is"] * 8 + [":", " ="])
-        return f"{opening} my {{thing}}{verb} {{value}}{self.suffix([','])}"
+        return f"{opening} my {{thing}}{verb} {{value}}"
 
     def tell(self, thing, value=None):
         """The user tells or changes a fact, and the assistant notes it. value: None makes one up."""
@@ -310,6 +338,8 @@ class Dialogue:
             sentence = self.sentence(TELL, TELL_THING, thing)
         if sentence.startswith("{value}") and not self.casual:
             value = capital(value)      # it begins the message, and the note copies it
+        if sentence.endswith("{value}") and self.split == "train":
+            sentence += self.after_value()
         again = " again" if thing in self.changed else ""
         if known:
             self.changed.add(thing)
@@ -339,7 +369,8 @@ class Dialogue:
         """The user asks for all notes; in training, half of the sentences begin with random words."""
         said = self.rng.choice(LIST[self.split])
         if self.split == "train" and self.rng.random() < 0.5:
-            ending = self.rng.choice([""] * 6 + LIST_ENDINGS) + self.suffix(SIGNS)
+            endings = [""] * len(LIST_ENDINGS) + [f" {ending}" for ending in LIST_ENDINGS]
+            ending = self.rng.choice(endings) + self.after_question()
             opening, phrases = self.prefix(), self.rng.choice([ALL_NOTES, ALL_NOTES, LIST["train"]])
             said = f"{opening} {self.rng.choice(phrases)}{ending}"
         notes = [f"Note {number}: your {spelling(thing, self.tells_american)} is {value}."
@@ -391,7 +422,7 @@ class TrainingDialogue(Dialogue):
         self.changing, self.listing = rng.choice([0.3, 0.6]), rng.choice([0.1, 0.25])
         if length > 1024 and rng.random() < 0.7:    # many facts, so that many questions look far back
             self.most_facts, self.telling, self.changing = rng.randint(15, 50), rng.choice([0.4, 1]), 0.2
-        if length <= 1024 and rng.random() < 0.3:   # the user tells all at once, and wants to see the notes
+        if length <= 1024 and rng.random() < 0.3:   # the user tells all in a row, and wants to see the notes
             self.most_facts, self.telling, self.chatting, self.listing = rng.randint(3, 12), 1, 0.05, 0.9
         if rng.random() < 0.5:      # most things share a word, so that the model must compare whole things
             self.alike, self.alike_to = 0.6, rng.choice([1, 2, 4, None])
@@ -401,22 +432,22 @@ class TrainingDialogue(Dialogue):
         self.rest(LISTS)
 
     def rest(self, *things):
-        """For a while the user neither asks for these things nor changes them, but may change one in the very
-        next turn. (A list names them all the same; lists rest as LISTS.) A long rest takes at least 60% of
-        the text still to come, so that the model must look far back; a short one takes 8% of it on
-        average."""
+        """For a while the user neither asks for these things nor changes them. There are two exceptions: the
+        user may change a thing in the very next turn, and a list of all notes names resting things, too.
+        (Lists have a rest of their own, as LISTS.) A long rest takes at least 60% of the text still to come,
+        so that the model must look far back; a short one takes 8% of it on average."""
         for thing in things:
             now = len(self.text)
             share = self.rng.uniform(0.6, 1) if self.rng.random() < self.far else self.rng.random() ** 2 / 4
             self.rests_until[thing] = now + share * (self.end - now)
 
     def rested(self):
-        """The things whose rest is over."""
+        """The things whose rest is over, and LISTS if theirs is."""
         return [thing for thing, until in self.rests_until.items() if until <= len(self.text)]
 
     def turn(self):
         """Add a turn: the user tells a new fact, chats, changes a fact, asks for all notes, for one, or for a
-        fact without a note. Lists have at most 12 notes."""
+        fact without a note. With more than 12 notes, the user asks for no lists."""
         rng, rested = self.rng, self.rested()
         ready = [thing for thing in rested if thing != LISTS]
         at_hand = self.last in self.facts       # the turn before was about a fact with a note
@@ -425,13 +456,13 @@ class TrainingDialogue(Dialogue):
         elif rng.random() < self.chatting:
             self.say(*self.chatter())
         elif (ready or at_hand) and rng.random() < self.changing:
-            at_once = at_hand and rng.random() < 0.5
-            thing = self.last if at_once else rng.choice(ready or [self.last])
+            right_away = at_hand and rng.random() < 0.5
+            thing = self.last if right_away else rng.choice(ready or [self.last])
             self.say(*self.tell(thing))
             self.rest(thing)
         elif LISTS in rested and len(self.facts) <= 12 and rng.random() < self.listing:
             self.say(*self.list_notes())
-            self.rest(*self.rests_until)
+            self.rest(*self.rests_until)        # all things with a note, and LISTS
         elif ready and rng.random() < 0.8:
             thing = rng.choice(ready)
             self.say(*self.ask(thing))
@@ -443,7 +474,7 @@ class TrainingDialogue(Dialogue):
 
     def tell_new(self):
         """The user tells a new fact, and in two messages of five a second one, or more. If the user has just
-        asked for a fact without a note, it is this one in two cases of five."""
+        asked for a fact without a note, the first new fact is that one in two cases of five."""
         rng = self.rng
         asked = self.last if self.last not in self.facts and rng.random() < 0.4 else None
         thing = asked or self.pick_unknown()
@@ -456,7 +487,7 @@ class TrainingDialogue(Dialogue):
             if joint == ". ":
                 more = capital(more)
             elif not more.startswith(("I ", "I'm", self.facts[thing])):
-                more = more[0].lower() + more[1:]       # a value keeps the capital that the note copies
+                more = more[0].lower() + more[1:]       # "I" and a value, which the note copies, stay
             said, answer = said + joint + more, f"{answer} {noted}"
             self.rest(thing)
         return said, answer

@@ -2,8 +2,8 @@
 
 sentences.json has most of the sentences with which users tell or change a fact, ask for one, or ask for all
 notes, in three sets: we train on "train", measured with "choice" while we chose the recipe, and with "final"
-after that. What stands there twice is drawn twice as often. Those of "final" were written for us by somebody
-who saw none of the others.
+after that. Those of "final" were written for us by somebody who saw none of the others. In both files, what
+stands twice in a list is drawn twice as often.
 """
 import json
 from pathlib import Path
@@ -13,13 +13,13 @@ TELL, CHANGE, ASK, LIST = (SENTENCES[kind] for kind in ("tell", "change", "ask",
 THINGS = ["name", "age", "home city", "job", "hobby", "pet", "car", "birthday", "language", "school",
           "lucky number", "shoe size", "best friend", "favourite colour", "favourite food", "favourite drink",
           "favourite film", "favourite book", "favourite song", "favourite animal", "favourite sport"]
-# The user tells their name, age, ...: "my boss's name"
+# Whose name, age, ... (RELATIVE_THINGS) the user tells, too: "my boss's name"
 RELATIVES = ["sister", "brother", "mother", "father", "wife", "husband", "son", "daughter", "boss",
              "neighbour", "dog", "cat", "uncle", "aunt", "grandma", "grandpa", "girlfriend", "boyfriend"]
 RELATIVE_THINGS = ["name", "name", "name", "age", "age", "job", "home city", "hobby"]
 
-# Sentences that suit one thing only ("I'm {value}" suits two: a number is the age, a word is the name).
-# "'s name" is the name of any relative.
+# In TELL_THING, CHANGE_THING and ASK_THING: sentences that suit one thing only ("I'm {value}" suits two: a
+# number is the age, a word is the name). "'s name" is the name of any relative.
 TELL_THING = {
     "name": ["I'm {value}", "I am {value}", "Call me {value}", "Hi, I'm {value}", "Hello, I'm {value}",
              "Hi, my name is {value}", "Please call me {value}", "Hello, my name is {value}",
@@ -67,7 +67,36 @@ ASK_ENDINGS = ["is", "is", "is", "was", "was", "was", "again", "now", "for me", 
                "would be", "is again", "was again", "right away", "somewhere", "in there", "from memory",
                "as well", "then", "saved", "handy", "real quick", "pls", "just now", "earlier", "last time",
                "though", "or not", "exactly", "by heart", "for this form", "these days", "on file", "stored",
-               "in your memory", "like I said", "before", "currently", "tonight", "when we talked", "are"]
+               "in your memory", "like I said", "before", "currently", "tonight", "when we talked", "are",
+               "do you know", "do you remember", "do you still know", "btw", "by the way", "lol", "thanks",
+               "according to you", "I told you", "I mentioned", "written down anywhere", "stored somewhere",
+               "or have you forgotten", "or did I not say", "if I may ask", "just checking", "anyway",
+               "one more time", "called", "that you have noted", "you have for me", "you saved for me",
+               "to be sure", "based on what I said", "can you tell me", "could you remind me", "still",
+               "after all", "I forgot", "tell me", "right now", "actually", "supposed to be", "thx"]
+# What may follow a value: "My hobby is chess btw"
+VALUE_ENDINGS = ["lol", "lol", "btw", "btw", "btw", "by the way", "by the way", "thanks", "thanks", "haha",
+                 "please", "please", "pls", "thx", "thank you", "tbh", "fyi", "ok", "okay", "yeah", "though",
+                 "too", "as well", "actually", "anyway", "I think", "I think", "I guess", "I believe",
+                 "I suppose", "I hope that helps", "I swear", "if that helps", "if that helps",
+                 "if that's any use to you", "if you want to know", "if you must know", "if it matters",
+                 "if you need it", "if you were wondering", "in case you need it", "in case you wonder",
+                 "in case that helps", "in case it comes up", "just so you know", "just fyi", "just in case",
+                 "so please remember it", "so keep that in mind", "so write it down", "so remember that",
+                 "so now you know", "because you asked", "since you asked", "but you knew that",
+                 "but don't tell anyone", "but that may change", "for the record", "for now", "for sure",
+                 "for your information", "for future reference", "for your files", "these days", "nowadays",
+                 "currently", "lately", "at the moment", "right now", "after all", "as of today",
+                 "as you know", "as I said", "like I said", "from now on", "from today on", "of course",
+                 "to be exact", "to be honest", "and I love it", "and I want that on file",
+                 "and I'm proud of it", "and I keep forgetting it", "and I need you to remember it",
+                 "and not what I said before", "and that's final", "and please don't forget it", "instead",
+                 "again", "still", "already", "remember that", "don't forget it", "can you remember that",
+                 "can you note that", "could you save that", "would you believe it", "which is nice",
+                 "which you should know", "obviously", "honestly", "really", "sorry", "don't lose it",
+                 "make a note of it", "got it", "you know", "man", "bro", "my friend",
+                 "or something like that", "until further notice", "with immediate effect", "that's all",
+                 "that is all for now", "no matter what I said before"]
 ASK_THING = {
     "name": ["Who am I", "What am I called", "Do you know who I am", "Do you remember who I am"],
     "age": ["How old am I"],
@@ -88,7 +117,7 @@ ASK_THING = {
     "'s job": ["What does my {relative} do for a living", "What does my {relative} work as"],
     "'s hobby": ["What does my {relative} like"],
 }
-# How users call all the notes: "Show me your notes"
+# What users call all their notes: "Show me your notes"
 ALL_NOTES = ["your notes", "everything", "what you know", "everything you know", "what you know about me",
              "everything you know about me", "all facts about me", "what I told you", "everything I told you",
              "the things I told you", "what you remember", "what you have noted", "my facts", "the notes",
@@ -101,9 +130,14 @@ ALL_NOTES = ["your notes", "everything", "what you know", "everything you know",
              "everything I've said about myself", "everything you have", "the things you know",
              "the things you've noted about me", "what's in your memory", "what's in your notes",
              "what I've told you", "what we talked about", "stuff about me", "my stuff",
-             "the details I gave you", "all the notes you took"]
-# What may follow these: "Show me your notes again"
-LIST_ENDINGS = [" again", " now", " for me", " please", " with me", " to me"]
+             "the details I gave you", "all the notes you took", "my list", "my whole list", "my record",
+             "my complete record", "my whole file", "my notes", "my full profile", "the list",
+             "the full list", "the whole list", "a rundown", "a complete list", "a full overview",
+             "the whole record", "everything in my file", "everything on record", "what's on my list",
+             "what's on file", "all entries", "all that you have stored", "the lot", "the whole lot"]
+# What may follow one of ALL_NOTES: "Show me your notes again"
+LIST_ENDINGS = ["again", "now", "for me", "please", "with me", "to me", "so far", "in order",
+                "one by one", "as a list", "if you can", "real quick", "pls", "thanks", "at once"]
 WHO_ARE_YOU = ["Who are you?", "What are you?", "What is your name?", "What's your name?", "Are you a bot?",
                "Introduce yourself"]
 # The user's sentences, separated by |, and the answer to all of them. {you} becomes ", Ada" if the assistant
