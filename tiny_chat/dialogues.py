@@ -57,9 +57,15 @@ ENGLISH += 5 * (" ".join(THINGS + RELATIVES).split()
 # "I" and contractions, for `random_word`
 CONTRACTIONS = ("I I I I'm I've I'd I'll don't can't haven't isn't didn't let's it's that's what's here's "
                 "you've there's me").split()
+# What follows the thing in our questions, mostly "": "What is my hobby", "What is my hobby again".
+TAILS = [sentence.partition("{thing}")[2] for sentence in ASK["train"]]
+# What stands between the thing and the value, with both: "my {thing} is {value}", "my {thing} to {value}".
+TELL_CORES, CHANGE_CORES = ([f"m{core[0]}" for sentence in sentences["train"]
+                             if (core := re.search(r"y \{thing\}.*\{value\}", sentence))]
+                            for sentences in (TELL, CHANGE))
 # No thing ends with one of these words: they may follow a thing ("What was my hobby again?"), name all notes
 # ("Show me my list"), or are in COMMON (of which six are good things, such as "work").
-NOT_LAST_IN_THINGS = ({ending.split()[0] for ending in ASK_ENDINGS}
+NOT_LAST_IN_THINGS = ({ending.split()[0] for ending in ASK_ENDINGS + TAILS if ending}
                       | {notes.split()[-1] for notes in ALL_NOTES if notes.startswith("my ")}
                       | set(COMMON) - {"people", "time", "year", "work", "day", "thing"})
 # One of these may stand before the last word of a value: "kosh and blaup", "kosh in blaup".
@@ -304,9 +310,9 @@ class Dialogue:
         """A sentence about the thing. special: thing -> sentences that suit this thing only, see TELL_THING.
 
         When we measure, it is one of `general`. In training, 40% of the sentences are special, if there are
-        such. Half of the others are general, and half consist of random words, or parts of sentences, and "my
-        {thing} is {value}" (a question: "my {thing}"). So the model learns to understand sentences that it
-        never saw."""
+        such. Half of the others are general. The other half begin with random words, or parts of sentences,
+        and end as one of `general` does, from "my {thing}" to "{value}": "it my mof don't, my {thing} is
+        {value}". So the model learns to understand sentences that it never saw."""
         rng = self.rng
         if self.split != "train":
             return rng.choice(general[self.split])
@@ -320,11 +326,9 @@ class Dialogue:
         if general is ASK:
             if rng.random() < 0.15:     # asks for one note only: "what you have noted as my hobby"
                 opening += f" {rng.choice(ALL_NOTES)}{rng.choice(['', ' as', ' for', ' about'])}"
-            ending = rng.choice(["", "", f" {rng.choice(ASK_ENDINGS)}"])
+            ending = rng.choice(["", f" {rng.choice(ASK_ENDINGS)}", rng.choice(TAILS)])
             return f"{opening} my {{thing}}{ending}{self.after_question()}"
-        now = general is CHANGE and rng.random() < 0.3
-        verb = " is now" if now else rng.choice([" is"] * 8 + [":", " ="])
-        return f"{opening} my {{thing}}{verb} {{value}}"
+        return f"{opening} {rng.choice(CHANGE_CORES if general is CHANGE else TELL_CORES)}"
 
     def tell(self, thing, value=None):
         """The user tells or changes a fact, and the assistant notes it. value: None makes one up."""
@@ -357,13 +361,16 @@ class Dialogue:
         return self.rng.random() < (0.5 if known else 0.3)
 
     def ask(self, thing):
-        """The user asks for a fact."""
+        """The user asks for a fact. In training, one question in 20 about a fact with a note is only its
+        thing: "Hobby?"."""
         spelt = spelling(thing, self.asks_american)
         said = question(self.sentence(ASK, ASK_THING, thing).format(thing=spelt))
         self.last = thing
-        if thing in self.facts:
-            return said, f"Your {spelt} is {self.facts[thing]}."
-        return said, f"Your {spelt}? I don't know that yet."
+        if thing not in self.facts:
+            return said, f"Your {spelt}? I don't know that yet."
+        if self.split == "train" and self.rng.random() < 0.05:
+            said = f"{spelt}?"
+        return said, f"Your {spelt} is {self.facts[thing]}."
 
     def list_notes(self):
         """The user asks for all notes; in training, half of the sentences begin with random words."""
@@ -486,7 +493,7 @@ class TrainingDialogue(Dialogue):
             joint = rng.choice([" and ", " and ", ". ", ", and "])
             if joint == ". ":
                 more = capital(more)
-            elif not more.startswith(("I ", "I'm", self.facts[thing])):
+            elif not re.match(rf"I\b|{re.escape(self.facts[thing])}", more):
                 more = more[0].lower() + more[1:]       # "I" and a value, which the note copies, stay
             said, answer = said + joint + more, f"{answer} {noted}"
             self.rest(thing)

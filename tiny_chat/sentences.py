@@ -94,7 +94,8 @@ VALUE_ENDINGS = ["lol", "lol", "btw", "btw", "btw", "by the way", "by the way", 
                  "again", "still", "already", "remember that", "don't forget it", "can you remember that",
                  "can you note that", "could you save that", "would you believe it", "which is nice",
                  "which you should know", "obviously", "honestly", "really", "sorry", "don't lose it",
-                 "make a note of it", "got it", "you know", "man", "bro", "my friend",
+                 "make a note of it", "got it", "you know", "man", "bro", "mate",
+                 "last week", "last month", "last year", "this week", "yesterday",
                  "or something like that", "until further notice", "with immediate effect", "that's all",
                  "that is all for now", "no matter what I said before"]
 ASK_THING = {
