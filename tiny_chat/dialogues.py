@@ -17,8 +17,8 @@ note and copy it, token by token. An answer about one fact repeats the thing fir
 the token after it depends on whether there is a note: "is" or "?" after a question, "has" or "becomes" after
 a fact.
 
-A hash keeps one word and one number in eight out of the values and the made-up things of training, so that we
-can measure with these. sentences.py and sentences.json have what users say, in three sets: we train on
+Training makes up seven words and numbers of eight, for values and for things; a hash tells which. We measure
+with the others. sentences.py and sentences.json have what users say, in three sets: we train on
 "train", and measure with "choice" and "final".
 """
 import re
@@ -31,8 +31,9 @@ from sentences import (ALL_NOTES, ASK, ASK_ENDINGS, ASK_THING, CHANGE, CHANGE_TH
 # ---------------------------------------------------------------------------------------------------------
 # Made-up values
 
-# The usual kind of a value, by how its thing ends. The first line that fits counts, so "language" has a
-# "name" although it ends with "age". Any other thing has a "word".
+# The usual kind of a value, by how its thing ends: a pet is a "noun", such as "a bluck". The first line that
+# fits counts, so the value of "language" is capitalised, as a "name" is, although the thing ends with "age".
+# The value of any other thing is a "word".
 KINDS = {"name": ("name", "home city", "best friend", "school", "language", "film", "book", "song"),
          "number": ("number", "age", "size"),
          "noun": ("pet", "job", "animal", "car")}
@@ -47,8 +48,8 @@ COMMON = ("the be to of and a in that have it for on with he as you do at this b
           "its over think also back after use two our work first well way even new want because any give "
           "day most us must let please very long thing need tell remember nothing myself "
           "correct").split()
-# The words of COMMON and of our sentences ("doesn't" gives "doesn" and "t"). Five more copies of those in
-# things and in the assistant's notes make their tokens frequent in values.
+# The words of COMMON and of our sentences ("doesn't" gives "doesn" and "t"). The words of things and of the
+# assistant's notes stand in it five more times, so that their tokens are frequent in values.
 ENGLISH = sorted({word for sentences in (COMMON, ALL_NOTES, SMALL_TALK, SMALL_TALK.values(), TELL["train"],
                                          CHANGE["train"], ASK["train"], LIST["train"])
                   for word in re.findall("[a-z]+", " ".join(sentences).lower())})
@@ -59,20 +60,22 @@ CONTRACTIONS = ("I I I I'm I've I'd I'll don't can't haven't isn't didn't let's 
                 "you've there's me").split()
 # What follows the thing in our questions, mostly "": "What is my hobby", "What is my hobby again".
 TAILS = [sentence.partition("{thing}")[2] for sentence in ASK["train"]]
-# What stands between the thing and the value, with both: "my {thing} is {value}", "my {thing} to {value}".
-TELL_CORES, CHANGE_CORES = ([f"m{core[0]}" for sentence in sentences["train"]
-                             if (core := re.search(r"y \{thing\}.*\{value\}", sentence))]
+# Parts of our sentences, from the thing to the value: "my {thing} is {value}", or of "Change my {thing} to
+# {value}" the part "my {thing} to {value}". A sentence that has the value first gives none.
+TELL_CORES, CHANGE_CORES = ([f"my {core[0]}" for sentence in sentences["train"]
+                             if (core := re.search(r"\{thing\}.*\{value\}", sentence))]
                             for sentences in (TELL, CHANGE))
-# No thing ends with one of these words: they may follow a thing ("What was my hobby again?"), name all notes
-# ("Show me my list"), or are in COMMON (of which six are good things, such as "work").
+# No made-up thing ends with one of these words. They may follow a thing ("again" in "What was my hobby
+# again?"), or end what the user calls all notes ("my list"), or are in COMMON, except for six of COMMON that
+# are fine as things, such as "work".
 NOT_LAST_IN_THINGS = ({ending.split()[0] for ending in ASK_ENDINGS + TAILS if ending}
                       | {notes.split()[-1] for notes in ALL_NOTES if notes.startswith("my ")}
                       | set(COMMON) - {"people", "time", "year", "work", "day", "thing"})
 # One of these may stand before the last word of a value: "kosh and blaup", "kosh in blaup".
 JOINERS = "and and and as at for from in of to with".split()
 # No made-up word is one of these. "is" and "now" stand before a value, and the others begin what may follow
-# it: in "my hobby is now chess btw", the value is "chess". Only a joiner may be part of a value as well. So
-# after one the model must read on: "chess in case you need it", "chess in Rome".
+# it: in "my hobby is now chess btw", the value is "chess". Joiners are not among them, although they do both.
+# The model must read on: "chess in Rome" is a value, but of "chess in case you need it" only "chess" is one.
 NEVER_MADE_UP = ({"is", "now", *(ending.split()[0].lower() for ending in VALUE_ENDINGS)}
                  - set(JOINERS))
 # Parts of our sentences, of two words or more, for `random_words`: what stands beside "my {thing}" and
@@ -185,8 +188,8 @@ class Dialogue:
         self.rng, self.split, self.held_out = rng, split, held_out
         self.facts = {}                     # thing -> its latest value, in the order of the notes
         self.changed = set()
-        # How probable it is that a new thing shares a word with one that has a note. Only the first
-        # `alike_to` notes count (None: all).
+        # The probability that a new thing takes a word from a thing with a note: one of the first `alike_to`
+        # notes (None: of all).
         self.alike, self.alike_to = 0.25, None
         self.last = None                    # the thing that the turn before told or asked
         self.casual = rng.random() < 0.2    # the user writes without capitals
@@ -252,8 +255,8 @@ class Dialogue:
         return draw(make, self.rng, self.held_out)
 
     def pick_unknown(self, avoid=()):
-        """A thing without a note. A share of `alike` has a word of a thing that has a note: "favourite
-        number" beside "favourite colour"."""
+        """A thing without a note. With probability `alike` it takes a word from a thing with a note:
+        "favourite number", if there is a note of the favourite colour."""
         while True:
             thing = self.pick_thing()
             if self.facts and self.rng.random() < self.alike:
@@ -307,12 +310,13 @@ class Dialogue:
         return self.word()
 
     def sentence(self, general, special, thing):
-        """A sentence about the thing. special: thing -> sentences that suit this thing only, see TELL_THING.
+        """A sentence about the thing. general: TELL, CHANGE or ASK. special: TELL_THING, ..., whose sentences
+        suit one thing only.
 
         When we measure, it is one of `general`. In training, 40% of the sentences are special, if there are
-        such. Half of the others are general. The other half begin with random words, or parts of sentences,
-        and end as one of `general` does, from "my {thing}" to "{value}": "it my mof don't, my {thing} is
-        {value}". So the model learns to understand sentences that it never saw."""
+        such. Half of the others are one of `general`. The other half begin with random words, or parts of
+        sentences, and end with a core: "it my mof don't, my {thing} is {value}", or in a question: "it my mof
+        don't, my {thing} again". So the model learns to understand sentences that it never saw."""
         rng = self.rng
         if self.split != "train":
             return rng.choice(general[self.split])
@@ -410,7 +414,7 @@ class Dialogue:
         return self.small_talk() if chance < 0.6 else self.plus() if chance < 0.85 else self.strange()
 
 
-LISTS = "lists"     # stands for all lists of notes in `rests_until`: they rest as things do
+LISTS = "lists"     # a key of `rests_until` beside the things: lists of all notes rest, too
 
 
 class TrainingDialogue(Dialogue):
@@ -422,11 +426,12 @@ class TrainingDialogue(Dialogue):
             self.system()
             if rng.random() < 0.3:
                 self.say(*self.introduction())
-        # The user's habits: how many facts at most, and how probable each kind of turn is when `turn` comes
-        # to it.
+        # The user's habits: how many facts at most, and the probabilities in `turn`
         self.most_facts = rng.choice([1, 1, 2, 2, 3, 4, 6, 8, 12])
-        self.telling, self.chatting = rng.choice([0.1, 0.3, 1]), rng.choice([0.05, 0.1, 0.4])
-        self.changing, self.listing = rng.choice([0.3, 0.6]), rng.choice([0.1, 0.25])
+        self.telling = rng.choice([0.1, 0.3, 1])
+        self.chatting = rng.choice([0.05, 0.1, 0.4])
+        self.changing = rng.choice([0.3, 0.6])
+        self.listing = rng.choice([0.1, 0.25])
         if length > 1024 and rng.random() < 0.7:    # many facts, so that many questions look far back
             self.most_facts, self.telling, self.changing = rng.randint(15, 50), rng.choice([0.4, 1]), 0.2
         if length <= 1024 and rng.random() < 0.3:   # the user tells all in a row, and wants to see the notes
@@ -434,7 +439,7 @@ class TrainingDialogue(Dialogue):
         if rng.random() < 0.5:      # most things share a word, so that the model must compare whole things
             self.alike, self.alike_to = 0.6, rng.choice([1, 2, 4, None])
         self.end = 2.9 * length             # characters
-        self.far = 0.6 if length > 1024 else 0.15       # how probable it is that a rest is long
+        self.far = 0.6 if length > 1024 else 0.15       # the probability that a rest is long
         self.rests_until = {}               # thing -> the length of the text when its rest is over
         self.rest(LISTS)
 
@@ -442,7 +447,7 @@ class TrainingDialogue(Dialogue):
         """For a while the user neither asks for these things nor changes them. There are two exceptions: the
         user may change a thing in the very next turn, and a list of all notes names resting things, too.
         (Lists have a rest of their own, as LISTS.) A long rest takes at least 60% of the text still to come,
-        so that the model must look far back; a short one takes 8% of it on average."""
+        so that the model must look far back. A short one takes up to 25% of it, and 8% on average."""
         for thing in things:
             now = len(self.text)
             share = self.rng.uniform(0.6, 1) if self.rng.random() < self.far else self.rng.random() ** 2 / 4

@@ -13,7 +13,7 @@ TELL, CHANGE, ASK, LIST = (SENTENCES[kind] for kind in ("tell", "change", "ask",
 THINGS = ["name", "age", "home city", "job", "hobby", "pet", "car", "birthday", "language", "school",
           "lucky number", "shoe size", "best friend", "favourite colour", "favourite food", "favourite drink",
           "favourite film", "favourite book", "favourite song", "favourite animal", "favourite sport"]
-# Whose name, age, ... (RELATIVE_THINGS) the user tells, too: "my boss's name"
+# The user also tells facts about these, "my boss's name", of the kinds in RELATIVE_THINGS.
 RELATIVES = ["sister", "brother", "mother", "father", "wife", "husband", "son", "daughter", "boss",
              "neighbour", "dog", "cat", "uncle", "aunt", "grandma", "grandpa", "girlfriend", "boyfriend"]
 RELATIVE_THINGS = ["name", "name", "name", "age", "age", "job", "home city", "hobby"]
@@ -51,9 +51,9 @@ CHANGE_THING = {
     "hobby": ["I like {value} now", "Now I like {value}"],
     "car": ["I drive {value} now", "Now I drive {value}"],
 }
-# In these the user names no thing and means the thing of the turn before (the last, if there were several).
-# If there is a note of it, the user corrects the note: "My age is 4." "No, it's 5." If there is none, the
-# user has just asked for it, and now supplies it: "What is my age?" "It's 5."
+# In these the user names no thing, and means the last thing of the turn before. If there is a note of it, the
+# user corrects the note: "My age is 4." "No, it's 5." If there is none, the user has just asked for it, and
+# now supplies it: "What is my age?" "It's 5."
 CORRECT = ["No, it's {value}", "Sorry, I meant {value}", "I meant {value}", "No, {value}",
            "Wait, it is {value}", "No, it is {value}", "Sorry, it's {value}",
            "No, she is {value}", "He's {value}"]
@@ -118,7 +118,7 @@ ASK_THING = {
     "'s job": ["What does my {relative} do for a living", "What does my {relative} work as"],
     "'s hobby": ["What does my {relative} like"],
 }
-# What users call all their notes: "Show me your notes"
+# What users call all their notes: "Show me your notes", "Tell me about me"
 ALL_NOTES = ["your notes", "everything", "what you know", "everything you know", "what you know about me",
              "everything you know about me", "all facts about me", "what I told you", "everything I told you",
              "the things I told you", "what you remember", "what you have noted", "my facts", "the notes",
