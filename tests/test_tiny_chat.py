@@ -229,6 +229,13 @@ def test_some_users_name_many_things_alike():
     assert alike > 20
 
 
+def test_some_values_begin_alike():
+    """A model that had hardly met such values noted "5807" for 5808, after 5807."""
+    chat = Dialogue(random.Random(6))
+    chat.facts = {"lucky number": "5828"}
+    assert sum(chat.value("shoe size").startswith("58") for _ in range(300)) > 15
+
+
 def test_long_dialogues_ask_for_what_was_told():
     """Once two of three questions were about things without a note. After such training, one fact in seven
     was answered with "I don't know that yet" 2,500 tokens later."""
@@ -339,7 +346,7 @@ def test_two_processes_train_one_model_and_continue_where_they_stopped(tmp_path)
 
 def test_the_schedule():
     counts, lengths, rates = zip(*train.schedule())
-    assert rates[0] == 0.01 and rates[99] == 1 and rates[4850] == 1 and 0.99 < rates[4900] < 1
-    assert abs(rates[-1050] - 0.4) < 1e-9 and rates[-1] == 0.02
-    assert set(zip(counts[:5200], lengths)) == {(8, 256), (8, 512), (4, 1024)}
+    assert rates[0] == 0.01 and rates[99] == 1 and rates[7790] == 1 and 0.99 < rates[7830] < 1
+    assert abs(rates[-1680] - 0.4) < 1e-9 and rates[-1] == 0.02
+    assert set(zip(counts[:9400], lengths)) == {(8, 256), (8, 512), (4, 1024)}
     assert set(zip(counts[-6:], lengths[-6:])) == {(8, 512), (4, 1024), (2, 2048), (1, 5120)}

@@ -60,11 +60,12 @@ CONTRACTIONS = ("I I I I'm I've I'd I'll don't can't haven't isn't didn't let's 
                 "you've there's me").split()
 # What follows the thing in our questions, mostly "": "What is my hobby", "What is my hobby again".
 TAILS = [sentence.partition("{thing}")[2] for sentence in ASK["train"]]
-# Parts of our sentences, from the thing to the value: "my {thing} is {value}", or of "Change my {thing} to
-# {value}" the part "my {thing} to {value}". A sentence that has the value first gives none.
-TELL_CORES, CHANGE_CORES = ([f"my {core[0]}" for sentence in sentences["train"]
-                             if (core := re.search(r"\{thing\}.*\{value\}", sentence))]
-                            for sentences in (TELL, CHANGE))
+# Parts of our sentences that have the thing and the value. From "my" to the value, if the thing is first: "my
+# {thing} is {value}", or of "Change my {thing} to {value}" the part "my {thing} to {value}". Else the end of
+# the sentence, from two words before the value on: "I have {value} as my {thing}", "{value} is my {thing}".
+TELL_CORES, CHANGE_CORES = ([re.search(r"my \{thing\}.*\{value\}|(\S+ ){,2}\{value\}.*",
+                                       sentence.replace("My {thing}", "my {thing}"))[0]
+                             for sentence in sentences["train"]] for sentences in (TELL, CHANGE))
 # No made-up thing ends with one of these words. They may follow a thing ("again" in "What was my hobby
 # again?"), or end what the user calls all notes ("my list"), or are in COMMON, except for six of COMMON that
 # are fine as things, such as "work".
@@ -130,7 +131,7 @@ def draw(make, rng, held_out):
     """A word or number from `make`: one for training, or, if `held_out`, one that we use only to measure."""
     while True:
         made = make(rng)
-        if made not in NEVER_MADE_UP and is_held_out(made) == held_out:
+        if made.lower() not in NEVER_MADE_UP and is_held_out(made) == held_out:
             return made
 
 
@@ -229,7 +230,15 @@ class Dialogue:
         return draw(any_word, self.rng, self.held_out)
 
     def value(self, thing):
+        """A made-up value. One in six begins as an earlier value of one word does ("5828", "5807"), so that
+        the model must not mistake it for that one."""
         value = a_value(thing, self.rng, self.held_out)
+        alike = [other for other in self.facts.values() if " " not in other + value
+                 and (other.isdigit(), other[0].isupper()) == (value.isdigit(), value[0].isupper())]
+        if alike and self.rng.random() < 1 / 6:
+            beginning = self.rng.choice(alike)[:self.rng.randint(1, 4)]
+            rest = any_number if value.isdigit() else any_word
+            value = draw(lambda rng: beginning + rest(rng), self.rng, self.held_out)
         return value.lower() if self.casual else value
 
     def pick_thing(self):
@@ -332,13 +341,16 @@ class Dialogue:
                 opening += f" {rng.choice(ALL_NOTES)}{rng.choice(['', ' as', ' for', ' about'])}"
             ending = rng.choice(["", f" {rng.choice(ASK_ENDINGS)}", rng.choice(TAILS)])
             return f"{opening} my {{thing}}{ending}{self.after_question()}"
-        return f"{opening} {rng.choice(CHANGE_CORES if general is CHANGE else TELL_CORES)}"
+        core = rng.choice(CHANGE_CORES if general is CHANGE else TELL_CORES)
+        if core.startswith("{value}"):
+            return core + self.after_question()
+        return f"{opening} {core}" if core.endswith("{value}") else f"{opening} {core}{self.after_question()}"
 
     def tell(self, thing, value=None):
         """The user tells or changes a fact, and the assistant notes it. value: None makes one up."""
         rng, known = self.rng, thing in self.facts
         value = value or self.value(thing)
-        if thing == self.last and self.split == "train" and rng.random() < 0.3:
+        if thing == self.last and self.split == "train" and rng.random() < 0.5:
             sentence = rng.choice(CORRECT if known else SUPPLY)
         elif self.sounds_like_a_change(known):
             sentence = self.sentence(CHANGE, CHANGE_THING, thing)
@@ -365,14 +377,14 @@ class Dialogue:
         return self.rng.random() < (0.5 if known else 0.3)
 
     def ask(self, thing):
-        """The user asks for a fact. In training, one question in 20 about a fact with a note is only its
+        """The user asks for a fact. In training, one question in ten about a fact with a note is only its
         thing: "Hobby?"."""
         spelt = spelling(thing, self.asks_american)
         said = question(self.sentence(ASK, ASK_THING, thing).format(thing=spelt))
         self.last = thing
         if thing not in self.facts:
             return said, f"Your {spelt}? I don't know that yet."
-        if self.split == "train" and self.rng.random() < 0.05:
+        if self.split == "train" and self.rng.random() < 0.1:
             said = f"{spelt}?"
         return said, f"Your {spelt} is {self.facts[thing]}."
 
