@@ -342,9 +342,8 @@ class Dialogue:
             ending = rng.choice(["", f" {rng.choice(ASK_ENDINGS)}", rng.choice(TAILS)])
             return f"{opening} my {{thing}}{ending}{self.after_question()}"
         core = rng.choice(CHANGE_CORES if general is CHANGE else TELL_CORES)
-        if core.startswith("{value}"):
-            return core + self.after_question()
-        return f"{opening} {core}" if core.endswith("{value}") else f"{opening} {core}{self.after_question()}"
+        said = core if core.startswith("{value}") else f"{opening} {core}"
+        return said if said.endswith("{value}") else said + self.after_question()
 
     def tell(self, thing, value=None):
         """The user tells or changes a fact, and the assistant notes it. value: None makes one up."""
