@@ -25,8 +25,9 @@ import re
 import zlib
 
 from sentences import (ALL_NOTES, ASK, ASK_ENDINGS, ASK_THING, CHANGE, CHANGE_THING, CHEERFUL, CORRECT,
-                       HELD_OUT, LIST, LIST_ENDINGS, NOT_UNDERSTOOD, RELATIVE_THINGS, RELATIVES, SMALL_TALK,
-                       STRANGE, SUMS, SUPPLY, SYSTEM, TELL, TELL_THING, THINGS, VALUE_ENDINGS, WHO_ARE_YOU)
+                       HELD_OUT, LIST, LIST_ENDINGS, MORE_THINGS, NOT_UNDERSTOOD, OPENINGS, RELATIVE_THINGS,
+                       RELATIVES, SMALL_TALK, STRANGE, SUMS, SUPPLY, SYSTEM, TELL, TELL_THING, THINGS,
+                       VALUE_ENDINGS, WHO_ARE_YOU)
 
 # ---------------------------------------------------------------------------------------------------------
 # Made-up values
@@ -50,34 +51,38 @@ COMMON = ("the be to of and a in that have it for on with he as you do at this b
           "correct").split()
 # The words of COMMON and of our sentences ("doesn't" gives "doesn" and "t"). The words of things and of the
 # assistant's notes stand in it five more times, so that their tokens are frequent in values.
-ENGLISH = sorted({word for sentences in (COMMON, ALL_NOTES, SMALL_TALK, SMALL_TALK.values(), TELL["train"],
-                                         CHANGE["train"], ASK["train"], LIST["train"])
+ENGLISH = sorted({word for sentences in (COMMON, ALL_NOTES, SMALL_TALK, SMALL_TALK.values(), MORE_THINGS,
+                                         TELL["train"], CHANGE["train"], ASK["train"], LIST["train"])
                   for word in re.findall("[a-z]+", " ".join(sentences).lower())})
 ENGLISH += 5 * (" ".join(THINGS + RELATIVES).split()
                 + "becomes note has changed again still empty favorite color plus".split())
 # "I" and contractions, for `random_word`
 CONTRACTIONS = ("I I I I'm I've I'd I'll don't can't haven't isn't didn't let's it's that's what's here's "
                 "you've there's me").split()
-# What follows the thing in our questions, mostly "": "What is my hobby", "What is my hobby again".
-TAILS = [sentence.partition("{thing}")[2] for sentence in ASK["train"]]
 # Parts of our sentences that have the thing and the value. From "my" to the value, if the thing is first: "my
 # {thing} is {value}", or of "Change my {thing} to {value}" the part "my {thing} to {value}". Else the end of
 # the sentence, from two words before the value on: "I have {value} as my {thing}", "{value} is my {thing}".
 TELL_CORES, CHANGE_CORES = ([re.search(r"my \{thing\}.*\{value\}|(\S+ ){,2}\{value\}.*",
                                        sentence.replace("My {thing}", "my {thing}"))[0]
                              for sentence in sentences["train"]] for sentences in (TELL, CHANGE))
+# The ends of our questions, from three words before "my" on: "you still know my {thing}", "what was my
+# {thing} again". They show that the user asks. With random words there, "kosh is my hobby" would be a
+# question, too.
+ASK_CORES = [re.search(r"(\S+ ){,3}[Mm]y \{thing\}.*", sentence)[0] for sentence in ASK["train"]]
 # No made-up thing ends with one of these words. They may follow a thing ("again" in "What was my hobby
 # again?"), or end what the user calls all notes ("my list"), or are in COMMON, except for six of COMMON that
 # are fine as things, such as "work".
-NOT_LAST_IN_THINGS = ({ending.split()[0] for ending in ASK_ENDINGS + TAILS if ending}
+NOT_LAST_IN_THINGS = ({ending.split()[0] for ending in ASK_ENDINGS}
+                      | {core.split("{thing} ")[1].split()[0] for core in ASK_CORES if "{thing} " in core}
                       | {notes.split()[-1] for notes in ALL_NOTES if notes.startswith("my ")}
                       | set(COMMON) - {"people", "time", "year", "work", "day", "thing"})
 # One of these may stand before the last word of a value: "kosh and blaup", "kosh in blaup".
 JOINERS = "and and and as at for from in of to with".split()
-# No made-up word is one of these. "is" and "now" stand before a value, and the others begin what may follow
-# it: in "my hobby is now chess btw", the value is "chess". Joiners are not among them, although they do both.
-# The model must read on: "chess in Rome" is a value, but of "chess in case you need it" only "chess" is one.
-NEVER_MADE_UP = ({"is", "now", *(ending.split()[0].lower() for ending in VALUE_ENDINGS)}
+# No made-up word is one of these. "is" and "now" stand before a value, and the others begin what may stand
+# before or after it: in "so chess is my hobby now", the value is "chess". Joiners are not among them,
+# although they do both. The model must read on: "chess in Rome" is a value, but of "chess in case you need
+# it" only "chess" is one.
+NEVER_MADE_UP = ({"is", "now", *(words.split()[0].lower() for words in OPENINGS + VALUE_ENDINGS)}
                  - set(JOINERS))
 # Parts of our sentences, of two words or more, for `random_words`: what stands beside "my {thing}" and
 # "{value}" ("don't lose this one ok"), and whole sentences that have neither.
@@ -242,14 +247,14 @@ class Dialogue:
         return value.lower() if self.casual else value
 
     def pick_thing(self):
-        """A thing: in 45% of the cases one of THINGS, in 20% of a relative ("sister's job"), in 35% made up:
-        one or two words, half of the time after "favourite" or "first". Until there is a fact, a quarter of
-        the picks is the user's name."""
+        """A thing: in 30% of the cases one of THINGS, in 15% of MORE_THINGS, in 20% of a relative ("sister's
+        job"), in 35% made up: one or two words, half of the time after "favourite" or "first". Until there is
+        a fact, a quarter of the picks is the user's name."""
         rng = self.rng
         if not self.facts and rng.random() < 0.25:
             return "name"
         if (chance := rng.random()) < 0.45:
-            return rng.choice(THINGS)
+            return rng.choice(THINGS if chance < 0.3 else MORE_THINGS)
         if chance < 0.65:
             return f"{rng.choice(RELATIVES)}'s {rng.choice(RELATIVE_THINGS)}"
         while (thing := self.thing_word()) in NOT_LAST_IN_THINGS:
@@ -281,29 +286,44 @@ class Dialogue:
                   for _ in range(self.rng.choice([1, 1, 2]))]
         return " ".join(groups)
 
-    def suffix(self, signs):
-        """One of the signs, and some words: ", can't kosh people"."""
+    def suffix(self, signs, words):
+        """One of the signs, and the words: ", can't kosh people"."""
         sign = self.rng.choice(signs)
-        words = re.sub(r"\b[Mm]y ", "", self.random_words())        # the last "my" must be that of the thing
+        words = re.sub(r"\b[Mm]y ", "", words)      # the last "my" must be that of the thing
         return f"{sign} {capital(words) if sign[-1] in '.?!' else words}"
 
     def after_question(self):
-        """What follows the thing in a question: nothing, or in two cases of five a sign and some words."""
-        return self.suffix(QUESTION_SIGNS) if self.rng.random() < 0.4 else ""
+        """What follows the thing in a question: nothing, or in two cases of five a sign and some words. They
+        are of our sentences, because "my hobby, kosh" tells the hobby."""
+        return self.suffix(QUESTION_SIGNS, self.part()) if self.rng.random() < 0.4 else ""
+
+    def before_value(self):
+        """What may stand before a value that begins its sentence: "", "btw " or "it my mof don't, "."""
+        rng = self.rng
+        if (chance := rng.random()) < 0.4:
+            return ""
+        if chance < 0.7:
+            return rng.choice(OPENINGS) + rng.choice([" ", ", "])
+        return self.random_words() + rng.choice([", ", ": ", ". ", "... ", " - "])
 
     def after_value(self):
         """What follows a value: mostly nothing, else " btw" or the like, or a sign and some words."""
         if (chance := self.rng.random()) < 0.72:
             return ""
-        return f" {self.rng.choice(VALUE_ENDINGS)}" if chance < 0.86 else self.suffix(VALUE_SIGNS)
+        if chance < 0.86:
+            return f" {self.rng.choice(VALUE_ENDINGS)}"
+        return self.suffix(VALUE_SIGNS, self.random_words())
 
     def random_words(self):
-        """One to six random words, or as often up to eight of one of our sentences."""
-        rng = self.rng
-        if rng.random() < 0.5:
-            return " ".join(self.random_word() for _ in range(rng.randint(1, 6)))
-        words = rng.choice(PARTS)
-        start = rng.choice([0, rng.randrange(len(words))])
+        """One to six random words, or as often a part of one of our sentences."""
+        if self.rng.random() < 0.5:
+            return " ".join(self.random_word() for _ in range(self.rng.randint(1, 6)))
+        return self.part()
+
+    def part(self):
+        """Up to eight words of one of our sentences."""
+        words = self.rng.choice(PARTS)
+        start = self.rng.choice([0, self.rng.randrange(len(words))])
         return " ".join(words[start:start + 8])
 
     def random_word(self):
@@ -325,7 +345,7 @@ class Dialogue:
         When we measure, it is one of `general`. In training, 40% of the sentences are special, if there are
         such. Half of the others are one of `general`. The other half begin with random words, or parts of
         sentences, and end with a core: "it my mof don't, my {thing} is {value}", or in a question: "it my mof
-        don't, my {thing} again". So the model learns to understand sentences that it never saw."""
+        don't, what was my {thing} again". So the model learns to understand sentences that it never saw."""
         rng = self.rng
         if self.split != "train":
             return rng.choice(general[self.split])
@@ -335,14 +355,15 @@ class Dialogue:
             return rng.choice(suited).replace("{relative}", relative)
         if rng.random() < 0.5:
             return rng.choice(general["train"])
-        opening = self.prefix()
         if general is ASK:
+            core = rng.choice(ASK_CORES)
             if rng.random() < 0.15:     # asks for one note only: "what you have noted as my hobby"
-                opening += f" {rng.choice(ALL_NOTES)}{rng.choice(['', ' as', ' for', ' about'])}"
-            ending = rng.choice(["", f" {rng.choice(ASK_ENDINGS)}", rng.choice(TAILS)])
-            return f"{opening} my {{thing}}{ending}{self.after_question()}"
+                core = f"{rng.choice(ALL_NOTES)}{rng.choice(['', ' as', ' for', ' about'])} my {{thing}}"
+            if core.endswith("{thing}") and rng.random() < 0.3:
+                core += f" {rng.choice(ASK_ENDINGS)}"
+            return f"{self.prefix()} {core}{self.after_question()}"
         core = rng.choice(CHANGE_CORES if general is CHANGE else TELL_CORES)
-        said = core if core.startswith("{value}") else f"{opening} {core}"
+        said = self.before_value() + core if core.startswith("{value}") else f"{self.prefix()} {core}"
         return said if said.endswith("{value}") else said + self.after_question()
 
     def tell(self, thing, value=None):

@@ -13,6 +13,31 @@ TELL, CHANGE, ASK, LIST = (SENTENCES[kind] for kind in ("tell", "change", "ask",
 THINGS = ["name", "age", "home city", "job", "hobby", "pet", "car", "birthday", "language", "school",
           "lucky number", "shoe size", "best friend", "favourite colour", "favourite food", "favourite drink",
           "favourite film", "favourite book", "favourite song", "favourite animal", "favourite sport"]
+# More things, which may have any value
+MORE_THINGS = (
+    "address, alarm code, allergy, anniversary, badge number, bank, bank pin, barber, bedtime, "
+    "best subject, birthplace, blood type, booking code, breakfast, budget, bus, bus stop, "
+    "cabin number, calendar, car key, career, case number, church, citizenship, clinic, club, "
+    "coffee order, commute, company, country, course, curfew, customer number, daily goal, date "
+    "of birth, department, desk, desk number, destination, diagnosis, diet, door code, dress "
+    "size, email, employer, favourite artist, favourite author, favourite city, favourite "
+    "fruit, favourite number, favourite place, favourite singer, favourite word, first "
+    "language, first name, fitness goal, floor, garage, garden, gate, gender, goal, grade, "
+    "guitar, gym, hair colour, hat size, holiday, hometown, hotel, hotel name, hotel room, "
+    "house, instrument, insurance number, internet provider, keyboard, landline, laptop, laptop "
+    "model, last name, lesson, library card number, locker code, lunch, maiden name, major, "
+    "marital status, medicine, meeting, meeting room, middle name, model, monitor, motto, "
+    "mountain, museum, nationality, native country, native language, newspaper, nickname, "
+    "number plate, office, office number, order, order number, parking spot, password, pension "
+    "number, pharmacy, phone, phone model, pizza order, platform, policy number, position, "
+    "postcode, printer, programming language, project name, religion, rent, repair shop, "
+    "reservation, restaurant, river, router password, salary, sandwich, shift, ski pass, skill, "
+    "smartphone, snack, social security number, sofa, specialty, spirit animal, star sign, "
+    "state, store, street, student number, study subject, suitcase, superpower, surgery date, "
+    "surname, table number, tax number, tea, team, telephone number, thesis topic, title, "
+    "token, town, tracking number, tractor, train platform, tree, username, vaccine, vehicle, "
+    "video game, village shop, visa number, website, weekday, weight, wifi name, wifi password, "
+    "wine, workplace, yoga class, youth club, zip code, zodiac sign").split(", ")
 # The user also tells facts about these, "my boss's name", of the kinds in RELATIVE_THINGS.
 RELATIVES = ["sister", "brother", "mother", "father", "wife", "husband", "son", "daughter", "boss",
              "neighbour", "dog", "cat", "uncle", "aunt", "grandma", "grandpa", "girlfriend", "boyfriend"]
@@ -74,6 +99,11 @@ ASK_ENDINGS = ["is", "is", "is", "was", "was", "was", "again", "now", "for me", 
                "one more time", "called", "that you have noted", "you have for me", "you saved for me",
                "to be sure", "based on what I said", "can you tell me", "could you remind me", "still",
                "after all", "I forgot", "tell me", "right now", "actually", "supposed to be", "thx"]
+# What may stand before a sentence that begins with a value: "btw chess is my hobby"
+OPENINGS = ["btw", "btw", "by the way", "so", "so", "ok", "okay", "well", "well", "hey", "oh", "hi", "hello",
+            "also", "yes", "yeah", "sorry", "actually", "right", "listen", "look", "fyi", "hmm", "ah", "um",
+            "please note", "please remember", "just so you know", "for the record", "no", "no", "wait",
+            "correction", "update", "as I said", "you know", "I think", "I believe", "I'd say", "and", "then"]
 # What may follow a value: "My hobby is chess btw"
 VALUE_ENDINGS = ["lol", "lol", "btw", "btw", "btw", "by the way", "by the way", "thanks", "thanks", "haha",
                  "please", "please", "pls", "thx", "thank you", "tbh", "fyi", "ok", "okay", "yeah", "though",
