@@ -139,9 +139,16 @@ def test_training_made_up_none_of_most_values_below():
         "How old is my sister?": "Your sister's age? I don't know that yet.",
         "My password is kq7-Tower.": "Your password becomes note 3: your password is kq7-Tower.",
         "I work as a plumber.": "Your job becomes note 4: your job is a plumber.",
-        "I live in Lisbon, and my hobby is chess.":
+        "I live in Lisbon and my hobby is chess.":
             "Your home city becomes note 5: your home city is Lisbon. "
             "Your hobby becomes note 6: your hobby is chess."}),
+    # Neither the thing first nor the value last, and a question that is only a thing
+    ("", {
+        "My lucky number is 42.": "Your lucky number becomes note 1: your lucky number is 42.",
+        "Change my lucky number to 43.": "Your lucky number has changed: your lucky number is 43.",
+        "Put chess down as my hobby.": "Your hobby becomes note 2: your hobby is chess.",
+        "Hobby?": "Your hobby is chess.",
+        "I've got Rex for my dog's name.": "Your dog's name becomes note 3: your dog's name is Rex."}),
     # Twelve facts in a row: a model that we turned down called the ninth "note 7" or "note 8".
     ("", {f"My {thing} is 58{note:02}.": f"Your {thing} becomes note {note}: your {thing} is 58{note:02}."
           for note, thing in enumerate(THINGS[:12], 1)}),

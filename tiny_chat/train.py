@@ -1,6 +1,6 @@
 """Make the embedded model: a small Llama that remembers what you told it.
 
-This script, dialogues.py and sentences.py made every file of the checkpoint beside them. Training begins
+This script makes every file of the checkpoint beside it, with dialogues.py and sentences.py. Training begins
 with dialogues of 256 tokens and ends with a mixture of 512 to 5,120. In half of all dialogues shorter than
 5,120 the positions have random gaps between turns, so that the model meets every distance up to 5,120 tokens
 before it meets a context of that length. The slowest nine of the 16 rotary angles turn 8 times as slowly as
