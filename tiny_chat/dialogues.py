@@ -143,8 +143,8 @@ def draw(make, rng, held_out):
 def a_value(thing, rng, held_out):
     """A made-up value of the thing: a number ("42"), a name ("Talvor Bri"), a noun ("a bluck") or words ("ni
     corst and tavo"). One in ten has other capitals ("Foo-Tri", "FOO-TRI"). Its kind suits the thing in nine
-    cases of ten, and always if the thing ends with "name" or "age", because "I'm 5" must tell the age and
-    "I'm Ada" the name."""
+    cases of ten. It always does if the thing is a name or an age, because "I'm 5" must tell the age and "I'm
+    Ada" the name. (So it does for all things that end with "name" or "age", such as "language".)"""
     kind = next((kind for kind, endings in KINDS.items() if thing.endswith(endings)), "word")
     if rng.random() < 0.15 and not thing.endswith(("name", "age")):
         kind = rng.choice(["name", "number", "noun", "word"])

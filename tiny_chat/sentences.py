@@ -13,7 +13,7 @@ TELL, CHANGE, ASK, LIST = (SENTENCES[kind] for kind in ("tell", "change", "ask",
 THINGS = ["name", "age", "home city", "job", "hobby", "pet", "car", "birthday", "language", "school",
           "lucky number", "shoe size", "best friend", "favourite colour", "favourite food", "favourite drink",
           "favourite film", "favourite book", "favourite song", "favourite animal", "favourite sport"]
-# More things, which may have any value
+# More things of everyday life
 MORE_THINGS = (
     "address, alarm code, allergy, anniversary, badge number, bank, bank pin, barber, bedtime, "
     "best subject, birthplace, blood type, booking code, breakfast, budget, bus, bus stop, "
