@@ -144,11 +144,13 @@ def test_training_made_up_none_of_most_values_below():
             "Your hobby becomes note 6: your hobby is chess."}),
     # Neither the thing first nor the value last, and a question that is only a thing
     ("", {
-        "My lucky number is 42.": "Your lucky number becomes note 1: your lucky number is 42.",
+        "Put chess down as my hobby.": "Your hobby becomes note 1: your hobby is chess.",
+        "My lucky number is 42.": "Your lucky number becomes note 2: your lucky number is 42.",
         "Change my lucky number to 43.": "Your lucky number has changed: your lucky number is 43.",
-        "Put chess down as my hobby.": "Your hobby becomes note 2: your hobby is chess.",
         "Hobby?": "Your hobby is chess.",
-        "I've got Rex for my dog's name.": "Your dog's name becomes note 3: your dog's name is Rex."}),
+        "I've got Rex for my dog's name.": "Your dog's name becomes note 3: your dog's name is Rex.",
+        "My flight number is BA2490.": "Your flight number becomes note 4: your flight number is BA2490.",
+        "Flight number?": "Your flight number is BA2490."}),
     # Twelve facts in a row: a model that we turned down called the ninth "note 7" or "note 8".
     ("", {f"My {thing} is 58{note:02}.": f"Your {thing} becomes note {note}: your {thing} is 58{note:02}."
           for note, thing in enumerate(THINGS[:12], 1)}),
