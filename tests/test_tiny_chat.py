@@ -355,7 +355,7 @@ def test_two_processes_train_one_model_and_continue_where_they_stopped(tmp_path)
 
 def test_the_schedule():
     counts, lengths, rates = zip(*train.schedule())
-    assert rates[0] == 0.01 and rates[99] == 1 and rates[9490] == 1 and 0.99 < rates[9530] < 1
-    assert abs(rates[-2044] - 0.4) < 1e-9 and rates[-1] == 0.02
-    assert set(zip(counts[:12000], lengths)) == {(8, 256), (8, 512), (4, 1024)}
+    assert rates[0] == 0.01 and rates[99] == 1 and rates[7790] == 1 and 0.99 < rates[7830] < 1
+    assert abs(rates[-1680] - 0.4) < 1e-9 and rates[-1] == 0.02
+    assert set(zip(counts[:9400], lengths)) == {(8, 256), (8, 512), (4, 1024)}
     assert set(zip(counts[-6:], lengths[-6:])) == {(8, 512), (4, 1024), (2, 2048), (1, 5120)}

@@ -78,12 +78,12 @@ NOT_LAST_IN_THINGS = ({ending.split()[0] for ending in ASK_ENDINGS}
                       | set(COMMON) - {"people", "time", "year", "work", "day", "thing"})
 # One of these may stand before the last word of a value: "kosh and blaup", "kosh in blaup".
 JOINERS = "and and and as at for from in of to with".split()
-# No made-up word is one of these. "is" and "now" stand before a value, and the others begin what may stand
-# before or after it: in "so chess is my hobby now", the value is "chess". Joiners are not among them,
-# although they do both. The model must read on: "chess in Rome" is a value, but of "chess in case you need
-# it" only "chess" is one.
-NEVER_MADE_UP = ({"is", "now", *(words.split()[0].lower() for words in OPENINGS + VALUE_ENDINGS)}
-                 - set(JOINERS))
+# No made-up word is one of these. "What" and the like begin questions, "is" and "now" stand before a value,
+# and the others begin what may stand before or after it: in "so chess is my hobby now", the value is "chess".
+# Joiners are not among them, although they do both. The model must read on: "chess in Rome" is a value, but
+# of "chess in case you need it" only "chess" is one.
+NEVER_MADE_UP = ({"what", "who", "which", "where", "when", "how", "is", "now",
+                  *(words.split()[0].lower() for words in OPENINGS + VALUE_ENDINGS)} - set(JOINERS))
 # Parts of our sentences, of two words or more, for `random_words`: what stands beside "my {thing}" and
 # "{value}" ("don't lose this one ok"), and whole sentences that have neither.
 PARTS = [words for sentences in (TELL, CHANGE, ASK, LIST) for sentence in sentences["train"]

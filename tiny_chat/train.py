@@ -41,7 +41,7 @@ LONGEST = 5120      # tokens of the longest dialogue: above CONTEXT, so that dis
 # Phases: (steps, about how many tokens a process takes in a step, lengths of a dialogue in tokens). All
 # dialogues of a step have one length; the lengths take turns.
 MIXED = [512, 1024, 512, 2048, 1024, LONGEST]
-PHASES = [(1600, 2048, [256]), (10400, 4096, [512, 512, 1024]), (2600, 4096, MIXED)]
+PHASES = [(1600, 2048, [256]), (7800, 4096, [512, 512, 1024]), (2600, 4096, MIXED)]
 PEAKS = 0.02, 0.003                 # highest learning rates of Muon and AdamW
 WARM_UP, COOL_DOWN = 100, 0.35      # steps; the share of all steps in which the learning rate falls
 SAVE_EVERY = 200                    # steps
