@@ -5,8 +5,8 @@
                              speed_up                      -> the same Worker, faster
 
 Without `speed_up` the worker gives the same tokens, up to rounding, but later. On CUDA, `fuse` compiles
-the small kernels between two attentions, and CUDA graphs spare the host the launches of a decode. On a
-CPU, `pack_weights` stores the weights of a larger model in the order in which they are multiplied.
+the small kernels between two attentions, and CUDA graphs spare the host the launches of a small batch. On
+a CPU, `pack_weights` stores the weights of a larger model in the order in which they are multiplied.
 """
 import gc
 import os
@@ -26,7 +26,7 @@ from kv_cache import Conversation
 from model import ALONE, Alone, Attend, Layer, Model
 from sampling import Sampling, sample
 from scheduler import Request
-from worker import Worker
+from worker import MOST_REPLAYED, Worker
 
 SMALL_MODEL = 10_000_000    # parameters; below, threads on a CPU wait for one another longer than they work
 
@@ -96,12 +96,12 @@ def tier_sizes(config, model: Model, processes: int) -> tuple[int, int]:
 @torch.inference_mode()
 def free_memory(model: Model, max_batch_tokens: int, max_running: int) -> int:
     """Bytes of the GPU that neither the weights nor the largest steps need. It runs these to find
-    out: a step of max_batch_tokens, and one of max_running decodes, because graphs have memory of their
+    out: a step of max_batch_tokens, and the largest that is replayed, because graphs have memory of their
     own. The tenth that tier_sizes leaves free is for what is small: the partial results of attention,
     the columns of a batch, log probabilities, fragments."""
     try:
         step = peak_memory(partial(largest_step, model, max_batch_tokens, max_running))
-        graph = peak_memory(partial(largest_step, model, max_running, max_running))
+        graph = peak_memory(partial(largest_step, model, max(max_running, MOST_REPLAYED), max_running))
     except torch.cuda.OutOfMemoryError as error:
         raise ValueError(f"a step of max_batch_tokens={max_batch_tokens} does not fit beside the weights, "
                          f"choose less: {error}") from error

@@ -435,6 +435,7 @@ def large_steps(bench: Bench, seed: int, model: str = "llama2-13b", prompt: int 
         bench.row("ours", model, f"decode, batch {batch}", context, decode, moved)
         bench.ratio(f"decode, batch {batch}: time / (weights + KV) at copy bandwidth",
                     decode * bench.bandwidth / moved, must=1.20 if batch == 1 else None)
+    mixed_steps(bench, model, engine.worker, prompt, seed)
     # The profiler slows everything that runs after it, so it comes last.
     for batch, decode in decodes.items():
         profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
@@ -443,6 +444,27 @@ def large_steps(bench: Bench, seed: int, model: str = "llama2-13b", prompt: int 
         busy = busy_us / 1e6 / (new - 1)
         bench.ratio(f"decode, batch {batch}: share of the step in which the GPU is idle",
                     1 - busy / decode)
+
+
+def mixed_steps(bench: Bench, model: str, worker: Worker, context: int, seed: int, batch: int = 32):
+    """On a GPU: decodes, and one short prompt behind half of a context; replayed as a CUDA graph, and
+    launched kernel by kernel."""
+    found = [cached_request(worker, row, list(range(row * context, (row + 1) * context)), seed)
+             for row in range(batch + 1)]
+    decoding = [Span(request, context - 1, context) for request in found[:batch]]
+    for prompt in (max(1, context // part) for part in (64, 16, 4)):
+        spans = [*decoding, Span(found[batch], context // 2, context // 2 + prompt)]
+        run, graphs = stepping(worker, spans), worker.graphs
+
+        def launched(n):
+            worker.graphs = {}
+            run(n)
+            worker.graphs = graphs
+        taken = in_turns("cpu", {"replayed": run, "launched": launched}, repeats=10)
+        for name, seconds in taken.items():
+            bench.row(name, model, f"{batch} decodes, a prompt", prompt, seconds)
+        bench.ratio(f"{batch} decodes and a prompt of {prompt}: time, launched / replayed as a graph",
+                    taken["launched"] / taken["replayed"])
 
 
 def step(device: str, seed: int) -> Found:
