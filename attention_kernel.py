@@ -224,11 +224,12 @@ class Plan(NamedTuple):
         any batch of so many decodes needs. A captured graph launches the same number of programs, with
         the same memory, each time.
 
-        If the shape's wanted number of items is n, a tile is split only if its share of them is two
-        or more. So at most n // 2 tiles are split, into at most n pieces. 64 decodes, group 4, HOPPER,
-        n = 10: 64 tiles of 4 rows, 74 items, 5 x 4 merges and 10 x 4 partial rows."""
-        rows, planned, last = tokens * group, dict(self.launches), max(wanted)
-        most = group if decodes else rows           # query rows of one span
+        n items of a shape are wanted, and a tile is split only if its share of them (see split_context) is
+        two or more. So at most n // 2 tiles are split, into at most n pieces in all; every other tile is
+        one item. 64 decodes, group 4, HOPPER, n = 10: 64 tiles of 4 rows, 74 items, 5 x 4 merges and
+        10 x 4 partial rows."""
+        rows, planned, (*_, last) = tokens * group, dict(self.launches), wanted
+        most = group if decodes else rows                       # query rows of the largest span
         launches, merges, partial_rows, held = [], 0, 0, 0
         for shape, n in wanted.items():
             fewest, held = max(group, held + 1), shape.rows     # a span of fewer rows takes a smaller shape

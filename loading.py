@@ -111,7 +111,7 @@ def free_memory(model: Model, max_batch_tokens: int, max_running: int) -> int:
 
 
 def largest_step(model: Model, num_tokens: int, max_running: int):
-    """Run the model on num_tokens, and draw a token behind each, for at most max_running of them."""
+    """Run the model on num_tokens, and sample a token behind each of the first max_running of them."""
     tokens = torch.zeros(num_tokens, dtype=torch.int32, device=next(model.parameters()).device)
     hidden = model(tokens, tokens, lambda layer, q, k, v, rotation: q.clone())
     logits = model.logits(hidden[:max_running])
@@ -147,8 +147,8 @@ INDUCTOR = partial(torch.compile, options={"pattern_matcher": False})
 
 
 def speed_up(worker: Worker):
-    """On CUDA, compile and capture the small kernels that the GPU would otherwise wait for the host
-    to launch. On a CPU, pack the weights of a float32 model that is not small."""
+    """On CUDA, compile the small kernels, and capture the launches for which the GPU would otherwise wait.
+    On a CPU, pack the weights of a float32 model that is not small."""
     if worker.device.type == "cuda" and runs_triton(worker.device, worker.dtype):
         fuse(worker.model)
         worker.warm_up()
@@ -224,7 +224,7 @@ def try_capture(worker: Worker, make_graph: Callable):
         worker.capture(make_graph)
     except Exception as error:
         worker.graphs.clear()
-        print(f"warning: decodes will be slower, they could not be captured as CUDA graphs: {error!r}",
+        print(f"warning: small batches will be slower, they could not be captured as CUDA graphs: {error!r}",
               file=sys.stderr)
 
 

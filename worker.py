@@ -44,8 +44,9 @@ from rotary_store import rotate_and_store
 from sampling import read, sample
 from scheduler import PLACEHOLDER, Batch, Request, Result, Span
 
-# Tokens of a batch with a prompt. On an H100 with models of 13B, a graph of 128 tokens takes 2 to 23% less
-# time than launching each kernel, but one of 320 tokens 7% more: there the GPU is slower than the host.
+# The most tokens of a batch with a prompt that has a graph. On an H100 with models of 13B, a graph of 128
+# tokens takes 2 to 23% less time than launching each kernel, but one of 320 tokens 7% more: with so many
+# tokens the host is faster than the GPU.
 MOST_REPLAYED = 256
 
 
@@ -157,7 +158,7 @@ class Worker:
         if not batch.spans:
             return lambda: Result([], self.pool.landed(wait=True))
         sampled = sample(logits, packed.sampling_requests)
-        # -1 (the logits are not finite) has no embedding: a step launched before the request fails reads 0.
+        # -1 says that the logits were not finite. It has no embedding, so a step launched already reads 0.
         self._remember(inputs, sampled[0].clamp(min=0).int())
         on_host = [part.to("cpu", non_blocking=True) for part in sampled]       # into pinned memory
         done = self.pool.now()
@@ -213,7 +214,7 @@ class Worker:
         tokens, positions, table_rows = np.array(packed.tokens), start[span] + nth, table_row[span]
         sample_at = np.array(packed.sample_at, dtype=np.int64)                  # [N]
 
-        graph_reads = [*plan.arrays(), tokens, positions, table_rows]   # the plan first: it is aligned
+        graph_reads = [*plan.arrays(), tokens, positions, table_rows]   # the plan first: the kernels want it aligned
         flat, sample_at, changed_rows, changed_positions, new_slots = upload(
             [join(graph_reads), sample_at, *changes], self.device)
         # An entry named twice has the same slot both times.
@@ -231,7 +232,7 @@ class Worker:
             return Plan([], np.zeros((0, 4), np.int32), 0)
         wanted = wanted_items(self.kv_heads, self.head_dim, self.dtype, self.device)
         plan = make_plan(host, self.group, wanted)
-        return plan.padded(*size, self.group, wanted) if size else plan
+        return plan.padded(size.tokens, size.decodes, self.group, wanted) if size else plan
 
     def _logits(self, inputs: Inputs, size: GraphSize | None) -> Tensor:
         """One forward over all spans -> logits [N, vocab] of the tokens at `sample_at`."""
@@ -263,7 +264,7 @@ class Worker:
 
         For each shape of tile, a step computes the fewest tokens that take it, one more than the
         next smaller shape holds. They are padding, and they stand at the end of a whole context, so
-        that their tiles are split and merged if that ever happens."""
+        that their tiles are split wherever any are."""
         wanted = wanted_items(self.kv_heads, self.head_dim, self.dtype, self.device)
         held = [0, *(shape.rows for shape in wanted)]
         for rows in held[:-1]:
@@ -275,7 +276,7 @@ class Worker:
     @torch.inference_mode()
     def capture(self, make_graph: Callable):
         """Capture graphs for 1, 2, 4, 8, then 16, 32, 48, ... decodes (multiples of 16), up to the
-        first size that holds max_running; and for batches with prompts of 64, 128, 192, ... tokens, up
+        first size that holds max_running; and for batches with prompts, of 64, 128, ... tokens in all, up
         to MOST_REPLAYED. The largest comes first: the others share its memory. But each keeps the memory of
         its result. So a graph ends at the hidden states: the logits of all decodes up to 256 would be
         2,191 rows, which is 1.1 GB with a vocabulary of 128,256.
