@@ -214,7 +214,8 @@ class Worker:
         tokens, positions, table_rows = np.array(packed.tokens), start[span] + nth, table_row[span]
         sample_at = np.array(packed.sample_at, dtype=np.int64)                  # [N]
 
-        graph_reads = [*plan.arrays(), tokens, positions, table_rows]   # the plan first: the kernels want it aligned
+        # The plan first: the kernels want it aligned.
+        graph_reads = [*plan.arrays(), tokens, positions, table_rows]
         flat, sample_at, changed_rows, changed_positions, new_slots = upload(
             [join(graph_reads), sample_at, *changes], self.device)
         # An entry named twice has the same slot both times.
