@@ -200,6 +200,7 @@ ITEM_COLUMNS = "first_row", "end_row", "first_partial", "table_row", "shift", "k
 MERGE_COLUMNS = "query_row", "first_partial", "stride", "pieces"
 ITEM = np.dtype([(name, np.int32) for name in ITEM_COLUMNS])
 MERGE = np.dtype([(name, np.int32) for name in MERGE_COLUMNS])
+NO_ITEMS = np.zeros((0, len(ITEM)), np.int32)
 
 
 class Plan(NamedTuple):
@@ -218,17 +219,29 @@ class Plan(NamedTuple):
         launches = [(shape, moved) for (shape, _), moved in zip(self.launches, items)]
         return self._replace(launches=launches, merges=merges)
 
-    def padded(self, size: int, group: int, wanted: Wanted) -> Plan:
-        """The same plan, of up to `size` decodes, in as much room as any `size` decodes need. A
-        captured graph launches the same number of programs, with the same memory, each time.
+    def padded(self, tokens: int, decodes: bool, group: int, wanted: Wanted) -> Plan:
+        """The same plan, of a batch of so many tokens, in as much room as any such batch needs; decodes: as
+        any batch of so many decodes needs. A captured graph launches the same number of programs, with
+        the same memory, each time.
 
-        If the shape's wanted number of items is n, a tile is split only if its share of them is two
-        or more. So at most n // 2 tiles are split, into at most n pieces. Size 64, group 4, HOPPER,
-        n = 10: 64 tiles of 4 rows, 74 items, 5 x 4 merges and 10 x 4 partial rows."""
-        (shape, items), = self.launches     # decodes have equally many query rows: one shape
-        tiles, rows, n = size * ceil_div(group, shape.rows), min(group, shape.rows), wanted[shape]
-        return Plan([(shape, with_zeros(items, tiles + n))],
-                    with_zeros(self.merges, min(tiles, n // 2) * rows), partial_rows=n * rows)
+        n items of a shape are wanted, and a tile is split only if its share of them (see split_context) is
+        two or more. So at most n // 2 tiles are split, into at most n pieces in all; every other tile is
+        one item. 64 decodes, group 4, HOPPER, n = 10: 64 tiles of 4 rows, 74 items, 5 x 4 merges and
+        10 x 4 partial rows."""
+        rows, planned, (*_, last) = tokens * group, dict(self.launches), wanted
+        most = group if decodes else rows                       # query rows of the largest span
+        launches, merges, partial_rows, held = [], 0, 0, 0
+        for shape, n in wanted.items():
+            fewest, held = max(group, held + 1), shape.rows     # a span of fewer rows takes a smaller shape
+            if fewest > most or group > held and shape != last:
+                continue
+            tiles = rows // fewest                              # one for each span ...
+            if most > held and shape == last:
+                tiles += rows // held                           # ... and more for spans that fill several
+            launches.append((shape, with_zeros(planned.get(shape, NO_ITEMS), tiles + n)))
+            merges += min(tiles, n // 2) * min(held, most)
+            partial_rows += n * min(held, most)
+        return Plan(launches, with_zeros(self.merges, min(merges, rows)), partial_rows)
 
 
 def with_zeros(array: np.ndarray, length: int) -> np.ndarray:

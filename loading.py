@@ -5,8 +5,8 @@
                              speed_up                      -> the same Worker, faster
 
 Without `speed_up` the worker gives the same tokens, up to rounding, but later. On CUDA, `fuse` compiles
-the small kernels between two attentions, and CUDA graphs spare the host the launches of a decode. On a
-CPU, `pack_weights` stores the weights of a larger model in the order in which they are multiplied.
+the small kernels between two attentions, and CUDA graphs spare the host the launches of a small batch. On
+a CPU, `pack_weights` stores the weights of a larger model in the order in which they are multiplied.
 """
 import gc
 import os
@@ -26,7 +26,7 @@ from kv_cache import Conversation
 from model import ALONE, Alone, Attend, Layer, Model
 from sampling import Sampling, sample
 from scheduler import Request
-from worker import Worker
+from worker import MOST_REPLAYED, Worker
 
 SMALL_MODEL = 10_000_000    # parameters; below, threads on a CPU wait for one another longer than they work
 
@@ -96,12 +96,12 @@ def tier_sizes(config, model: Model, processes: int) -> tuple[int, int]:
 @torch.inference_mode()
 def free_memory(model: Model, max_batch_tokens: int, max_running: int) -> int:
     """Bytes of the GPU that neither the weights nor the largest steps need. It runs these to find
-    out: a step of max_batch_tokens, and one of max_running decodes, because graphs have memory of their
+    out: a step of max_batch_tokens, and the largest that is replayed, because graphs have memory of their
     own. The tenth that tier_sizes leaves free is for what is small: the partial results of attention,
     the columns of a batch, log probabilities, fragments."""
     try:
         step = peak_memory(partial(largest_step, model, max_batch_tokens, max_running))
-        graph = peak_memory(partial(largest_step, model, max_running, max_running))
+        graph = peak_memory(partial(largest_step, model, max(max_running, MOST_REPLAYED), max_running))
     except torch.cuda.OutOfMemoryError as error:
         raise ValueError(f"a step of max_batch_tokens={max_batch_tokens} does not fit beside the weights, "
                          f"choose less: {error}") from error
@@ -111,7 +111,7 @@ def free_memory(model: Model, max_batch_tokens: int, max_running: int) -> int:
 
 
 def largest_step(model: Model, num_tokens: int, max_running: int):
-    """Run the model on num_tokens, and draw a token behind each, for at most max_running of them."""
+    """Run the model on num_tokens, and sample a token behind each of the first max_running of them."""
     tokens = torch.zeros(num_tokens, dtype=torch.int32, device=next(model.parameters()).device)
     hidden = model(tokens, tokens, lambda layer, q, k, v, rotation: q.clone())
     logits = model.logits(hidden[:max_running])
@@ -147,8 +147,8 @@ INDUCTOR = partial(torch.compile, options={"pattern_matcher": False})
 
 
 def speed_up(worker: Worker):
-    """On CUDA, compile and capture the small kernels that the GPU would otherwise wait for the host
-    to launch. On a CPU, pack the weights of a float32 model that is not small."""
+    """On CUDA, compile the small kernels, and capture the launches for which the GPU would otherwise wait.
+    On a CPU, pack the weights of a float32 model that is not small."""
     if worker.device.type == "cuda" and runs_triton(worker.device, worker.dtype):
         fuse(worker.model)
         worker.warm_up()
@@ -224,7 +224,7 @@ def try_capture(worker: Worker, make_graph: Callable):
         worker.capture(make_graph)
     except Exception as error:
         worker.graphs.clear()
-        print(f"warning: decodes will be slower, they could not be captured as CUDA graphs: {error!r}",
+        print(f"warning: small batches will be slower, they could not be captured as CUDA graphs: {error!r}",
               file=sys.stderr)
 
 

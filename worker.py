@@ -10,10 +10,10 @@ swapped-in KV of this layer has arrived, and attends.
     sampled at                         ^     ^          [N]    where a span ends its request's context
 
 The worker uploads tokens, positions, plan and table changes in one copy, before it starts the
-copies of KV: behind them the upload would have to wait for the link. If every span is one token, a GPU
-would wait for the host to launch many small kernels. So at the start loading.py lets the worker
-capture these launches for a few sizes of batch (CUDA graphs). A batch of such spans that waits for no
-swap-in is padded to one of the sizes and replayed. Padding has a row and a slot of its own.
+copies of KV: behind them the upload would have to wait for the link. In a small batch, a GPU would
+wait for the host to launch many short kernels. So at the start loading.py lets the worker capture these
+launches for some sizes of batch (CUDA graphs). A small batch that waits for no swap-in is padded to
+one of the sizes and replayed. Padding has a row and a slot of its own.
 
 A launch does not wait for the device, so the last token of a context may be one that the device has
 yet to sample. The host says PLACEHOLDER, and the device takes the token that it last sampled in that
@@ -44,6 +44,11 @@ from rotary_store import rotate_and_store
 from sampling import read, sample
 from scheduler import PLACEHOLDER, Batch, Request, Result, Span
 
+# The most tokens of a batch with a prompt that has a graph. On an H100 with models of 13B, a graph of 128
+# tokens takes 2 to 23% less time than launching each kernel, but one of 320 tokens 7% more: with so many
+# tokens the host is faster than the GPU.
+MOST_REPLAYED = 256
+
 
 class Packed(NamedTuple):
     """The spans of a batch, one behind another, on the host."""
@@ -55,8 +60,8 @@ class Packed(NamedTuple):
     sampling_requests: list[Request]    # [N] the requests of those spans
 
     def padded(self, size: int, table_row: int) -> "Packed":
-        """Append spans of one token, at position 0 of `table_row`, until there are `size` spans."""
-        missing = size - len(self.table_row)
+        """Append spans of one token, at position 0 of `table_row`, until there are `size` tokens."""
+        missing = size - len(self.tokens)
         return self._replace(table_row=self.table_row + [table_row] * missing,
                              start=self.start + [0] * missing, end=self.end + [1] * missing,
                              tokens=self.tokens + array("i", [0]) * missing)
@@ -101,7 +106,13 @@ class Inputs(NamedTuple):
         the inputs, captured kernels read `flat` alone. (CPU tests capture torch's reference of the
         attention kernel instead, which reads spans.host.)"""
         self.flat.copy_(other.flat)
-        self.spans.host[:] = other.spans.host
+        self.spans.host = other.spans.host
+
+
+class GraphSize(NamedTuple):
+    """The batches that a captured graph has room for."""
+    tokens: int
+    decodes: bool       # every span is one token; otherwise there may be prompts, too
 
 
 class Worker:
@@ -129,7 +140,7 @@ class Worker:
         self.slot_table[self.padding_row] = num_slots
         self.sampled = self.slot_table.new_zeros(max_running + 1)       # the last token sampled in each row
         self.depth = int(self.device.type == "cuda")                    # batches in flight, see Engine
-        self.graphs: dict[int, tuple[Inputs, Callable]] = {}    # by size; the function returns hidden states
+        self.graphs: dict[GraphSize, tuple[Inputs, Callable]] = {}      # the function returns hidden states
 
     def execute(self, batch: Batch) -> Result:
         """Run the batch's spans and start its copies. With nothing to compute, wait for a copy in
@@ -147,7 +158,7 @@ class Worker:
         if not batch.spans:
             return lambda: Result([], self.pool.landed(wait=True))
         sampled = sample(logits, packed.sampling_requests)
-        # -1 (the logits are not finite) has no embedding: a step launched before the request fails reads 0.
+        # -1 says that the logits were not finite. It has no embedding, so a step launched already reads 0.
         self._remember(inputs, sampled[0].clamp(min=0).int())
         on_host = [part.to("cpu", non_blocking=True) for part in sampled]       # into pinned memory
         done = self.pool.now()
@@ -180,19 +191,21 @@ class Worker:
         """The device notes the tokens [N] that were sampled, for later steps."""
         self.sampled[inputs.table_rows[inputs.sample_at]] = tokens
 
-    def _graph_size(self, packed: Packed, swap_in: list[Ticket]) -> int:
-        """The smallest size of a captured decode that the batch fits in; 0 if it must run without a
-        graph. A graph waits for no swap-in."""
-        only_decodes = len(packed.tokens) == len(packed.table_row) > 0
-        if not only_decodes or swap_in or self.pool.arriving:
-            return 0
-        return min((size for size in self.graphs if size >= len(packed.table_row)), default=0)
+    def _graph_size(self, packed: Packed, swap_in: list[Ticket]) -> GraphSize | None:
+        """The smallest graph that the batch fits in; None if it must run without a graph. A graph waits
+        for no swap-in."""
+        tokens, spans = len(packed.tokens), len(packed.table_row)
+        if not tokens or swap_in or self.pool.arriving:
+            return None
+        decodes = tokens == spans
+        return min((size for size in self.graphs if size.tokens >= tokens and size.decodes == decodes),
+                   default=None)
 
-    def _inputs(self, packed: Packed, changes: list[np.ndarray], size: int) -> Inputs:
-        """Upload the batch, padded to `size` spans unless that is 0, and bring the slot table up to
+    def _inputs(self, packed: Packed, changes: list[np.ndarray], size: GraphSize | None) -> Inputs:
+        """Upload the batch, padded to the graph's size if there is a graph, and bring the slot table up to
         date. changes: see table_changes."""
         if size:
-            packed = packed.padded(size, self.padding_row)
+            packed = packed.padded(size.tokens, self.padding_row)
         columns = [packed.table_row, packed.start, packed.end]
         table_row, start, end = np.array(columns, dtype=np.int64)               # [S] each
         spans = SpanTensors.build(table_row, end - start, end, self.device)
@@ -201,7 +214,8 @@ class Worker:
         tokens, positions, table_rows = np.array(packed.tokens), start[span] + nth, table_row[span]
         sample_at = np.array(packed.sample_at, dtype=np.int64)                  # [N]
 
-        graph_reads = [*plan.arrays(), tokens, positions, table_rows]   # the plan first: it is aligned
+        # The plan first: the kernels want it aligned.
+        graph_reads = [*plan.arrays(), tokens, positions, table_rows]
         flat, sample_at, changed_rows, changed_positions, new_slots = upload(
             [join(graph_reads), sample_at, *changes], self.device)
         # An entry named twice has the same slot both times.
@@ -212,21 +226,21 @@ class Worker:
         spans.plans[self.group, self.kv_heads, self.head_dim, self.dtype] = plan.with_arrays(planned)
         return Inputs(tokens, positions, table_rows, spans, sample_at, flat)
 
-    def _plan(self, host: np.ndarray, size: int) -> Plan:
-        """The work of the kernels for spans, host [3, S], planned on the host. Unless size is 0, the
-        plan has as much room as any `size` decodes can need."""
+    def _plan(self, host: np.ndarray, size: GraphSize | None) -> Plan:
+        """The work of the kernels for spans, host [3, S], planned on the host. For a graph, the plan
+        has as much room as any batch of this size can need."""
         if not runs_triton(self.device, self.dtype):
             return Plan([], np.zeros((0, 4), np.int32), 0)
         wanted = wanted_items(self.kv_heads, self.head_dim, self.dtype, self.device)
         plan = make_plan(host, self.group, wanted)
-        return plan.padded(size, self.group, wanted) if size else plan
+        return plan.padded(size.tokens, size.decodes, self.group, wanted) if size else plan
 
-    def _logits(self, inputs: Inputs, size: int) -> Tensor:
+    def _logits(self, inputs: Inputs, size: GraphSize | None) -> Tensor:
         """One forward over all spans -> logits [N, vocab] of the tokens at `sample_at`."""
         if size:
             captured, forward = self.graphs[size]
             captured.refill(inputs)
-            hidden = forward()                          # [size, width]: its padding is left out below
+            hidden = forward()                          # [T, width]: its padding is left out below
         else:
             hidden = self._forward(inputs)              # [T, width]
         return self.model.logits(hidden[inputs.sample_at])
@@ -251,27 +265,30 @@ class Worker:
 
         For each shape of tile, a step computes the fewest tokens that take it, one more than the
         next smaller shape holds. They are padding, and they stand at the end of a whole context, so
-        that their tiles are split and merged if that ever happens."""
+        that their tiles are split wherever any are."""
         wanted = wanted_items(self.kv_heads, self.head_dim, self.dtype, self.device)
         held = [0, *(shape.rows for shape in wanted)]
         for rows in held[:-1]:
             q_len = min(rows // self.group + 1, self.max_context)
             span = [self.padding_row], [self.max_context - q_len], [self.max_context]
             packed = Packed(*span, array("i", [0]) * q_len, sample_at=[q_len - 1], sampling_requests=[])
-            self._logits(self._inputs(packed, table_changes([]), size=0), size=0)
+            self._logits(self._inputs(packed, table_changes([]), size=None), size=None)
 
     @torch.inference_mode()
     def capture(self, make_graph: Callable):
         """Capture graphs for 1, 2, 4, 8, then 16, 32, 48, ... decodes (multiples of 16), up to the
-        first size that holds max_running. The largest comes first: the others share its memory.
-        But each keeps the memory of its result. So a graph ends at the hidden states: the logits of all
-        sizes up to 256 would be 2,191 rows, which is 1.1 GB with a vocabulary of 128,256.
+        first size that holds max_running; and for batches with prompts, of 64, 128, ... tokens in all, up
+        to MOST_REPLAYED. The largest comes first: the others share its memory. But each keeps the memory of
+        its result. So a graph ends at the hidden states: the logits of all decodes up to 256 would be
+        2,191 rows, which is 1.1 GB with a vocabulary of 128,256.
 
         make_graph(run) returns a function that does, and returns, the same as run() on whatever
         run's tensors hold when the function is called."""
-        sizes = [1, 2, 4, 8, *range(16, self.max_running + 16, 16)]
-        needed = [size for smaller, size in zip([0, *sizes], sizes) if smaller < self.max_running]
-        for size in tqdm(reversed(needed), "CUDA graphs", len(needed), leave=False, disable=None):
+        decodes = [1, 2, 4, 8, *range(16, self.max_running + 16, 16)]
+        needed = [GraphSize(tokens, True) for smaller, tokens in zip([0, *decodes], decodes)
+                  if smaller < self.max_running]
+        needed += [GraphSize(tokens, False) for tokens in range(64, MOST_REPLAYED + 1, 64)]
+        for size in tqdm(sorted(needed, reverse=True), "CUDA graphs", leave=False, disable=None):
             inputs = self._inputs(pack([]), table_changes([]), size)        # nothing but padding
             self.graphs[size] = inputs, make_graph(partial(self._forward, inputs))
 

@@ -224,32 +224,28 @@ def stepping(worker: Worker, spans: list[Span], swap_in=(), swap_out=()) -> Call
 
 
 def one_way(bench: Bench, model: str, pool: KVPool, slots: list[int], chunks: int):
-    """Copies of chunks in shuffled slots: in, out, and both at once.
+    """Copies of chunks in shuffled slots, in and out. (Both at once never happens: a copy out waits for
+    those in.)
 
     The limit is one large copy of as many bytes, from and to pinned memory."""
     host = torch.empty_like(pool.cpu[:, :, :CHUNK * chunks], pin_memory=bench.cuda)
     there = torch.empty_like(host, device=bench.device)
     neighbours = tickets(range(chunks), slots)
     scattered = tickets(range(0, 2 * chunks, 2), slots)
-    others = tickets(range(chunks, 2 * chunks), slots[CHUNK * chunks:])
     runs = {"one copy in": lambda n: there.copy_(host),
             "one copy out": lambda n: host.copy_(there),
             "swap in": copying(pool, swap_in=neighbours),
             "swap out": copying(pool, swap_out=neighbours),
-            "swap in, scattered places": copying(pool, swap_in=scattered),
-            "both ways": copying(pool, swap_in=neighbours, swap_out=others)}
+            "swap in, scattered places": copying(pool, swap_in=scattered)}
     taken = in_turns("cpu", runs, repeats=10)
     for name, seconds in taken.items():
-        moved = 2 * host.nbytes if name == "both ways" else host.nbytes
-        bench.row(name, model, "one way", CHUNK * chunks, seconds, moved)
+        bench.row(name, model, "one way", CHUNK * chunks, seconds, host.nbytes)
     bench.ratio("swap in, shuffled slots / one copy in",
                 taken["one copy in"] / taken["swap in"], must=0.9)
     bench.ratio("swap out, shuffled slots / one copy out",
                 taken["one copy out"] / taken["swap out"], must=0.9)
     bench.ratio("swap in, scattered places / neighbouring ones",
                 taken["swap in"] / taken["swap in, scattered places"])
-    bench.ratio("both ways: time / one after the other",
-                taken["both ways"] / (taken["swap in"] + taken["swap out"]))
 
 
 def cached_request(worker: Worker, row: int, slots: list[int], seed: int) -> Request:
@@ -421,7 +417,8 @@ def small_steps(bench: Bench, seed: int, prompt: int = 128, new: int = 16, whole
 
 
 def large_steps(bench: Bench, seed: int, model: str = "llama2-13b", prompt: int = 1024, new: int = 64):
-    """On a GPU: decodes against reading at copy bandwidth, and how long the GPU waits for the host."""
+    """On a GPU: decodes against reading at copy bandwidth, decodes beside a prompt, and how long the GPU
+    waits for the host."""
     engine = Engine(model, random_weights=True, device=bench.device, gpu_cache_tokens=40 * (prompt + new),
                     cpu_cache_tokens=0, max_batch_tokens=32 * prompt)
     context = prompt + new // 2             # in the middle of the reply
@@ -435,6 +432,7 @@ def large_steps(bench: Bench, seed: int, model: str = "llama2-13b", prompt: int 
         bench.row("ours", model, f"decode, batch {batch}", context, decode, moved)
         bench.ratio(f"decode, batch {batch}: time / (weights + KV) at copy bandwidth",
                     decode * bench.bandwidth / moved, must=1.20 if batch == 1 else None)
+    mixed_steps(bench, model, engine.worker, prompt, seed)
     # The profiler slows everything that runs after it, so it comes last.
     for batch, decode in decodes.items():
         profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
@@ -443,6 +441,28 @@ def large_steps(bench: Bench, seed: int, model: str = "llama2-13b", prompt: int 
         busy = busy_us / 1e6 / (new - 1)
         bench.ratio(f"decode, batch {batch}: share of the step in which the GPU is idle",
                     1 - busy / decode)
+
+
+def mixed_steps(bench: Bench, model: str, worker: Worker, context: int, seed: int, batch: int = 32):
+    """On a GPU: decodes, and one short prompt behind half of a context; replayed as a CUDA graph, and
+    launched kernel by kernel."""
+    *requests, last = [cached_request(worker, row, list(range(row * context, (row + 1) * context)), seed)
+                       for row in range(batch + 1)]
+    decoding = [Span(request, context - 1, context) for request in requests]
+    for prompt in (16, 64, 200):
+        prompt = min(prompt, context // 2)              # a test has a small model
+        spans = [*decoding, Span(last, context // 2, context // 2 + prompt)]
+        run, graphs = stepping(worker, spans), worker.graphs
+
+        def launched(n):
+            worker.graphs = {}
+            run(n)
+            worker.graphs = graphs
+        taken = in_turns("cpu", {"replayed": run, "launched": launched}, repeats=10)
+        for name, seconds in taken.items():
+            bench.row(name, model, f"{batch} decodes, a prompt", prompt, seconds)
+        bench.ratio(f"{batch} decodes and a prompt of {prompt}: time, launched / replayed as a graph",
+                    taken["launched"] / taken["replayed"])
 
 
 def step(device: str, seed: int) -> Found:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import attention_kernel as kernel
 import interpreter  # noqa: F401
-from attention_kernel import (AMPERE, FLOAT32, HOPPER, ITEM, MERGE, PIECES_AT_ONCE, SpanTensors, make_plan,
-                              multi_token_attention, multi_token_attention_reference)
+from attention_kernel import (AMPERE, FLOAT32, HOPPER, ITEM, MERGE, NO_ITEMS, PIECES_AT_ONCE, SpanTensors,
+                              make_plan, multi_token_attention, multi_token_attention_reference)
 
 HALF, FLOAT = torch.float16, torch.float32
 GPU = torch.cuda.is_available()
@@ -165,27 +165,33 @@ def test_plan_covers_every_query_row_once(spans, group, wanted, min_piece, shape
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.integers(0, 9),
-       st.sampled_from([1, 4, 16, 37, 71]), st.integers(1, 99), st.sampled_from([HOPPER, FLOAT32]))
-def test_any_decodes_fit_into_the_room_of_their_number(kv_len, fewer, group, wanted, shapes):
+@given(st.booleans(), st.lists(st.tuples(st.integers(1, 200), st.integers(0, 5000)), max_size=40),
+       st.integers(1, 9), st.sampled_from([1, 4, 16, 37, 71]), st.integers(1, 99),
+       st.sampled_from([HOPPER, FLOAT32]))
+def test_any_batch_fits_into_the_room_of_its_size(decodes, spans, fewer, group, wanted, shapes):
     """Were it too small, `padded` would fail. One position each is what a graph is captured with."""
-    wanted, size = dict.fromkeys(shapes, wanted), len(kv_len) + fewer
+    spans = [(1 if decodes else tokens, history) for tokens, history in spans]
+    wanted, size = dict.fromkeys(shapes, wanted), sum(tokens for tokens, _ in spans) + fewer
 
-    def padded(kv_len):
-        host = np.array([range(size), [1] * size, kv_len + [1] * (size - len(kv_len))])
-        plan = make_plan(host, group, wanted)
-        room = plan.padded(size, group, wanted)
+    def padded(spans):
+        spans = spans + [(1, 0)] * (size - sum(tokens for tokens, _ in spans))
+        q_len, history = np.array(spans).T
+        plan = make_plan(np.array([range(len(spans)), q_len, history + q_len]), group, wanted)
+        room = plan.padded(size, decodes, group, wanted)
         assert plan.partial_rows <= room.partial_rows
-        for rows, longer in zip(plan.arrays(), room.arrays()):
+        planned = dict(plan.launches)
+        pairs = [(planned.pop(shape, NO_ITEMS), items) for shape, items in room.launches]
+        assert not planned                                      # no shape is left out
+        for rows, longer in [*pairs, (plan.merges, room.merges)]:
             assert (longer[:len(rows)] == rows).all() and not longer[len(rows):].any()
         return [rows.shape for rows in room.arrays()], room.partial_rows
-    assert padded(kv_len) == padded([])
+    assert padded(spans) == padded([])
 
 
 def test_room_of_decodes():
     """The example of Plan.padded."""
     wanted = dict.fromkeys(HOPPER, 10)
-    room = make_plan(np.array([range(64), [1] * 64, [1] * 64]), 4, wanted).padded(64, 4, wanted)
+    room = make_plan(np.array([range(64), [1] * 64, [1] * 64]), 4, wanted).padded(64, True, 4, wanted)
     assert [len(rows) for rows in room.arrays()] == [74, 20] and room.partial_rows == 40
 
 

@@ -154,9 +154,12 @@ def test_copies_between_the_tiers(width, tmp_path):
     """All of a tile is on its way at once, 16 bytes for each thread and load."""
     TILE_W = padded(width)
     TILE_T = max(1, kv_pool.TILE_BYTES // 2 // TILE_W)
-    code = sass(build(90, kv_pool.copy_kernel, WIDTH=width, TILE_T=TILE_T, TILE_W=TILE_W), tmp_path)
+    warps, sizes = kv_pool.COPYING_WARPS, dict(WIDTH=width, TILE_T=TILE_T, TILE_W=TILE_W)
+    code = sass(build(90, kv_pool.copy_kernel, warps=warps, **sizes), tmp_path)
     loads, stores = (re.findall(rf"\b{name}\S*\.128", code) for name in ("LDG", "STG"))
-    assert len(loads) == len(stores) == TILE_T * width * 2 // (128 * 16)
+    at_once = 32 * warps * 8                    # elements that all threads load together
+    rows = max(1, at_once // width)             # of the tile, in these
+    assert len(loads) == len(stores) == TILE_T // rows * triton.cdiv(width, at_once)
     assert code.rindex(loads[-1]) < code.index(stores[0])
 
 

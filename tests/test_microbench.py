@@ -121,5 +121,6 @@ def test_the_large_steps_run_on_a_small_model(monkeypatch):
     steps = microbench.Bench("cpu")
     microbench.large_steps(steps, seed=0, model="tiny", prompt=4, new=3)
     assert [row["dataset"] for row in steps.rows] == [
-        f"{part}, batch {batch}" for batch in (1, 8, 32) for part in ("prompt", "decode")]
-    assert len(steps.ratios) == 6 and all(ratio["ours"] > 0 for ratio in steps.ratios)
+        *(f"{part}, batch {batch}" for batch in (1, 8, 32) for part in ("prompt", "decode")),
+        *["32 decodes, a prompt"] * 6]
+    assert len(steps.ratios) == 9 and all(ratio["ours"] > 0 for ratio in steps.ratios)

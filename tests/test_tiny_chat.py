@@ -142,7 +142,7 @@ def test_training_made_up_none_of_most_values_below():
         "I live in Lisbon and my hobby is chess.":
             "Your home city becomes note 5: your home city is Lisbon. "
             "Your hobby becomes note 6: your hobby is chess."}),
-    # Neither the thing first nor the value last, and a question that is only a thing
+    # Values that do not come last, and questions that are only a thing
     ("", {
         "Put chess down as my hobby.": "Your hobby becomes note 1: your hobby is chess.",
         "My lucky number is 42.": "Your lucky number becomes note 2: your lucky number is 42.",

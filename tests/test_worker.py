@@ -72,10 +72,10 @@ def decode(found, step=1):
 
 
 def replays(worker):
-    """Counts the decodes that are replayed, by their size."""
+    """Notes the size of each graph that is replayed."""
     counts = []
-    for size, (inputs, run) in worker.graphs.items():
-        worker.graphs[size] = inputs, lambda size=size, run=run: counts.append(size) or run()
+    for graph, (inputs, run) in worker.graphs.items():
+        worker.graphs[graph] = inputs, lambda size=graph[0], run=run: counts.append(size) or run()
     return counts
 
 
@@ -130,7 +130,7 @@ def test_inputs_are_the_batch():
     found = requests(worker, [9, 5, 20])
     spans = [Span(found[0], 2, 6), Span(found[2], 19, 20), Span(found[1], 0, 5)]
     packed = pack(spans)
-    inputs = worker._inputs(packed, table_changes([(1, 3, np.array([40, 41]))]), 0)
+    inputs = worker._inputs(packed, table_changes([(1, 3, np.array([40, 41]))]), None)
     tokens = [token for request, start, end in spans for token in request.conversation.tokens[start:end]]
     assert inputs.tokens.tolist() == tokens
     # Behind the first span nothing is sampled: its context goes on.
@@ -183,7 +183,8 @@ def test_a_token_that_the_host_does_not_know_yet_is_the_one_that_was_sampled(gra
 def test_sizes_are_captured_largest_first(max_running, sizes):
     worker = make_worker(rows=max_running)
     worker.capture(eagerly)
-    assert list(worker.graphs) == sizes
+    assert [tokens for tokens, decodes in worker.graphs if decodes] == sizes
+    assert [tokens for tokens, decodes in worker.graphs if not decodes] == [256, 192, 128, 64]
 
 
 def test_a_graph_keeps_no_logits():
@@ -191,7 +192,7 @@ def test_a_graph_keeps_no_logits():
     worker = make_worker()
     worker.capture(eagerly)
     assert [list(run().shape) for _, run in worker.graphs.values()] == [
-        [size, worker.model.config.width] for size in worker.graphs]
+        [size, worker.model.config.width] for size, _ in worker.graphs]
 
 
 @pytest.mark.parametrize("lengths", [[9], [9, 5], [80, 5, 1], [7, 8, 9, 30]])
@@ -220,15 +221,43 @@ def test_the_slot_of_padding_is_nobodys():
     assert all(np.isfinite(report[0]) for report in result.logprobs)
 
 
-def test_what_is_no_decode_is_not_replayed():
+def mixture(found, starts):
+    """The batch in which each request computes its context from a start on."""
+    batch = decode(found)
+    batch.spans = [Span(request, start, request.total) for request, start in zip(found, starts)]
+    return batch
+
+
+def test_a_padded_mixture_computes_the_same_and_touches_its_own_slots_only():
+    """A prompt, a decode, a prompt behind a history; and the first tokens of the latter once more, as
+    if they had been dropped."""
+    lengths, starts = [9, 20, 30], [0, 19, 12]
+    plain, padded = make_worker(), make_worker()
+    padded.capture(eagerly)
+    used, results, befores = replays(padded), [], []
+    for worker in plain, padded:
+        batch = mixture(requests(worker, lengths, logprobs=3), starts)
+        batch.spans.insert(2, Span(batch.spans[2].request, 0, 4))
+        befores.append(worker.pool.gpu.clone())
+        results.append(worker.execute(batch))
+    assert used == [64] and results[0].tokens == results[1].tokens
+    for ours, theirs in zip(*(result.logprobs for result in results)):
+        assert ours[0] == pytest.approx(theirs[0], abs=1e-5)
+    torch.testing.assert_close(plain.pool.gpu[:, :, :SLOTS], padded.pool.gpu[:, :, :SLOTS])
+    spans = [*zip(range(3), starts, lengths), (2, 0, 4)]
+    written = [slot for row, start, end in spans for slot in padded.slot_table[row, start:end].tolist()]
+    others = [slot for slot in range(SLOTS) if slot not in written]
+    assert torch.equal(padded.pool.gpu[:, :, others], befores[1][:, :, others])
+
+
+def test_what_waits_for_a_swap_in_or_is_too_large_is_not_replayed():
     worker = make_worker()
     worker.capture(eagerly)
     found, used = requests(worker, [9, 5, 20, 8]), replays(worker)
-    prompt, arriving, beyond, hole = (decode(found) for _ in range(4))
-    prompt.spans[1] = Span(found[1], 3, 5)
+    arriving, beyond, hole = (decode(found) for _ in range(3))
     arriving.swap_in = [Ticket(None, None, "", 0, 2, [80, 81], 3)]
     beyond.spans.append(Span(found[0], 2, 3))                    # more than the largest
-    for batch in prompt, arriving, beyond:
+    for batch in arriving, beyond:
         worker.execute(batch)
     assert used == []
     hole.spans = [Span(found[0], 2, 3), hole.spans[1]]           # one token, behind which none is sampled
@@ -365,17 +394,19 @@ def check_kernel():
         plain, padded = (make_worker(kv_heads=1, device=device) for _ in range(2))
         padded.capture(eagerly)
         used, merges = replays(padded), []
-        for lengths in ([CONTEXT, 9, 1], [2, 70, 8]):            # the second fills in what the first has left
-            batches = [decode(requests(worker, lengths, logprobs=0)) for worker in (plain, padded)]
+        # Each fills in what the one before has left. The last has prompts, and one of them a history.
+        for lengths, starts in (([CONTEXT, 9, 1], [CONTEXT - 1, 8, 0]), ([2, 70, 8], [1, 69, 7]),
+                                ([70, 20, 9], [60, 0, 8])):
+            batches = [mixture(requests(worker, lengths, logprobs=0), starts) for worker in (plain, padded)]
             results = [worker.execute(batch) for worker, batch in zip((plain, padded), batches)]
             assert results[0].tokens == results[1].tokens
             np.testing.assert_allclose(*([report[0] for report in result.logprobs] for result in results),
                                        atol=1e-4)
             torch.testing.assert_close(plain.pool.gpu[:, :, :SLOTS], padded.pool.gpu[:, :, :SLOTS])
-            plan, = padded.graphs[4][0].spans.plans.values()
+            plan, = padded.graphs[4, True][0].spans.plans.values()
             pieces = plan.merges[:, MERGE_COLUMNS.index("pieces")]
             merges.append(int((pieces > 0).sum()))
-        assert used == [4, 4] and merges == [4, 4]               # heads of the one long context
+        assert used == [4, 4, 64] and merges == [4, 4, 4]        # heads of the one long context, twice
         assert len(plan.merges) == 6 // 2 * 4                    # of 4 decodes at most 3 can be split
 
 
@@ -414,17 +445,18 @@ def test_padded_plans_and_warm_up_on_the_gpu():
 
 @pytest.mark.gpu
 def test_graphs_on_the_gpu():
-    """Captured and replayed, many times, with other lengths and tokens each time."""
+    """Captured and replayed, many times, with other lengths and tokens each time. Some are prompts."""
     plain, captured = (make_worker(device="cuda") for _ in range(2))
     captured.capture(lambda run, pool=torch.cuda.graph_pool_handle(): make_cuda_graph(run, pool))
     used, chance = replays(captured), random.Random(0)
-    for _ in range(20):
-        lengths = [chance.randint(1, 30) for _ in range(chance.randint(1, ROWS))]
-        batches = [decode(requests(worker, lengths, logprobs=0)) for worker in (plain, captured)]
+    for _ in range(40):
+        lengths = [chance.randint(1, 20) for _ in range(chance.randint(1, ROWS))]
+        starts = [chance.choice([length - 1, chance.randrange(length)]) for length in lengths]
+        batches = [mixture(requests(worker, lengths, logprobs=0), starts) for worker in (plain, captured)]
         results = [worker.execute(batch) for worker, batch in zip((plain, captured), batches)]
         assert results[0].tokens == results[1].tokens
         torch.testing.assert_close(plain.pool.gpu[:, :, :SLOTS], captured.pool.gpu[:, :, :SLOTS])
-    assert len(used) == 20 and set(used) == {1, 2, 4}
+    assert len(used) == 40 and set(used) == {1, 2, 4, 64}
 
 
 @pytest.mark.gpu
@@ -451,7 +483,7 @@ def test_a_launch_waits_for_nothing_on_the_gpu():
 
 
 @pytest.mark.gpu
-def test_an_engine_on_the_gpu_replays_its_decodes():
+def test_an_engine_on_the_gpu_replays_its_steps():
     replies = []
     for eager in (False, True):
         engine = Engine("tiny_chat", cost=COST, device="cuda", dtype="float32", gpu_cache_tokens=512,
@@ -459,7 +491,7 @@ def test_an_engine_on_the_gpu_replays_its_decodes():
         assert bool(engine.worker.graphs) != eager
         used = replays(engine.worker)
         replies.append(engine.generate([72, 101, 108, 108, 111], max_tokens=20, ignore_eos=True).token_ids)
-        assert len(used) == (0 if eager else 19)
+        assert len(used) == (0 if eager else 20)
         engine.close()
     assert replies[0] == replies[1]
 

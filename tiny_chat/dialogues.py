@@ -293,8 +293,8 @@ class Dialogue:
         return f"{sign} {capital(words) if sign[-1] in '.?!' else words}"
 
     def after_question(self):
-        """What follows the thing in a question: nothing, or in two cases of five a sign and some words. They
-        are of our sentences, because "my hobby, kosh" tells the hobby."""
+        """What follows a question, or a fact that does not end with its value: nothing, or in two cases of
+        five a sign and some words of our sentences, because "my hobby, kosh" tells the hobby."""
         return self.suffix(QUESTION_SIGNS, self.part()) if self.rng.random() < 0.4 else ""
 
     def before_value(self):

@@ -1,9 +1,10 @@
 """Make the embedded model: a small Llama that remembers what you told it.
 
-This script makes every file of the checkpoint beside it, with dialogues.py and sentences.py. Training begins
-with dialogues of 256 tokens and ends with a mixture of 512 to 5,120. In half of all dialogues shorter than
-5,120 the positions have random gaps between turns, so that the model meets every distance up to 5,120 tokens
-before it meets a context of that length. The slowest nine of the 16 rotary angles turn 8 times as slowly as
+This script made every file of the checkpoint beside it, with dialogues.py and sentences.py. (It trained in
+four parts, with other sentences in the first three: see README.md.) Training begins with
+dialogues of 256 tokens and ends with a mixture of 512 to 5,120. In half of all dialogues shorter than 5,120
+the positions have random gaps between turns, so that the model meets every distance up to 5,120 tokens before
+it meets a context of that length. The slowest nine of the 16 rotary angles turn 8 times as slowly as
 usual, as in Llama 3.1. Six of them now turn by less than 10 degrees within 4,096 tokens. They hardly depend
 on the distance, so the model can find a note by its words.
 
