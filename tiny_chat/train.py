@@ -1,21 +1,22 @@
 """Make the embedded model: a small Llama that remembers what you told it.
 
-This script made every file of the checkpoint beside it, with dialogues.py and sentences.py. (It trained in
-four parts, with other sentences in the first three: see README.md.) Training begins with
-dialogues of 256 tokens and ends with a mixture of 512 to 5,120. In half of all dialogues shorter than 5,120
-the positions have random gaps between turns, so that the model meets every distance up to 5,120 tokens before
-it meets a context of that length. The slowest nine of the 16 rotary angles turn 8 times as slowly as
-usual, as in Llama 3.1. Six of them now turn by less than 10 degrees within 4,096 tokens. They hardly depend
-on the distance, so the model can find a note by its words.
+One run of this script made every file of the checkpoint beside it, with dialogues.py and sentences.py.
+Training begins with dialogues of 256 tokens and ends with a mixture of 512 to 5,120. In half of all dialogues
+shorter than 5,120 the positions have random gaps between turns, so that the model meets every distance up to
+5,120 tokens before it meets a context of that length. The slowest nine of the 16 rotary angles turn 8 times
+as slowly as usual, as in Llama 3.1. Six of them now turn by less than 10 degrees within 4,096 tokens. They
+hardly depend on the distance, so the model can find a note by its words.
 
-Two processes train one model: each computes the gradients of its own dialogues, and both take a step along
-their mean.
+Several processes can train one model: each computes the gradients of its own dialogues, and all take a step
+along their mean. With a GPU, each process has one GPU, and its other processes make up the dialogues.
 
     torchrun --nproc-per-node 2 tiny_chat/train.py      # train on two cores, save beside this script
+    torchrun --nproc-per-node 1 tiny_chat/train.py      # train on a GPU
     python tiny_chat/train.py --evaluate choice         # measure, with the sentences for choosing a recipe
     python tiny_chat/train.py --evaluate final          # measure, with the sentences kept for the end
 
-Training saves its state in training.pt every 200 steps, and continues from there when it is started again.
+Training saves its state in training.pt every 200 steps, and continues from there when it is started again,
+also on other hardware.
 """
 import argparse
 import ctypes
@@ -31,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.utils.data import DataLoader, Dataset
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dialogues import Dialogue, dialogue, draw
@@ -39,10 +41,10 @@ from sentences import REAL_VALUES
 HERE = Path(__file__).resolve().parent
 CONTEXT = 4096
 LONGEST = 5120      # tokens of the longest dialogue: above CONTEXT, so that distances of 3,900 are common
-# Phases: (steps, about how many tokens a process takes in a step, lengths of a dialogue in tokens). All
-# dialogues of a step have one length; the lengths take turns.
+# Phases: (steps, about how many tokens a step takes, lengths of a dialogue in tokens). All dialogues of a step
+# have one length; the lengths take turns.
 MIXED = [512, 1024, 512, 2048, 1024, LONGEST]
-PHASES = [(1600, 2048, [256]), (7800, 4096, [512, 512, 1024]), (2600, 4096, MIXED)]
+PHASES = [(1600, 4096, [256]), (7800, 8192, [512, 512, 1024]), (2600, 8192, MIXED)]
 PEAKS = 0.02, 0.003                 # highest learning rates of Muon and AdamW
 WARM_UP, COOL_DOWN = 100, 0.35      # steps; the share of all steps in which the learning rate falls
 SAVE_EVERY = 200                    # steps
@@ -130,9 +132,16 @@ def attend_in_blocks(module, query, key, value, attention_mask, scaling, **_):
     return torch.cat(outputs, dim=2).view(B, H, length, D).transpose(1, 2), None
 
 
-def new_model():
+def attend_on_gpu(module, query, key, value, attention_mask, scaling, **_):
+    """What attend_in_blocks computes, by torch's own kernels."""
+    key, query = key.to(value.dtype), query.to(value.dtype)
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2), None                                                    # [B, length, H, D]
+
+
+def new_model(device):
     """A Llama. It has no pad_token_id: we pad with <|end|>, and a pad token's embedding gets no gradient."""
-    AttentionInterface.register("in blocks", attend_in_blocks)
+    AttentionInterface.register("ours", attend_on_gpu if device.type == "cuda" else attend_in_blocks)
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=5, num_attention_heads=4,
         num_key_value_heads=2, intermediate_size=256, max_position_embeddings=CONTEXT,
@@ -140,55 +149,78 @@ def new_model():
                          "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                          "original_max_position_embeddings": 1024},
         tie_word_embeddings=True, bos_token_id=None, pad_token_id=None, eos_token_id=VOCABULARY - 1))
-    model.set_attn_implementation("in blocks")
-    return model
+    model.set_attn_implementation("ours")
+    return model.to(device)
 
 
-def orthogonal(matrix):
-    """The matrix [R, C] with the same singular vectors, and with singular values of mostly 0.7 to 1.2.
+def orthogonal(matrices):
+    """Each of the matrices [N, R, C], with the same singular vectors, and with singular values of mostly 0.7
+    to 1.2.
 
     We divide it by its norm, so that none of them is above 1. Then each of five Newton-Schulz steps replaces
     every singular value s by 3.4445 s - 4.7750 s^3 + 2.0315 s^5 (Jordan's numbers): 0.1 becomes 0.34, 0.99,
     0.71, 1.11, and at last 0.71. Very small ones stay below."""
-    x = matrix / (matrix.norm() + 1e-7)
-    x = x.T if x.shape[0] > x.shape[1] else x
+    x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
     for _ in range(5):
-        gram = x @ x.T
+        gram = x @ x.mT                                                                 # [N, R, R], R <= C
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
+    return x.mT if tall else x
 
 
 class Muon(torch.optim.Optimizer):
     """Nesterov's momentum, whose steps are made orthogonal (Jordan et al., 2024).
 
-    A matrix with more rows than columns takes larger steps. torch.optim.Muon computes in bfloat16; on a CPU
-    without instructions for that, it takes 100 times as long as float32."""
+    Matrices with more rows than columns take larger steps. Those of one shape are computed together: a GPU
+    needs fewer, larger operations. torch.optim.Muon computes in bfloat16; on a CPU without instructions for
+    that, it takes 100 times as long as float32."""
 
     def __init__(self, matrices, lr, momentum=0.95, weight_decay=0.01):
-        super().__init__(matrices, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+        of_shape = {}
+        for matrix in matrices:
+            of_shape.setdefault(matrix.shape, []).append(matrix)
+        groups = [dict(params=same) for same in of_shape.values()]
+        super().__init__(groups, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            for matrix in group["params"]:
-                if matrix not in self.state:
-                    self.state[matrix]["smoothed"] = torch.zeros_like(matrix)
-                smoothed = self.state[matrix]["smoothed"]       # mean of the past gradients
-                smoothed.lerp_(matrix.grad, 1 - group["momentum"])
-                update = orthogonal(matrix.grad.lerp(smoothed, group["momentum"]))
+            matrices = group["params"]
+            grads = torch.stack([matrix.grad for matrix in matrices])                   # [N, R, C]
+            state, (_, R, C) = self.state[matrices[0]], grads.shape
+            smoothed = state.setdefault("smoothed", torch.zeros_like(grads))    # mean of the past gradients
+            smoothed.lerp_(grads, 1 - group["momentum"])
+            updates = orthogonal(grads.lerp(smoothed, group["momentum"]))
+            for matrix, update in zip(matrices, updates):
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
-                matrix.add_(update, alpha=-group["lr"] * max(1, matrix.shape[0] / matrix.shape[1]) ** 0.5)
+                matrix.add_(update, alpha=-group["lr"] * max(1, R / C) ** 0.5)
 
 
 def schedule():
-    """For each step: how many dialogues a process takes, their length, and the learning rate as a share of
-    its peak. The rate rises for WARM_UP steps, stays at its peak, and falls to a fiftieth in the last 35% of
-    the steps (COOL_DOWN). The first step is (8, 256, 0.01): 8 dialogues of 256 tokens."""
-    sizes = [(max(1, round(tokens / length)), length) for steps, tokens, lengths in PHASES
+    """For each step: how many dialogues it takes, their length, and the learning rate as a share of its peak.
+    The rate rises for WARM_UP steps, stays at its peak, and falls to a fiftieth in the last 35% of the steps
+    (COOL_DOWN). The first step is (16, 256, 0.01): 16 dialogues of 256 tokens."""
+    sizes = [(round(tokens / length), length) for steps, tokens, lengths in PHASES
              for length in (lengths * steps)[:steps]]
     for step, (count, length) in enumerate(sizes):
         left = (len(sizes) - step) / len(sizes)
         yield count, length, min(1, (step + 1) / WARM_UP, max(0.02, left / COOL_DOWN))
+
+
+class Batches(Dataset):
+    """The dialogues of each step that one process trains on: (ids, targets, positions), all [B, length]."""
+
+    def __init__(self, tokenizer, rank, processes):
+        self.tokenizer, self.rank, self.processes = tokenizer, rank, processes
+        self.sizes = [(count, length) for count, length, _ in schedule()]
+
+    def __getitem__(self, step):
+        rng = random.Random(f"step {step} process {self.rank}")
+        count, length = self.sizes[step]
+        texts = [dialogue(rng, length) for _ in range(max(1, count // self.processes))]
+        ids, targets = encode(self.tokenizer, texts, length)
+        return ids, targets, positions_with_gaps(rng, ids, self.tokenizer.token_to_id("<|user|>"))
 
 
 def average(tensors):
@@ -202,34 +234,35 @@ def average(tensors):
 
 def logits_of(model, ids, positions, wanted):
     """The logits [N, V] that follow the N tokens of ids [B, length] where `wanted` [B, length] is true."""
-    fast = torch.cpu.get_capabilities().get("avx512_bf16", False)       # other CPUs train in float32
-    with torch.autocast("cpu", torch.bfloat16, enabled=fast):
+    fast = ids.is_cuda or torch.cpu.get_capabilities().get("avx512_bf16", False)    # others train in float32
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=fast):
         states = model.model(ids, position_ids=positions, use_cache=False).last_hidden_state
     return model.lm_head(states[wanted])
 
 
-def train(tokenizer, state_file):
+def train(tokenizer, state_file, device):
     """Train a model through all PHASES, from `state_file` on if that exists."""
     torch.manual_seed(1)                # all processes begin with the same weights, and so they keep the same
-    model = new_model()
+    model = new_model(device)
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.dim() < 2 or "embed" in name]
     optimizers = [Muon(matrices, PEAKS[0]),
                   torch.optim.AdamW(others, PEAKS[1], betas=(0.9, 0.95), weight_decay=0.0)]
     done, start = load_state(state_file, model, optimizers), time.time()
-    user = tokenizer.token_to_id("<|user|>")
-    for step, (count, length, rate) in enumerate(schedule()):
-        if step < done:
-            continue
-        rng = random.Random(step * dist.get_world_size() + dist.get_rank())
-        ids, targets = encode(tokenizer, [dialogue(rng, length) for _ in range(count)], length)
+    steps = list(enumerate(schedule()))[done:]
+    batches = DataLoader(Batches(tokenizer, dist.get_rank(), dist.get_world_size()), batch_size=None,
+                         sampler=[step for step, _ in steps],
+                         num_workers=os.cpu_count() - 1 if device.type == "cuda" else 0)
+    for (step, (_, length, rate)), batch in zip(steps, batches):
+        ids, targets, positions = (tensor.to(device) for tensor in batch)
         wanted = targets != -100
-        logits = logits_of(model, ids, positions_with_gaps(rng, ids, user), wanted)
+        logits = logits_of(model, ids, positions, wanted)
         loss = F.cross_entropy(logits, targets[wanted])
         loss.backward()
         average([p.grad for p in model.parameters()])
         for optimizer, peak in zip(optimizers, PEAKS):
-            optimizer.param_groups[0]["lr"] = peak * rate
+            for group in optimizer.param_groups:
+                group["lr"] = peak * rate
             optimizer.step()
             optimizer.zero_grad()
         if dist.get_rank() == 0 and (step + 1) % 50 == 0:
@@ -245,8 +278,8 @@ def save_state(state_file, step, tokenizer, model, optimizers):
     """Write the state, which is the same in all processes. After a crash the file is whole: the old or the
     new one."""
     if dist.get_rank() == 0:
-        state = dict(step=step, phases=PHASES, processes=dist.get_world_size(), tokenizer=tokenizer.to_str(),
-                     model=model.state_dict(), optimizers=[one.state_dict() for one in optimizers])
+        state = dict(step=step, phases=PHASES, tokenizer=tokenizer.to_str(), model=model.state_dict(),
+                     optimizers=[one.state_dict() for one in optimizers])
         torch.save(state, f"{state_file}.new")
         os.replace(f"{state_file}.new", state_file)
 
@@ -255,10 +288,9 @@ def load_state(state_file, model, optimizers):
     """Load the state of an interrupted training, if there is one. Returns the number of steps done."""
     if not state_file.exists():
         return 0
-    state = torch.load(state_file)
-    if state["phases"] != PHASES or state["processes"] != dist.get_world_size():
-        raise SystemExit(f"{state_file} was made with other PHASES, or by another number of processes. "
-                         "Delete it to begin anew.")
+    state = torch.load(state_file, map_location=model.device)
+    if state["phases"] != PHASES:
+        raise SystemExit(f"{state_file} was made with other PHASES. Delete it to begin anew.")
     model.load_state_dict(state["model"])
     for optimizer, moments in zip(optimizers, state["optimizers"]):
         optimizer.load_state_dict(moments)
@@ -269,7 +301,7 @@ def save_checkpoint(model, tokenizer, directory):
     """Write Hugging Face's files. Each appears whole, because others may be reading the directory."""
     with tempfile.TemporaryDirectory(dir=directory) as fresh:
         model.generation_config.pad_token_id = VOCABULARY - 1
-        model.half().save_pretrained(fresh)
+        model.half().cpu().save_pretrained(fresh)
         tokenizer.save(f"{fresh}/tokenizer.json")
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False,
                   "eos_token": "<|end|>", "pad_token": "<|end|>", "model_max_length": CONTEXT,
@@ -379,19 +411,21 @@ def main():
     if args.evaluate:
         return evaluate(args.directory, args.evaluate)
     if "RANK" not in os.environ:
-        parser.error("training needs torchrun: torchrun --nproc-per-node 2 tiny_chat/train.py")
+        parser.error("training needs torchrun: torchrun --nproc-per-node 2 tiny_chat/train.py "
+                     "(1 instead of 2 with a GPU)")
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)      # makes numbers below 1e-38 zero: else a step takes 2.7 times as long
     keep_freed_memory()
-    dist.init_process_group("gloo")
+    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu")
+    dist.init_process_group()           # the backend is gloo for tensors on CPUs, NCCL for those on GPUs
     args.directory.mkdir(parents=True, exist_ok=True)
     state_file = args.directory / "training.pt"
     if state_file.exists():
-        tokenizer = Tokenizer.from_str(torch.load(state_file)["tokenizer"])
+        tokenizer = Tokenizer.from_str(torch.load(state_file, map_location="cpu")["tokenizer"])
     else:
         rng = random.Random(1)
         tokenizer = train_tokenizer([dialogue(rng, 1024) for _ in range(1000)])
-    model = train(tokenizer, state_file)
+    model = train(tokenizer, state_file, device)
     if dist.get_rank() == 0:
         save_checkpoint(model, tokenizer, args.directory)
         state_file.unlink(missing_ok=True)
