@@ -269,19 +269,19 @@ def test_what_users_say_looks_as_users_write_it():
     assert asked["What do I love to eat?"] == "Your favorite food? I don't know that yet."
 
 
-def test_attention_in_blocks_is_attention(model):
+def test_our_attention_is_attention(model):
     """2,650 tokens are 20 blocks of 132 and one of 10."""
     ids = torch.randint(500, (1, 2650), generator=torch.Generator().manual_seed(0))
     trained, results = train.new_model().double(), []
     trained.load_state_dict(model.state_dict())
-    for attention in ("in blocks", "sdpa"):
+    for attention in ("in blocks", "on a GPU", "sdpa"):
         trained.set_attn_implementation(attention)
         trained.zero_grad()
         logits = trained(ids, use_cache=False).logits
         logits.square().sum().backward()
         results.append([logits.detach()] + [weights.grad for weights in trained.parameters()])
-    for ours, theirs in zip(*results):
-        assert torch.allclose(ours, theirs, atol=1e-8 * theirs.abs().max())
+    for *both, theirs in zip(*results):
+        assert all(torch.allclose(ours, theirs, atol=1e-8 * theirs.abs().max()) for ours in both)
 
 
 def test_a_gap_in_the_positions_hides_nothing(model):
@@ -326,7 +326,7 @@ def train_three_times(rank, folder):
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
 
     def weights(name):
-        return train.train(tokenizer, folder / name).state_dict()
+        return train.train(tokenizer, folder / name, torch.device("cpu")).state_dict()
 
     through, save_state = weights("through"), train.save_state
 
@@ -357,5 +357,5 @@ def test_the_schedule():
     counts, lengths, rates = zip(*train.schedule())
     assert rates[0] == 0.01 and rates[99] == 1 and rates[7790] == 1 and 0.99 < rates[7830] < 1
     assert abs(rates[-1680] - 0.4) < 1e-9 and rates[-1] == 0.02
-    assert set(zip(counts[:9400], lengths)) == {(8, 256), (8, 512), (4, 1024)}
-    assert set(zip(counts[-6:], lengths[-6:])) == {(8, 512), (4, 1024), (2, 2048), (1, 5120)}
+    assert set(zip(counts[:9400], lengths)) == {(16, 256), (16, 512), (8, 1024)}
+    assert set(zip(counts[-6:], lengths[-6:])) == {(16, 512), (8, 1024), (4, 2048), (2, 5120)}

@@ -7,8 +7,8 @@ shorter than 5,120 the positions have random gaps between turns, so that the mod
 as slowly as usual, as in Llama 3.1. Six of them now turn by less than 10 degrees within 4,096 tokens. They
 hardly depend on the distance, so the model can find a note by its words.
 
-Several processes can train one model: each computes the gradients of its own dialogues, and all take a step
-along their mean. With a GPU, each process has one GPU, and its other processes make up the dialogues.
+Several processes train one model: each computes the gradients of its own dialogues, and all take a step along
+their mean. If torch finds GPUs, each of these processes takes one, and others make up its dialogues.
 
     torchrun --nproc-per-node 2 tiny_chat/train.py      # train on two cores, save beside this script
     torchrun --nproc-per-node 1 tiny_chat/train.py      # train on a GPU
@@ -41,8 +41,8 @@ from sentences import REAL_VALUES
 HERE = Path(__file__).resolve().parent
 CONTEXT = 4096
 LONGEST = 5120      # tokens of the longest dialogue: above CONTEXT, so that distances of 3,900 are common
-# Phases: (steps, about how many tokens a step takes, lengths of a dialogue in tokens). All dialogues of a step
-# have one length; the lengths take turns.
+# Phases: (steps, about how many tokens a step takes, lengths of a dialogue in tokens). All dialogues of a
+# step have one length; the lengths take turns.
 MIXED = [512, 1024, 512, 2048, 1024, LONGEST]
 PHASES = [(1600, 4096, [256]), (7800, 8192, [512, 512, 1024]), (2600, 8192, MIXED)]
 PEAKS = 0.02, 0.003                 # highest learning rates of Muon and AdamW
@@ -133,15 +133,17 @@ def attend_in_blocks(module, query, key, value, attention_mask, scaling, **_):
 
 
 def attend_on_gpu(module, query, key, value, attention_mask, scaling, **_):
-    """What attend_in_blocks computes, by torch's own kernels."""
-    key, query = key.to(value.dtype), query.to(value.dtype)
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2), None                                                    # [B, length, H, D]
+    """What attend_in_blocks does, by one of torch's kernels."""
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling,
+                                              enable_gqa=True)                          # [B, H, length, D]
+    return attended.transpose(1, 2), None
 
 
-def new_model(device):
+def new_model():
     """A Llama. It has no pad_token_id: we pad with <|end|>, and a pad token's embedding gets no gradient."""
-    AttentionInterface.register("ours", attend_on_gpu if device.type == "cuda" else attend_in_blocks)
+    AttentionInterface.register("in blocks", attend_in_blocks)
+    AttentionInterface.register("on a GPU", attend_on_gpu)
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=5, num_attention_heads=4,
         num_key_value_heads=2, intermediate_size=256, max_position_embeddings=CONTEXT,
@@ -149,8 +151,8 @@ def new_model(device):
                          "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                          "original_max_position_embeddings": 1024},
         tie_word_embeddings=True, bos_token_id=None, pad_token_id=None, eos_token_id=VOCABULARY - 1))
-    model.set_attn_implementation("ours")
-    return model.to(device)
+    model.set_attn_implementation("in blocks")
+    return model
 
 
 def orthogonal(matrices):
@@ -198,26 +200,27 @@ class Muon(torch.optim.Optimizer):
 
 
 def schedule():
-    """For each step: how many dialogues it takes, their length, and the learning rate as a share of its peak.
-    The rate rises for WARM_UP steps, stays at its peak, and falls to a fiftieth in the last 35% of the steps
-    (COOL_DOWN). The first step is (16, 256, 0.01): 16 dialogues of 256 tokens."""
+    """A list with three entries for each step: how many dialogues it takes, their length, and the learning
+    rate as a share of its peak. The rate rises for WARM_UP steps, stays at its peak, and falls to a fiftieth
+    in the last 35% of the steps (COOL_DOWN). The first entry is (16, 256, 0.01): 16 dialogues of 256
+    tokens."""
     sizes = [(round(tokens / length), length) for steps, tokens, lengths in PHASES
              for length in (lengths * steps)[:steps]]
-    for step, (count, length) in enumerate(sizes):
-        left = (len(sizes) - step) / len(sizes)
-        yield count, length, min(1, (step + 1) / WARM_UP, max(0.02, left / COOL_DOWN))
+    rates = [min(1, (step + 1) / WARM_UP, max(0.02, (len(sizes) - step) / len(sizes) / COOL_DOWN))
+             for step in range(len(sizes))]
+    return [(count, length, rate) for (count, length), rate in zip(sizes, rates)]
 
 
 class Batches(Dataset):
-    """The dialogues of each step that one process trains on: (ids, targets, positions), all [B, length]."""
+    """What one of the processes trains on: for each step ids, targets and positions, all [B, length]."""
 
-    def __init__(self, tokenizer, rank, processes):
-        self.tokenizer, self.rank, self.processes = tokenizer, rank, processes
-        self.sizes = [(count, length) for count, length, _ in schedule()]
+    def __init__(self, steps, tokenizer):
+        self.steps, self.tokenizer = steps, tokenizer
+        self.rank, self.processes = dist.get_rank(), dist.get_world_size()
 
     def __getitem__(self, step):
+        count, length, _ = self.steps[step]
         rng = random.Random(f"step {step} process {self.rank}")
-        count, length = self.sizes[step]
         texts = [dialogue(rng, length) for _ in range(max(1, count // self.processes))]
         ids, targets = encode(self.tokenizer, texts, length)
         return ids, targets, positions_with_gaps(rng, ids, self.tokenizer.token_to_id("<|user|>"))
@@ -243,17 +246,19 @@ def logits_of(model, ids, positions, wanted):
 def train(tokenizer, state_file, device):
     """Train a model through all PHASES, from `state_file` on if that exists."""
     torch.manual_seed(1)                # all processes begin with the same weights, and so they keep the same
-    model = new_model(device)
+    model = new_model().to(device)
+    if device.type == "cuda":
+        model.set_attn_implementation("on a GPU")
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.dim() < 2 or "embed" in name]
     optimizers = [Muon(matrices, PEAKS[0]),
                   torch.optim.AdamW(others, PEAKS[1], betas=(0.9, 0.95), weight_decay=0.0)]
     done, start = load_state(state_file, model, optimizers), time.time()
-    steps = list(enumerate(schedule()))[done:]
-    batches = DataLoader(Batches(tokenizer, dist.get_rank(), dist.get_world_size()), batch_size=None,
-                         sampler=[step for step, _ in steps],
-                         num_workers=os.cpu_count() - 1 if device.type == "cuda" else 0)
-    for (step, (_, length, rate)), batch in zip(steps, batches):
+    steps = schedule()
+    todo = range(done, len(steps))
+    batches = DataLoader(Batches(steps, tokenizer), batch_size=None, sampler=todo,
+                         num_workers=min(8, os.cpu_count() - 1) if device.type == "cuda" else 0)
+    for step, batch in zip(todo, batches):
         ids, targets, positions = (tensor.to(device) for tensor in batch)
         wanted = targets != -100
         logits = logits_of(model, ids, positions, wanted)
@@ -262,12 +267,12 @@ def train(tokenizer, state_file, device):
         average([p.grad for p in model.parameters()])
         for optimizer, peak in zip(optimizers, PEAKS):
             for group in optimizer.param_groups:
-                group["lr"] = peak * rate
+                group["lr"] = peak * steps[step][2]
             optimizer.step()
             optimizer.zero_grad()
         if dist.get_rank() == 0 and (step + 1) % 50 == 0:
             right = (logits.argmax(-1) == targets[wanted]).float().mean()
-            print(f"step {step + 1:5}  {time.time() - start:5.0f} s since start  length {length:4}  "
+            print(f"step {step + 1:5}  {time.time() - start:5.0f} s since start  length {ids.shape[1]:4}  "
                   f"loss {loss.item():.4f}  right {right:.2%}", flush=True)
         if (step + 1) % SAVE_EVERY == 0:
             save_state(state_file, step + 1, tokenizer, model, optimizers)
