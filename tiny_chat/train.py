@@ -1,22 +1,22 @@
 """Make the embedded model: a small Llama that remembers what you told it.
 
-One run of this script made every file of the checkpoint beside it, with dialogues.py and sentences.py.
-Training begins with dialogues of 256 tokens and ends with a mixture of 512 to 5,120. In half of all dialogues
-shorter than 5,120 the positions have random gaps between turns, so that the model meets every distance up to
-5,120 tokens before it meets a context of that length. The slowest nine of the 16 rotary angles turn 8 times
-as slowly as usual, as in Llama 3.1. Six of them now turn by less than 10 degrees within 4,096 tokens. They
-hardly depend on the distance, so the model can find a note by its words.
+This script, with dialogues.py and sentences.py, made every file of the checkpoint beside it. Training begins
+with dialogues of 256 tokens, goes on with 512 and 1,024, and ends with a mixture of 512 to 5,120. In half of
+all dialogues shorter than 5,120 the positions have random gaps between turns, so that the model meets every
+distance up to 5,120 tokens before it meets a context of that length. The slowest nine of the 16 rotary angles
+turn 8 times as slowly as usual, as in Llama 3.1. Six of them now turn by less than 10 degrees within 4,096
+tokens. With these the model can find a note by its words, however far away it is.
 
-Several processes train one model: each computes the gradients of its own dialogues, and all take a step along
-their mean. If torch finds GPUs, each of these processes takes one, and others make up its dialogues.
+One or two processes train one model: each computes the gradients of its own dialogues, and both take a step
+along their mean. If torch finds GPUs, each process takes one, and starts others that make up its dialogues.
 
     torchrun --nproc-per-node 2 tiny_chat/train.py      # train on two cores, save beside this script
-    torchrun --nproc-per-node 1 tiny_chat/train.py      # train on a GPU
+    torchrun --nproc-per-node 1 tiny_chat/train.py      # train on one GPU
     python tiny_chat/train.py --evaluate choice         # measure, with the sentences for choosing a recipe
     python tiny_chat/train.py --evaluate final          # measure, with the sentences kept for the end
 
-Training saves its state in training.pt every 200 steps, and continues from there when it is started again,
-also on other hardware.
+Training saves its state in training.pt every 200 steps, and continues from there when it is started again. It
+may continue on other hardware.
 """
 import argparse
 import ctypes
@@ -114,8 +114,8 @@ def attend_in_blocks(module, query, key, value, attention_mask, scaling, **_):
     We ignore attention_mask: each token sees all before it, also across a gap in the positions. query [B, H,
     length, D]; key, value [B, G, length, D]: each of the G serves H / G heads of query. Returns [B, length,
     H, D], and None for the weights. We compute in value's type: during training bfloat16, if the CPU has
-    instructions for it. With blocks and bfloat16, a step with dialogues of 512 tokens took half as long as in
-    float32 with torch's own attention, and one with 5,120 tokens two thirds."""
+    instructions for it. On such a CPU, compared with float32 and torch's own attention, a step took half the
+    time with dialogues of 512 tokens, and two thirds with 5,120."""
     B, H, length, D = query.shape
     G, block = key.shape[1], max(128, length // 20)
     query = (query * scaling).to(value.dtype).reshape(B * G, H // G, length, D)
@@ -126,15 +126,14 @@ def attend_in_blocks(module, query, key, value, attention_mask, scaling, **_):
         end = min(start + block, length)
         queries = query[:, :, start:end].flatten(1, 2)          # [B * G, N = H / G * (end - start), D]
         scores = queries @ key[:, :end].mT                                              # [B * G, N, end]
-        with torch.no_grad():       # adding constants changes no gradient
+        with torch.no_grad():       # scores + constant has the gradient of scores
             scores.unflatten(1, (H // G, -1))[..., start:] += later[:end - start, :end - start]
         outputs.append((scores.softmax(-1) @ value[:, :end]).unflatten(1, (H // G, -1)))
     return torch.cat(outputs, dim=2).view(B, H, length, D).transpose(1, 2), None
 
 
 def attend_on_gpu(module, query, key, value, attention_mask, scaling, **_):
-    """What attend_in_blocks does, by one of torch's kernels."""
-    query, key = query.to(value.dtype), key.to(value.dtype)
+    """What attend_in_blocks does, by one of torch's kernels. Under autocast torch casts all three."""
     attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling,
                                               enable_gqa=True)                          # [B, H, length, D]
     return attended.transpose(1, 2), None
@@ -156,12 +155,12 @@ def new_model():
 
 
 def orthogonal(matrices):
-    """Each of the matrices [N, R, C], with the same singular vectors, and with singular values of mostly 0.7
-    to 1.2.
+    """Returns the matrices [N, R, C] with their singular vectors kept, and their singular values moved to
+    about 0.7 to 1.2.
 
-    We divide it by its norm, so that none of them is above 1. Then each of five Newton-Schulz steps replaces
-    every singular value s by 3.4445 s - 4.7750 s^3 + 2.0315 s^5 (Jordan's numbers): 0.1 becomes 0.34, 0.99,
-    0.71, 1.11, and at last 0.71. Very small ones stay below."""
+    We divide each matrix by its norm, so that no singular value is above 1. Then each of five Newton-Schulz
+    steps replaces every singular value s by 3.4445 s - 4.7750 s^3 + 2.0315 s^5 (Jordan's numbers): 0.1 becomes
+    0.34, 0.99, 0.71, 1.11, and at last 0.71. Very small ones stay below."""
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
@@ -174,9 +173,9 @@ def orthogonal(matrices):
 class Muon(torch.optim.Optimizer):
     """Nesterov's momentum, whose steps are made orthogonal (Jordan et al., 2024).
 
-    Matrices with more rows than columns take larger steps. Those of one shape are computed together: a GPU
-    needs fewer, larger operations. torch.optim.Muon computes in bfloat16; on a CPU without instructions for
-    that, it takes 100 times as long as float32."""
+    Matrices with more rows than columns take larger steps. We compute those of one shape together, because a
+    GPU is faster at few large operations than at many small ones. We do not use torch.optim.Muon: it computes
+    in bfloat16, and on a CPU without instructions for that, it takes 100 times as long as float32."""
 
     def __init__(self, matrices, lr, momentum=0.95, weight_decay=0.01):
         of_shape = {}
@@ -191,7 +190,9 @@ class Muon(torch.optim.Optimizer):
             matrices = group["params"]
             grads = torch.stack([matrix.grad for matrix in matrices])                   # [N, R, C]
             state, (_, R, C) = self.state[matrices[0]], grads.shape
-            smoothed = state.setdefault("smoothed", torch.zeros_like(grads))    # mean of the past gradients
+            if not state:
+                state["smoothed"] = torch.zeros_like(grads)
+            smoothed = state["smoothed"]        # mean of all gradients; the older, the less they count
             smoothed.lerp_(grads, 1 - group["momentum"])
             updates = orthogonal(grads.lerp(smoothed, group["momentum"]))
             for matrix, update in zip(matrices, updates):
@@ -200,10 +201,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def schedule():
-    """A list with three entries for each step: how many dialogues it takes, their length, and the learning
-    rate as a share of its peak. The rate rises for WARM_UP steps, stays at its peak, and falls to a fiftieth
-    in the last 35% of the steps (COOL_DOWN). The first entry is (16, 256, 0.01): 16 dialogues of 256
-    tokens."""
+    """A list with a tuple for each step: how many dialogues it takes, their length, and the learning rate as
+    a share of its peak. The rate rises for WARM_UP steps, stays at its peak, and falls to a fiftieth in the
+    last 35% of the steps (COOL_DOWN). The first tuple is (16, 256, 0.01): 16 dialogues of 256 tokens."""
     sizes = [(round(tokens / length), length) for steps, tokens, lengths in PHASES
              for length in (lengths * steps)[:steps]]
     rates = [min(1, (step + 1) / WARM_UP, max(0.02, (len(sizes) - step) / len(sizes) / COOL_DOWN))
@@ -221,7 +221,7 @@ class Batches(Dataset):
     def __getitem__(self, step):
         count, length, _ = self.steps[step]
         rng = random.Random(f"step {step} process {self.rank}")
-        texts = [dialogue(rng, length) for _ in range(max(1, count // self.processes))]
+        texts = [dialogue(rng, length) for _ in range(count // self.processes)]
         ids, targets = encode(self.tokenizer, texts, length)
         return ids, targets, positions_with_gaps(rng, ids, self.tokenizer.token_to_id("<|user|>"))
 
@@ -236,8 +236,9 @@ def average(tensors):
 
 
 def logits_of(model, ids, positions, wanted):
-    """The logits [N, V] that follow the N tokens of ids [B, length] where `wanted` [B, length] is true."""
-    fast = ids.is_cuda or torch.cpu.get_capabilities().get("avx512_bf16", False)    # others train in float32
+    """The logits [N, V] after each of the N tokens of ids [B, length] where `wanted` [B, length] is true."""
+    abilities = getattr(torch.cpu, "get_capabilities", dict)()      # older versions of torch cannot say
+    fast = ids.is_cuda or abilities.get("avx512_bf16", False)       # other CPUs train in float32
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=fast):
         states = model.model(ids, position_ids=positions, use_cache=False).last_hidden_state
     return model.lm_head(states[wanted])
@@ -245,7 +246,7 @@ def logits_of(model, ids, positions, wanted):
 
 def train(tokenizer, state_file, device):
     """Train a model through all PHASES, from `state_file` on if that exists."""
-    torch.manual_seed(1)                # all processes begin with the same weights, and so they keep the same
+    torch.manual_seed(1)                # both processes begin with the same weights, and take the same steps
     model = new_model().to(device)
     if device.type == "cuda":
         model.set_attn_implementation("on a GPU")
@@ -293,17 +294,17 @@ def load_state(state_file, model, optimizers):
     """Load the state of an interrupted training, if there is one. Returns the number of steps done."""
     if not state_file.exists():
         return 0
-    state = torch.load(state_file, map_location=model.device)
+    state = torch.load(state_file, map_location="cpu")
     if state["phases"] != PHASES:
         raise SystemExit(f"{state_file} was made with other PHASES. Delete it to begin anew.")
     model.load_state_dict(state["model"])
-    for optimizer, moments in zip(optimizers, state["optimizers"]):
-        optimizer.load_state_dict(moments)
+    for optimizer, saved in zip(optimizers, state["optimizers"]):
+        optimizer.load_state_dict(saved)
     return state["step"]
 
 
 def save_checkpoint(model, tokenizer, directory):
-    """Write Hugging Face's files. Each appears whole, because others may be reading the directory."""
+    """Write Hugging Face's files, each at once, so that nobody who loads the model reads half a file."""
     with tempfile.TemporaryDirectory(dir=directory) as fresh:
         model.generation_config.pad_token_id = VOCABULARY - 1
         model.half().cpu().save_pretrained(fresh)
@@ -326,7 +327,7 @@ def told_and_asked(rng, split, tokenizer, column, distance):
 
     The user tells a fact (for "changed" twice, for "list" one to six, for "never told" none), talks about
     other things for about `distance` tokens, and asks. column: one of the table's, see `evaluate`. For "list"
-    and "changed" the distance counts from the first message, so that all fits into the context. No measured
+    and "changed" the facts count as part of the distance, so that all fits into the context. No measured
     fact is the user's name: "Goodbye, Ada." would repeat it on the way."""
     chat = Dialogue(rng, split, held_out=True)
     chat.casual = chat.tells_american = chat.asks_american = False      # as REAL_VALUES is written
@@ -349,7 +350,7 @@ def told_and_asked(rng, split, tokenizer, column, distance):
 
 
 def value_for(column, thing, chat):
-    """The value of a column's facts; None (for "changed"): any made-up value."""
+    """The value of a column's facts. None for "changed": `tell` then makes one up."""
     if column == "words":
         return " ".join(chat.word() for _ in range(chat.rng.choice([1, 2])))
     if column == "numbers":
@@ -399,7 +400,7 @@ def keep_freed_memory():
     """Let glibc's malloc keep all freed memory for later tensors. By default it takes each large block from
     Linux and returns it, with a system call each, and Linux fills every page with zeros. On a CPU without
     bfloat16 instructions, a step with a dialogue of 5,120 tokens took 4.4 s by default, and takes 3.3 s
-    so."""
+    with this."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(-4, 0)                 # M_MMAP_MAX: no block comes from a call of its own
@@ -415,14 +416,15 @@ def main():
     args = parser.parse_args()
     if args.evaluate:
         return evaluate(args.directory, args.evaluate)
-    if "RANK" not in os.environ:
-        parser.error("training needs torchrun: torchrun --nproc-per-node 2 tiny_chat/train.py "
-                     "(1 instead of 2 with a GPU)")
+    most = min(2, torch.cuda.device_count() or 2)       # a step with the longest dialogues has two of them
+    if not 1 <= int(os.environ.get("WORLD_SIZE", 0)) <= most:
+        parser.error(f"training needs torchrun, with at most {most} processes here: "
+                     f"torchrun --nproc-per-node {most} tiny_chat/train.py")
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)      # makes numbers below 1e-38 zero: else a step takes 2.7 times as long
     keep_freed_memory()
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu")
-    dist.init_process_group()           # the backend is gloo for tensors on CPUs, NCCL for those on GPUs
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     args.directory.mkdir(parents=True, exist_ok=True)
     state_file = args.directory / "training.pt"
     if state_file.exists():
@@ -434,6 +436,7 @@ def main():
     if dist.get_rank() == 0:
         save_checkpoint(model, tokenizer, args.directory)
         state_file.unlink(missing_ok=True)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
