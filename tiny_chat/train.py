@@ -159,8 +159,8 @@ def orthogonal(matrices):
     about 0.7 to 1.2.
 
     We divide each matrix by its norm, so that no singular value is above 1. Then each of five Newton-Schulz
-    steps replaces every singular value s by 3.4445 s - 4.7750 s^3 + 2.0315 s^5 (Jordan's numbers): 0.1 becomes
-    0.34, 0.99, 0.71, 1.11, and at last 0.71. Very small ones stay below."""
+    steps replaces every singular value s by 3.4445 s - 4.7750 s^3 + 2.0315 s^5 (Jordan's numbers): 0.1
+    becomes 0.34, 0.99, 0.71, 1.11, and at last 0.71. Very small ones stay below."""
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
