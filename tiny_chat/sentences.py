@@ -2,8 +2,8 @@
 
 sentences.json has most of the sentences with which users tell or change a fact, ask for one, or ask for all
 notes, in three sets: we train on "train", measured with "choice" while we chose the recipe, and with "final"
-after that. Those of "final" were written for us by somebody who saw none of the others. In both files, what
-stands twice in a list is drawn twice as often.
+after that. Those of "final" are by a language model that saw none of the others. In both files, what stands
+twice in a list is drawn twice as often.
 """
 import json
 from pathlib import Path
