@@ -201,6 +201,7 @@ MERGE_COLUMNS = "query_row", "first_partial", "stride", "pieces"
 ITEM = np.dtype([(name, np.int32) for name in ITEM_COLUMNS])
 MERGE = np.dtype([(name, np.int32) for name in MERGE_COLUMNS])
 NO_ITEMS = np.zeros((0, len(ITEM)), np.int32)
+NO_MERGES = np.zeros((0, len(MERGE)), np.int32)
 
 
 class Plan(NamedTuple):
@@ -279,7 +280,7 @@ def make_plan(host: np.ndarray, group: int, wanted: Wanted, min_piece: int = MIN
     shapes = list(wanted)
     # The first shape that holds all rows, or else the last. Of 16, 64 and 128: 50 rows take shape 1 (64).
     shape_of = np.searchsorted([shape.rows for shape in shapes[:-1]], q_len * group)
-    launches, merges, partial_rows = [], [np.zeros((0, len(MERGE)), np.int32)], 0
+    launches, merges, partial_rows = [], [NO_MERGES], 0
     for index in sorted(set(shape_of.tolist())):
         shape = shapes[index]
         tiles = cut_into_tiles(spans[:, shape_of == index], group, shape.rows)

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from attention_kernel import (Plan, SpanTensors, enumerate_each, join, make_plan, multi_token_attention,
-                              runs_triton, split_like, upload, wanted_items)
+from attention_kernel import (NO_MERGES, Plan, SpanTensors, enumerate_each, join, make_plan,
+                              multi_token_attention, runs_triton, split_like, upload, wanted_items)
 from eviction import RecomputeCost
 from kv_cache import Ticket
 from kv_pool import KVPool
@@ -230,7 +230,7 @@ class Worker:
         """The work of the kernels for spans, host [3, S], planned on the host. For a graph, the plan
         has as much room as any batch of this size can need."""
         if not runs_triton(self.device, self.dtype):
-            return Plan([], np.zeros((0, 4), np.int32), 0)
+            return Plan([], NO_MERGES, 0)
         wanted = wanted_items(self.kv_heads, self.head_dim, self.dtype, self.device)
         plan = make_plan(host, self.group, wanted)
         return plan.padded(size.tokens, size.decodes, self.group, wanted) if size else plan
