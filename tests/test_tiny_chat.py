@@ -359,3 +359,14 @@ def test_the_schedule():
     assert abs(rates[-1680] - 0.4) < 1e-9 and rates[-1] == 0.02
     assert set(zip(counts[:9400], lengths)) == {(16, 256), (16, 512), (8, 1024)}
     assert set(zip(counts[-6:], lengths[-6:])) == {(16, 512), (8, 1024), (4, 2048), (2, 5120)}
+
+
+@pytest.mark.parametrize("processes", [None, "3"])
+def test_training_says_how_to_start_it(processes, monkeypatch, capsys):
+    """Without torchrun, and with more processes than a step of the longest dialogues has dialogues."""
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    if processes:
+        monkeypatch.setenv("WORLD_SIZE", processes)
+    with pytest.raises(SystemExit) as stop:
+        train.main()
+    assert stop.value.code == 2 and "torchrun --nproc-per-node" in capsys.readouterr().err
