@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import queue
 import re
 import signal
 import socket
@@ -176,12 +177,22 @@ class Zygote:
                                         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
                                         env=os.environ | dict(OMP_NUM_THREADS="1"), start_new_session=True)
         self.pid = None                                      # of a server that has not been seen to end
+        self.lines = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self):
+        for line in self.process.stdout:
+            self.lines.put(line)
+        self.lines.put("")
 
     def _read(self, pattern):
-        while line := self.process.stdout.readline():
-            if found := re.search(pattern, line):
-                return found[1]
-        raise AssertionError("the server has gone")
+        others = []
+        with contextlib.suppress(queue.Empty):
+            while line := self.lines.get(timeout=120):
+                if found := re.search(pattern, line):
+                    return found[1]
+                others.append(line)
+        raise AssertionError(f"the server has gone, or said nothing for two minutes; before that {others}")
 
     def start(self, checkpoint, history, *flags, before="") -> tuple[int, str]:
         """(pid, url). before: what the new process executes first."""
