@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 TINY_CHAT = Path(__file__).resolve().parent.parent / "tiny_chat"
 sys.path.append(str(TINY_CHAT))                 # as its scripts find each other
 import train
-from dialogues import (JOINERS, NEVER_MADE_UP, NOT_LAST_IN_THINGS, Dialogue, a_value, dialogue, is_held_out,
-                       question, spelling)
-from sentences import ASK, CHANGE, LIST, REAL_VALUES, TELL, THINGS
+from dialogues import (COMMON, JOINERS, NEVER_MADE_UP, NOT_LAST_IN_THINGS, Dialogue, a_value, dialogue,
+                       is_held_out, question, spelling)
+from sentences import ASK, CHANGE, LIST, MORE_THINGS, REAL_VALUES, RELATIVE_THINGS, RELATIVES, TELL, THINGS
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -203,6 +203,21 @@ def test_we_measure_with_sentences_that_training_has_not():
     for ways in (TELL, CHANGE, ASK, LIST):
         train, choice, final = ({bare(way) for way in ways[kind]} for kind in ("train", "choice", "final"))
         assert not train & choice and not train & final and not choice & final
+
+
+def test_we_measure_with_facts_that_a_reader_understands():
+    """Once, a user said "note for as my boss's age": nobody could find the value "for"."""
+    known = {*THINGS, *MORE_THINGS, *(f"{who}'s {what}" for who in RELATIVES for what in RELATIVE_THINGS)}
+    rng, tokenizer, seen = random.Random(4), Tokenizer.from_file(str(TINY_CHAT / "tokenizer.json")), 0
+    for column in ["words", "numbers", "changed", "list"] * 50:
+        text, _ = train.told_and_asked(rng, "choice", tokenizer, column, 0)
+        for thing, value in re.findall(r": your (.*?) is (.*?)\.<", text):
+            seen += 1
+            assert thing in known
+            assert not set(value.lower().split()) & set(COMMON) - set(JOINERS) - {"a", "an", "the", "two"}
+            assert column != "words" or not thing.endswith("age")
+            assert column != "numbers" or not thing.endswith("name")
+    assert seen > 300
 
 
 def test_training_has_values_with_the_tokens_of_real_ones(tokenizer):

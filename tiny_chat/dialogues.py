@@ -18,7 +18,7 @@ the token after it depends on whether there is a note: "is" or "?" after a quest
 a fact.
 
 Training makes up seven words and numbers of eight, for values and for things; a hash tells which. We measure
-with the others. sentences.py and sentences.json have what users say, in three sets: we train on
+with the others, as values. sentences.py and sentences.json have what users say, in three sets: we train on
 "train", and measure with "choice" and "final".
 """
 import re
@@ -133,10 +133,12 @@ def any_number(rng):
 
 
 def draw(make, rng, held_out):
-    """A word or number from `make`: one for training, or, if `held_out`, one that we use only to measure."""
+    """A word or number from `make` that is not in NEVER_MADE_UP. If `held_out`, training never makes it up,
+    and it is no common word: in "note for as my hobby", nobody could find the value."""
+    avoid = NEVER_MADE_UP | set(COMMON) if held_out else NEVER_MADE_UP
     while True:
         made = make(rng)
-        if made.lower() not in NEVER_MADE_UP and is_held_out(made) == held_out:
+        if made.lower() not in avoid and is_held_out(made) == held_out:
             return made
 
 
@@ -188,7 +190,7 @@ class Dialogue:
 
     `tell`, `ask`, `list_notes` and `chatter` return the user's message, without its full stop, and the
     answer; `say` adds both to `text`. split: "train", "choice" or "final".
-    held_out: make up only words and numbers that training never makes up."""
+    held_out: make up no things, and only words and numbers that training never makes up."""
 
     def __init__(self, rng, split="train", held_out=False):
         self.rng, self.split, self.held_out = rng, split, held_out
@@ -247,13 +249,14 @@ class Dialogue:
         return value.lower() if self.casual else value
 
     def pick_thing(self):
-        """A thing: in 30% of the cases one of THINGS, in 15% of MORE_THINGS, in 20% of a relative ("sister's
-        job"), in 35% made up: one or two words, half of the time after "favourite" or "first". Until there is
-        a fact, a quarter of the picks is the user's name."""
+        """A thing: in 30% of the cases one of THINGS, in 15% of MORE_THINGS, in 20% a relative's ("sister's
+        job"), in 35% made up: one or two words, half of the time after "favourite" or "first". If `held_out`,
+        none is made up, and the others keep their proportions. Until there is a fact, a quarter of the picks
+        is the user's name."""
         rng = self.rng
         if not self.facts and rng.random() < 0.25:
             return "name"
-        if (chance := rng.random()) < 0.45:
+        if (chance := rng.random() * (0.65 if self.held_out else 1)) < 0.45:
             return rng.choice(THINGS if chance < 0.3 else MORE_THINGS)
         if chance < 0.65:
             return f"{rng.choice(RELATIVES)}'s {rng.choice(RELATIVE_THINGS)}"

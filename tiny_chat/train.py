@@ -331,7 +331,11 @@ def told_and_asked(rng, split, tokenizer, column, distance):
     fact is the user's name: "Goodbye, Ada." would repeat it on the way."""
     chat = Dialogue(rng, split, held_out=True)
     chat.casual = chat.tells_american = chat.asks_american = False      # as REAL_VALUES is written
+    chat.alike = 0                                      # no things such as "wifi colour"
     thing = rng.choice(list(REAL_VALUES)) if column == "real words" else chat.pick_unknown(avoid={"name"})
+    unfit = {"words": "age", "numbers": "name"}.get(column)     # no age is a word, and no name a number
+    while unfit and thing.endswith(unfit):
+        thing = chat.pick_unknown(avoid={"name"})
     if column == "list":
         for _ in range(rng.randint(1, 6)):
             chat.say(*chat.tell(chat.pick_unknown(avoid={"name"})))
