@@ -29,6 +29,12 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
+def bare_tokenizer():
+    """The same without transformers, as train.py takes it."""
+    return Tokenizer.from_file(str(TINY_CHAT / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
 def model():
     return AutoModelForCausalLM.from_pretrained(TINY_CHAT, dtype=torch.float32).eval()
 
@@ -205,12 +211,12 @@ def test_we_measure_with_sentences_that_training_has_not():
         assert not train & choice and not train & final and not choice & final
 
 
-def test_we_measure_with_facts_that_a_reader_understands():
+def test_we_measure_with_facts_that_a_reader_understands(bare_tokenizer):
     """Once, a user said "note for as my boss's age": nobody could find the value "for"."""
     known = {*THINGS, *MORE_THINGS, *(f"{who}'s {what}" for who in RELATIVES for what in RELATIVE_THINGS)}
-    rng, tokenizer, seen = random.Random(4), Tokenizer.from_file(str(TINY_CHAT / "tokenizer.json")), 0
+    rng, seen = random.Random(4), 0
     for column in ["words", "numbers", "changed", "list"] * 50:
-        text, _ = train.told_and_asked(rng, "choice", tokenizer, column, 0)
+        text, _ = train.told_and_asked(rng, "choice", bare_tokenizer, column, 0)
         for thing, value in re.findall(r": your (.*?) is (.*?)\.<", text):
             seen += 1
             assert thing in known
@@ -310,10 +316,10 @@ def test_a_gap_in_the_positions_hides_nothing(model):
     assert ((train.logits_of(trained, ids, positions, wanted) - before).abs().amax(dim=-1) > 0).all()
 
 
-def test_training_computes_what_transformers_computes(model):
+def test_training_computes_what_transformers_computes(model, bare_tokenizer):
     """Training may compute in bfloat16, so we compare the first choices."""
     text = dialogue(random.Random(7), 1024)
-    ids, targets = train.encode(Tokenizer.from_file(str(TINY_CHAT / "tokenizer.json")), [text], 1024)
+    ids, targets = train.encode(bare_tokenizer, [text], 1024)
     wanted, trained = targets != -100, train.new_model()
     trained.load_state_dict(model.state_dict())
     ours = train.logits_of(trained, ids, torch.arange(1024)[None], wanted)
@@ -322,10 +328,10 @@ def test_training_computes_what_transformers_computes(model):
     assert (ours - theirs).abs().mean() < 0.03 * theirs.abs().mean()
 
 
-def test_transformers_loads_what_training_saves(tmp_path):
+def test_transformers_loads_what_training_saves(bare_tokenizer, tmp_path):
     trained = train.new_model()
     before = {name: weights.clone() for name, weights in trained.state_dict().items()}
-    train.save_checkpoint(trained, Tokenizer.from_file(str(TINY_CHAT / "tokenizer.json")), tmp_path)
+    train.save_checkpoint(trained, bare_tokenizer, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
     for name, weights in before.items():
         assert torch.allclose(loaded[name], weights, rtol=0.001, atol=1e-6)         # saved in float16
