@@ -295,10 +295,10 @@ class Dialogue:
         words = re.sub(r"\b[Mm]y ", "", words)      # the last "my" must be that of the thing
         return f"{sign} {capital(words) if sign[-1] in '.?!' else words}"
 
-    def after_question(self):
-        """What follows a question, or a fact that does not end with its value: nothing, or in two cases of
-        five a sign and some words of our sentences, because "my hobby, kosh" tells the hobby."""
-        return self.suffix(QUESTION_SIGNS, self.part()) if self.rng.random() < 0.4 else ""
+    def after(self, chance):
+        """What follows a question, or a fact that does not end with its value: with this probability a sign
+        and some words of our sentences, because "my hobby, kosh" tells the hobby. Else nothing."""
+        return self.suffix(QUESTION_SIGNS, self.part()) if self.rng.random() < chance else ""
 
     def before_value(self):
         """What may stand before a value that begins its sentence: "", "btw " or "it my mof don't, "."""
@@ -346,9 +346,11 @@ class Dialogue:
         suit one thing only.
 
         When we measure, it is one of `general`. In training, 40% of the sentences are special, if there are
-        such. Half of the others are one of `general`. The other half begin with random words, or parts of
-        sentences, and end with a core: "it my mof don't, my {thing} is {value}", or in a question: "it my mof
-        don't, what was my {thing} again". So the model learns to understand sentences that it never saw."""
+        such. Of the others, three in four questions, and half of those that tell or change, are one of
+        `general`. The rest begin with random words, or parts of sentences, and end with a core: "it my mof
+        don't, my {thing} is {value}", or in a question: "it my mof don't, what was my {thing} again". So the
+        model learns to understand sentences that it never saw. (Half of the questions once had random words,
+        and the model took facts for questions.)"""
         rng = self.rng
         if self.split != "train":
             return rng.choice(general[self.split])
@@ -356,7 +358,7 @@ class Dialogue:
         suited = special.get(of + owned)        # "sister's name" is looked up as "'s name"
         if suited and rng.random() < 0.4:
             return rng.choice(suited).replace("{relative}", relative)
-        if rng.random() < 0.5:
+        if rng.random() < (0.75 if general is ASK else 0.5):
             return rng.choice(general["train"])
         if general is ASK:
             core = rng.choice(ASK_CORES)
@@ -364,10 +366,10 @@ class Dialogue:
                 core = f"{rng.choice(ALL_NOTES)}{rng.choice(['', ' as', ' for', ' about'])} my {{thing}}"
             if core.endswith("{thing}") and rng.random() < 0.3:
                 core += f" {rng.choice(ASK_ENDINGS)}"
-            return f"{self.prefix()} {core}{self.after_question()}"
+            return f"{self.prefix()} {core}{self.after(0.2)}"
         core = rng.choice(CHANGE_CORES if general is CHANGE else TELL_CORES)
         said = self.before_value() + core if core.startswith("{value}") else f"{self.prefix()} {core}"
-        return said if said.endswith("{value}") else said + self.after_question()
+        return said if said.endswith("{value}") else said + self.after(0.4)
 
     def tell(self, thing, value=None):
         """The user tells or changes a fact, and the assistant notes it. value: None makes one up."""
@@ -416,7 +418,7 @@ class Dialogue:
         said = self.rng.choice(LIST[self.split])
         if self.split == "train" and self.rng.random() < 0.5:
             endings = [""] * len(LIST_ENDINGS) + [f" {ending}" for ending in LIST_ENDINGS]
-            ending = self.rng.choice(endings) + self.after_question()
+            ending = self.rng.choice(endings) + self.after(0.4)
             opening, phrases = self.prefix(), self.rng.choice([ALL_NOTES, ALL_NOTES, LIST["train"]])
             said = f"{opening} {self.rng.choice(phrases)}{ending}"
         notes = [f"Note {number}: your {spelling(thing, self.tells_american)} is {value}."
@@ -514,7 +516,7 @@ class TrainingDialogue(Dialogue):
             thing = rng.choice(ready)
             self.say(*self.ask(thing))
             self.rest(thing)
-        elif rng.random() < 0.5:
+        elif rng.random() < 0.2:
             self.say(*self.ask(self.pick_unknown()))
         else:
             self.say(*self.chatter())
