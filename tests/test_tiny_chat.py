@@ -341,20 +341,24 @@ def test_transformers_loads_what_training_saves(bare_tokenizer, tmp_path):
 
 def train_three_times(rank, folder):
     """One of two processes. It trains to the end, until an interruption after step 4, and on from there."""
-    train.PHASES, train.SAVE_EVERY = [(3, 128, [64]), (3, 256, [64, 128])], 2
+    train.SAVE_EVERY = 2
+    steps = train.schedule([(3, 128, [64]), (3, 256, [64, 128])])
     tokenizer = Tokenizer.from_file(str(TINY_CHAT / "tokenizer.json"))
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
 
     def weights(name):
-        return train.train(tokenizer, folder / name, torch.device("cpu")).state_dict()
+        torch.manual_seed(1)            # as `begin` does
+        model = train.new_model()
+        train.train(model, tokenizer, steps, folder / name, torch.device("cpu"))
+        return model.state_dict()
 
     through, save_state = weights("through"), train.save_state
 
-    def save_and_interrupt(state_file, step, *state):
-        save_state(state_file, step, *state)
+    def save_and_interrupt(state_file, done, *state):
+        save_state(state_file, done, *state)
         torch.distributed.barrier()     # the first process has written the state
-        if step == 4:
+        if done == 4:
             raise KeyboardInterrupt
 
     train.save_state = save_and_interrupt
@@ -374,8 +378,23 @@ def test_two_processes_train_one_model_and_continue_where_they_stopped(tmp_path)
         assert torch.equal(weights, other[name]) and torch.equal(weights, continued[name])
 
 
+def test_tuning_begins_with_the_finished_weights(model, bare_tokenizer, tmp_path):
+    tuned, tokenizer, steps = train.begin(TINY_CHAT, tmp_path / "training.pt", tune=True)
+    assert all(torch.equal(weights, tuned.state_dict()[name]) for name, weights in model.state_dict().items())
+    assert tokenizer.to_str() == bare_tokenizer.to_str()
+    rates = [rate for _, _, rate in steps]
+    assert rates[0] == rates[-1] == 0.01 and 0.49 < max(rates) < 0.5 and 0.24 < rates[len(rates) // 2] < 0.26
+
+
+def test_tuning_needs_a_checkpoint(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--tune", "--directory", str(tmp_path)])
+    with pytest.raises(SystemExit) as stop:
+        train.main()
+    assert stop.value.code == 2 and "--tune needs a checkpoint" in capsys.readouterr().err
+
+
 def test_the_schedule():
-    counts, lengths, rates = zip(*train.schedule())
+    counts, lengths, rates = zip(*train.schedule(train.PHASES))
     assert rates[0] == 0.01 and rates[99] == 1 and rates[7790] == 1 and 0.99 < rates[7830] < 1
     assert abs(rates[-1680] - 0.4) < 1e-9 and rates[-1] == 0.02
     assert set(zip(counts[:9400], lengths)) == {(16, 256), (16, 512), (8, 1024)}

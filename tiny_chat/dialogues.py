@@ -145,10 +145,11 @@ def draw(make, rng, held_out):
 def a_value(thing, rng, held_out):
     """A made-up value of the thing: a number ("42"), a name ("Talvor Bri"), a noun ("a bluck") or words ("ni
     corst and tavo"). One in ten has other capitals ("Foo-Tri", "FOO-TRI"). Its kind suits the thing in nine
-    cases of ten. It always does if the thing is a name or an age, because "I'm 5" must tell the age and "I'm
-    Ada" the name. (So it does for all things that end with "name" or "age", such as "language".)"""
+    cases of ten. It always does if the thing is a name, an age or a job, because "I'm Ada" must tell the
+    name, "I'm 5" the age, and "I'm a bluck" the job. (So it does for all things that end with these words,
+    such as "language".)"""
     kind = next((kind for kind, endings in KINDS.items() if thing.endswith(endings)), "word")
-    if rng.random() < 0.15 and not thing.endswith(("name", "age")):
+    if rng.random() < 0.15 and not thing.endswith(("name", "age", "job")):
         kind = rng.choice(["name", "number", "noun", "word"])
     if kind == "number":
         return draw(any_number, rng, held_out)
@@ -297,7 +298,8 @@ class Dialogue:
 
     def after(self, chance):
         """What follows a question, or a fact that does not end with its value: with this probability a sign
-        and some words of our sentences, because "my hobby, kosh" tells the hobby. Else nothing."""
+        and a part of a sentence, else nothing. (Random words would not do. In "what was my hobby, kosh" the
+        "kosh" could be a value, as it is in "my hobby, kosh".)"""
         return self.suffix(QUESTION_SIGNS, self.part()) if self.rng.random() < chance else ""
 
     def before_value(self):
@@ -347,10 +349,12 @@ class Dialogue:
 
         When we measure, it is one of `general`. In training, 40% of the sentences are special, if there are
         such. Of the others, three in four questions, and half of those that tell or change, are one of
-        `general`. The rest begin with random words, or parts of sentences, and end with a core: "it my mof
-        don't, my {thing} is {value}", or in a question: "it my mof don't, what was my {thing} again". So the
-        model learns to understand sentences that it never saw. (Half of the questions once had random words,
-        and the model took facts for questions.)"""
+        `general`. The rest consist of random words, or parts of sentences, then a core, and at times more
+        words: "it my mof don't, my {thing} is {value}", or in a question: "it my mof don't, what was my
+        {thing} again". If a core begins with the value, often nothing stands before it. In some questions
+        the core is "what you have noted as my {thing}" or the like. So the model learns to understand
+        sentences that it never saw. (Half of the questions once had random words, and the model took facts
+        for questions.)"""
         rng = self.rng
         if self.split != "train":
             return rng.choice(general[self.split])

@@ -43,36 +43,53 @@ RELATIVES = ["sister", "brother", "mother", "father", "wife", "husband", "son", 
              "neighbour", "dog", "cat", "uncle", "aunt", "grandma", "grandpa", "girlfriend", "boyfriend"]
 RELATIVE_THINGS = ["name", "name", "name", "age", "age", "job", "home city", "hobby"]
 
-# In TELL_THING, CHANGE_THING and ASK_THING: sentences that suit one thing only ("I'm {value}" suits two: a
-# number is the age, a word is the name). "'s name" is the name of any relative.
+# In TELL_THING, CHANGE_THING and ASK_THING: sentences that suit one thing only. ("I'm {value}" suits three: a
+# number is the age, "a bluck" the job, and anything else the name.) "'s name" is the name of any relative.
 TELL_THING = {
     "name": ["I'm {value}", "I am {value}", "Call me {value}", "Hi, I'm {value}", "Hello, I'm {value}",
              "Hi, my name is {value}", "Please call me {value}", "Hello, my name is {value}",
-             "Hey, I'm {value}", "Hi! I'm {value}", "I'm called {value}"],
+             "Hey, I'm {value}", "Hi! I'm {value}", "I'm called {value}", "My name's {value}",
+             "You can call me {value}", "I go by {value}"],
     "age": ["I'm {value} years old", "I am {value} years old", "I turned {value}", "I'm {value}"],
     "home city": ["I live in {value}", "I'm from {value}", "I come from {value}", "I live in {value}",
                   "My home is in {value}", "I moved to {value}"],
-    "job": ["I work as {value}", "I'm working as {value}", "I earn my money as {value}"],
-    "hobby": ["I like {value}", "In my free time I do {value}"],
-    "pet": ["I have {value} as a pet", "I have a pet, {value}"],
+    "job": ["I work as {value}", "I'm working as {value}", "I earn my money as {value}", "I'm {value}",
+            "I am {value}", "I'm {value} by profession"],
+    "hobby": ["I like {value}", "In my free time I do {value}", "I love {value}", "I enjoy {value}",
+              "I'm into {value}", "I do {value} in my free time"],
+    "pet": ["I have {value} as a pet", "I have a pet, {value}", "I have {value} at home"],
     "car": ["I drive {value}", "I bought {value}"],
     "birthday": ["I was born on {value}", "I have my birthday on {value}"],
     "language": ["I speak {value}"],
     "school": ["I go to {value} school", "I study at {value}"],
-    "favourite food": ["I love to eat {value}"],
-    "favourite drink": ["I love to drink {value}"],
+    "favourite food": ["I love to eat {value}", "I love eating {value}", "I like to eat {value}"],
+    "favourite drink": ["I love to drink {value}", "I love drinking {value}", "I like to drink {value}"],
+    "allergy": ["I'm allergic to {value}", "I have an allergy to {value}"],
+    "birthplace": ["I was born in {value}"],
+    "workplace": ["I work at {value}"],
+    "employer": ["I work for {value}"],
+    "major": ["I study {value}", "I'm studying {value}"],
+    "instrument": ["I play the {value}"],
+    "team": ["I support {value}"],
+    "weight": ["I weigh {value}"],
     "'s name": ["My {relative} is called {value}", "{value} is my {relative}",
-                "I have a {relative} called {value}", "My {relative} is {value}"],
-    "'s age": ["My {relative} is {value} years old", "My {relative} turned {value}"],
-    "'s home city": ["My {relative} lives in {value}", "My {relative} comes from {value}"],
-    "'s job": ["My {relative} works as {value}"],
-    "'s hobby": ["My {relative} likes {value}"],
+                "I have a {relative} called {value}", "My {relative} is {value}",
+                "I have a {relative} named {value}", "I have a {relative}, {value}"],
+    "'s age": ["My {relative} is {value} years old", "My {relative} turned {value}",
+               "My {relative} is {value}"],
+    "'s home city": ["My {relative} lives in {value}", "My {relative} comes from {value}",
+                     "My {relative} is from {value}"],
+    "'s job": ["My {relative} works as {value}", "My {relative} is {value}"],
+    "'s hobby": ["My {relative} likes {value}", "My {relative} loves {value}",
+                 "My {relative} enjoys {value}"],
 }
 CHANGE_THING = {
     "name": ["Call me {value} instead", "I'm called {value} now", "Now I'm {value}"],
     "age": ["I'm {value} years old now", "Now I'm {value} years old"],
-    "home city": ["I moved to {value}", "I live in {value} now", "Now I live in {value}"],
-    "job": ["I work as {value} now", "Now I work as {value}", "I changed jobs, I work as {value} now"],
+    "home city": ["I moved to {value}", "I live in {value} now", "Now I live in {value}",
+                  "I've moved to {value}", "I just moved to {value}"],
+    "job": ["I work as {value} now", "Now I work as {value}", "I changed jobs, I work as {value} now",
+            "I'm {value} now"],
     "hobby": ["I like {value} now", "Now I like {value}"],
     "car": ["I drive {value} now", "Now I drive {value}"],
 }
@@ -81,7 +98,7 @@ CHANGE_THING = {
 # now supplies it: "What is my age?" "It's 5."
 CORRECT = ["No, it's {value}", "Sorry, I meant {value}", "I meant {value}", "No, {value}",
            "Wait, it is {value}", "No, it is {value}", "Sorry, it's {value}",
-           "No, she is {value}", "He's {value}"]
+           "No, she is {value}", "No, he's {value}"]
 SUPPLY = ["It's {value}", "It is {value}", "That's {value}", "Well, it's {value}", "Oh, it is {value}",
           "She is {value}", "She's {value}", "He is {value}", "He's {value}"]
 # What may follow the thing in a question: "What is my hobby again?"
@@ -131,22 +148,33 @@ VALUE_ENDINGS = ["lol", "lol", "btw", "btw", "btw", "by the way", "by the way", 
 ASK_THING = {
     "name": ["Who am I", "What am I called", "Do you know who I am", "Do you remember who I am"],
     "age": ["How old am I"],
-    "home city": ["Where do I live", "Where am I from", "Where is my home"],
-    "job": ["What do I do for a living", "What do I work as", "What is my work"],
-    "hobby": ["What do I like", "What do I do in my free time"],
-    "car": ["What do I drive"],
+    "home city": ["Where do I live", "Where am I from", "Where is my home", "Which city do I live in",
+                  "What city do I live in"],
+    "job": ["What do I do for a living", "What do I work as", "What is my work", "What do I do for work"],
+    "hobby": ["What do I like", "What do I do in my free time", "What do I enjoy", "What do I love"],
+    "car": ["What do I drive", "What car do I drive", "Which car do I drive", "What car do I have"],
     "birthday": ["When was I born", "When is my birthday"],
     "language": ["What do I speak", "Which language do I speak"],
     "school": ["Where do I study", "Where do I go to school"],
     "pet": ["Which pet do I have", "What pet do I have"],
     "best friend": ["Who is my best friend"],
-    "favourite food": ["What do I love to eat"],
-    "favourite drink": ["What do I love to drink"],
-    "'s name": ["What is my {relative} called", "Who is my {relative}", "Who's my {relative}"],
+    "favourite food": ["What do I love to eat", "What do I like to eat"],
+    "favourite drink": ["What do I love to drink", "What do I like to drink"],
+    "allergy": ["What am I allergic to"],
+    "birthplace": ["Where was I born"],
+    "workplace": ["Where do I work"],
+    "employer": ["Who do I work for"],
+    "major": ["What do I study", "What am I studying"],
+    "instrument": ["What do I play", "Which instrument do I play"],
+    "team": ["Which team do I support"],
+    "weight": ["How much do I weigh"],
+    "'s name": ["What is my {relative} called", "Who is my {relative}", "Who's my {relative}",
+                "What's my {relative} called", "What's the name of my {relative}"],
     "'s age": ["How old is my {relative}"],
     "'s home city": ["Where does my {relative} live", "Where is my {relative} from"],
-    "'s job": ["What does my {relative} do for a living", "What does my {relative} work as"],
-    "'s hobby": ["What does my {relative} like"],
+    "'s job": ["What does my {relative} do for a living", "What does my {relative} work as",
+               "What does my {relative} do"],
+    "'s hobby": ["What does my {relative} like", "What does my {relative} enjoy"],
 }
 # What users call all their notes: "Show me your notes", "Tell me about me"
 ALL_NOTES = ["your notes", "everything", "what you know", "everything you know", "what you know about me",
@@ -208,7 +236,8 @@ STRANGE = ["What is the {} of {}?", "What is {}?", "Who is {}?", "How do I {} a 
            "I {} the {}", "I {} a {}", "Did I {} {}?", "Is my {} {}?"]
 NOT_UNDERSTOOD = "I don't understand that. I only know what you tell me."
 SUMS = ["What is {a} plus {b}", "{a} plus {b}", "{a} + {b}", "What is {a} + {b}", "How much is {a} plus {b}",
-        "Add {a} and {b}", "Can you add {a} and {b}"]
+        "Add {a} and {b}", "Can you add {a} and {b}", "{a}+{b}", "What is {a}+{b}", "What's {a} plus {b}",
+        "What's {a} + {b}", "What's {a}+{b}"]
 SYSTEM = ["You are a helpful assistant.", "You are a friendly chatbot. Answer briefly.",
           "Be brief and polite.", "", "You are {}.", "Your name is {}.", "You are {}, a helpful assistant.",
           "You are called {}. Be friendly."]

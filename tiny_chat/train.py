@@ -1,22 +1,20 @@
 """Make the embedded model: a small Llama that remembers what you told it.
 
-This script, with dialogues.py and sentences.py, made every file of the checkpoint beside it. Training begins
-with dialogues of 256 tokens, goes on with 512 and 1,024, and ends with a mixture of 512 to 5,120. In half of
-all dialogues shorter than 5,120 the positions have random gaps between turns, so that the model meets every
-distance up to 5,120 tokens before it meets a context of that length. The slowest nine of the 16 rotary angles
-turn 8 times as slowly as usual, as in Llama 3.1. Six of them now turn by less than 10 degrees within 4,096
-tokens. With these the model can find a note by its words, however far away it is.
+Training begins with dialogues of 256 tokens, goes on with 512 and 1,024, and ends with a mixture of 512 to
+5,120. In half of all dialogues shorter than 5,120 the positions have random gaps between turns, so that the
+model meets every distance up to 5,120 tokens before it meets a context of that length. With --tune, training
+begins with the finished weights in the directory, and goes on with such a mixture: when you have added
+sentences of your own to sentences.json, the model can learn them so.
 
-One or two processes train one model: each computes the gradients of its own dialogues, and both take a step
-along their mean. If torch finds GPUs, each process takes one, and starts others that make up its dialogues.
+    torchrun --nproc-per-node 2 tiny_chat/train.py              # train on two cores, or on two GPUs
+    torchrun --nproc-per-node 1 tiny_chat/train.py              # train on one GPU
+    torchrun --nproc-per-node 2 tiny_chat/train.py --tune       # train the finished weights further
+    python tiny_chat/train.py --evaluate choice                 # measure: sentences for choosing a recipe
+    python tiny_chat/train.py --evaluate final                  # measure: sentences kept for the end
 
-    torchrun --nproc-per-node 2 tiny_chat/train.py      # train on two cores, save beside this script
-    torchrun --nproc-per-node 1 tiny_chat/train.py      # train on one GPU
-    python tiny_chat/train.py --evaluate choice         # measure, with the sentences for choosing a recipe
-    python tiny_chat/train.py --evaluate final          # measure, with the sentences kept for the end
-
-Training saves its state in training.pt every 200 steps, and continues from there when it is started again. It
-may continue on other hardware.
+All processes train one model: each computes the gradients of its own dialogues, and all take a step along
+their mean. Training saves its state in training.pt every 200 steps, and continues from there when it is
+started again, also on other hardware.
 """
 import argparse
 import ctypes
@@ -45,6 +43,7 @@ LONGEST = 5120      # tokens of the longest dialogue: above CONTEXT, so that dis
 # step have one length; the lengths take turns.
 MIXED = [512, 1024, 512, 2048, 1024, LONGEST]
 PHASES = [(1600, 4096, [256]), (7800, 8192, [512, 512, 1024]), (2600, 8192, MIXED)]
+TUNING = [(6000, 8192, [512, 512, 1024, 512, 2048, 512, 1024, LONGEST])]    # of --tune
 PEAKS = 0.02, 0.003                 # highest learning rates of Muon and AdamW
 WARM_UP, COOL_DOWN = 100, 0.35      # steps; the share of all steps in which the learning rate falls
 SAVE_EVERY = 200                    # steps
@@ -140,7 +139,10 @@ def attend_on_gpu(module, query, key, value, attention_mask, scaling, **_):
 
 
 def new_model():
-    """A Llama. It has no pad_token_id: we pad with <|end|>, and a pad token's embedding gets no gradient."""
+    """A Llama whose slowest nine of 16 rotary angles turn 8 times as slowly as usual, as in Llama 3.1. Six of
+    them now turn by less than 10 degrees within 4,096 tokens. With these the model can find a note by its
+    words, however far away it is. No pad_token_id: we pad with <|end|>, and a pad token's embedding gets no
+    gradient."""
     AttentionInterface.register("in blocks", attend_in_blocks)
     AttentionInterface.register("on a GPU", attend_on_gpu)
     model = LlamaForCausalLM(LlamaConfig(
@@ -200,13 +202,14 @@ class Muon(torch.optim.Optimizer):
                 matrix.add_(update, alpha=-group["lr"] * max(1, R / C) ** 0.5)
 
 
-def schedule():
+def schedule(phases, top=1, cool_down=COOL_DOWN):
     """A list with a tuple for each step: how many dialogues it takes, their length, and the learning rate as
-    a share of its peak. The rate rises for WARM_UP steps, stays at its peak, and falls to a fiftieth in the
-    last 35% of the steps (COOL_DOWN). The first tuple is (16, 256, 0.01): 16 dialogues of 256 tokens."""
-    sizes = [(round(tokens / length), length) for steps, tokens, lengths in PHASES
+    a share of PEAKS. The rate rises for at most WARM_UP steps, stays at `top`, and in the last part of the
+    steps, 35% by default, it falls to top / 50. The first tuple for PHASES is (16, 256, 0.01): 16 dialogues
+    of 256 tokens."""
+    sizes = [(round(tokens / length), length) for steps, tokens, lengths in phases
              for length in (lengths * steps)[:steps]]
-    rates = [min(1, (step + 1) / WARM_UP, max(0.02, (len(sizes) - step) / len(sizes) / COOL_DOWN))
+    rates = [min(top, (step + 1) / WARM_UP, top * max(0.02, (len(sizes) - step) / len(sizes) / cool_down))
              for step in range(len(sizes))]
     return [(count, length, rate) for (count, length), rate in zip(sizes, rates)]
 
@@ -244,18 +247,34 @@ def logits_of(model, ids, positions, wanted):
     return model.lm_head(states[wanted])
 
 
-def train(tokenizer, state_file, device):
-    """Train a model through all PHASES, from `state_file` on if that exists."""
-    torch.manual_seed(1)                # both processes begin with the same weights, and take the same steps
-    model = new_model().to(device)
+def begin(directory, state_file, tune):
+    """The model, the tokenizer and the schedule of a training. With `tune` the first two are those of the
+    checkpoint in the directory, else they are new."""
+    torch.manual_seed(1)                # the weights are the same in all processes
+    model = new_model()
+    if tune:
+        finished = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        model.load_state_dict(finished.state_dict())
+        return model, Tokenizer.from_file(str(directory / "tokenizer.json")), schedule(TUNING, 0.5, 1)
+    if state_file.exists():
+        tokenizer = Tokenizer.from_str(torch.load(state_file, map_location="cpu")["tokenizer"])
+    else:
+        rng = random.Random(1)
+        tokenizer = train_tokenizer([dialogue(rng, 1024) for _ in range(1000)])
+    return model, tokenizer, schedule(PHASES)
+
+
+def train(model, tokenizer, steps, state_file, device):
+    """Train the model through all steps of a schedule, from `state_file` on if that exists. In all processes
+    it has the same weights before, so also after."""
+    model.to(device)
     if device.type == "cuda":
         model.set_attn_implementation("on a GPU")
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.dim() < 2 or "embed" in name]
     optimizers = [Muon(matrices, PEAKS[0]),
                   torch.optim.AdamW(others, PEAKS[1], betas=(0.9, 0.95), weight_decay=0.0)]
-    done, start = load_state(state_file, model, optimizers), time.time()
-    steps = schedule()
+    done, start = load_state(state_file, steps, model, optimizers), time.time()
     todo = range(done, len(steps))
     batches = DataLoader(Batches(steps, tokenizer), batch_size=None, sampler=todo,
                          num_workers=min(8, os.cpu_count() - 1) if device.type == "cuda" else 0)
@@ -276,31 +295,30 @@ def train(tokenizer, state_file, device):
             print(f"step {step + 1:5}  {time.time() - start:5.0f} s since start  length {ids.shape[1]:4}  "
                   f"loss {loss.item():.4f}  right {right:.2%}", flush=True)
         if (step + 1) % SAVE_EVERY == 0:
-            save_state(state_file, step + 1, tokenizer, model, optimizers)
-    return model
+            save_state(state_file, step + 1, steps, tokenizer, model, optimizers)
 
 
-def save_state(state_file, step, tokenizer, model, optimizers):
-    """Write the state, which is the same in all processes. After a crash the file is whole: the old or the
-    new one."""
+def save_state(state_file, done, steps, tokenizer, model, optimizers):
+    """Write the state after `done` of the steps. It is the same in all processes. After a crash the file is
+    whole: the old or the new one."""
     if dist.get_rank() == 0:
-        state = dict(step=step, phases=PHASES, tokenizer=tokenizer.to_str(), model=model.state_dict(),
+        state = dict(done=done, steps=steps, tokenizer=tokenizer.to_str(), model=model.state_dict(),
                      optimizers=[one.state_dict() for one in optimizers])
         torch.save(state, f"{state_file}.new")
         os.replace(f"{state_file}.new", state_file)
 
 
-def load_state(state_file, model, optimizers):
+def load_state(state_file, steps, model, optimizers):
     """Load the state of an interrupted training, if there is one. Returns the number of steps done."""
     if not state_file.exists():
         return 0
     state = torch.load(state_file, map_location="cpu")
-    if state["phases"] != PHASES:
-        raise SystemExit(f"{state_file} was made with other PHASES. Delete it to begin anew.")
+    if state["steps"] != steps:
+        raise SystemExit(f"{state_file} is of a training with other steps. Delete it to begin anew.")
     model.load_state_dict(state["model"])
     for optimizer, saved in zip(optimizers, state["optimizers"]):
         optimizer.load_state_dict(saved)
-    return state["step"]
+    return state["done"]
 
 
 def save_checkpoint(model, tokenizer, directory):
@@ -415,11 +433,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--evaluate", choices=["choice", "final"], help="only measure, with these sentences")
+    parser.add_argument("--tune", action="store_true", help="train the checkpoint in --directory further")
     parser.add_argument("--directory", type=Path, default=HERE,
                         help="where the checkpoint is, or will be written (default: beside this script)")
     args = parser.parse_args()
     if args.evaluate:
         return evaluate(args.directory, args.evaluate)
+    if args.tune and not (args.directory / "model.safetensors").exists():
+        parser.error(f"--tune needs a checkpoint in {args.directory}, for example a copy of {HERE}")
     most = min(2, torch.cuda.device_count() or 2)       # a step with the longest dialogues has two of them
     if not 1 <= int(os.environ.get("WORLD_SIZE", 0)) <= most:
         parser.error(f"training needs torchrun, with at most {most} processes here: "
@@ -431,12 +452,8 @@ def main():
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     args.directory.mkdir(parents=True, exist_ok=True)
     state_file = args.directory / "training.pt"
-    if state_file.exists():
-        tokenizer = Tokenizer.from_str(torch.load(state_file, map_location="cpu")["tokenizer"])
-    else:
-        rng = random.Random(1)
-        tokenizer = train_tokenizer([dialogue(rng, 1024) for _ in range(1000)])
-    model = train(tokenizer, state_file, device)
+    model, tokenizer, steps = begin(args.directory, state_file, args.tune)
+    train(model, tokenizer, steps, state_file, device)
     if dist.get_rank() == 0:
         save_checkpoint(model, tokenizer, args.directory)
         state_file.unlink(missing_ok=True)
