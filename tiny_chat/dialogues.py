@@ -406,14 +406,14 @@ class Dialogue:
         return self.rng.random() < (0.5 if known else 0.3)
 
     def ask(self, thing):
-        """The user asks for a fact. In training, one question in ten about a fact with a note is only its
+        """The user asks for a fact. In training, one question in four about a fact with a note is only its
         thing: "Hobby?"."""
         spelt = spelling(thing, self.asks_american)
         said = question(self.sentence(ASK, ASK_THING, thing).format(thing=spelt))
         self.last = thing
         if thing not in self.facts:
             return said, f"Your {spelt}? I don't know that yet."
-        if self.split == "train" and self.rng.random() < 0.1:
+        if self.split == "train" and self.rng.random() < 0.25:
             said = f"{spelt}?"
         return said, f"Your {spelt} is {self.facts[thing]}."
 
