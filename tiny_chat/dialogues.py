@@ -59,9 +59,10 @@ ENGLISH += 5 * (" ".join(THINGS + RELATIVES).split()
 # "I" and contractions, for `random_word`
 CONTRACTIONS = ("I I I I'm I've I'd I'll don't can't haven't isn't didn't let's it's that's what's here's "
                 "you've there's me").split()
-# Parts of our sentences that have the thing and the value. From "my" to the value, if the thing is first: "my
-# {thing} is {value}", or of "Change my {thing} to {value}" the part "my {thing} to {value}". Else the end of
-# the sentence, from two words before the value on: "I have {value} as my {thing}", "{value} is my {thing}".
+# Cores: the parts of our sentences that have the thing and the value. From "my" to the value, if the thing is
+# first: "my {thing} is {value}", or of "Change my {thing} to {value}" the part "my {thing} to {value}". Else
+# the end of the sentence, from two words before the value on: "I have {value} as my {thing}", "{value} is my
+# {thing}".
 TELL_CORES, CHANGE_CORES = ([re.search(r"my \{thing\}.*\{value\}|(\S+ ){,2}\{value\}.*",
                                        sentence.replace("My {thing}", "my {thing}"))[0]
                              for sentence in sentences["train"]] for sentences in (TELL, CHANGE))
@@ -146,8 +147,8 @@ def a_value(thing, rng, held_out):
     """A made-up value of the thing: a number ("42"), a name ("Talvor Bri"), a noun ("a bluck") or words ("ni
     corst and tavo"). One in ten has other capitals ("Foo-Tri", "FOO-TRI"). Its kind suits the thing in nine
     cases of ten. It always does if the thing is a name, an age or a job, because "I'm Ada" must tell the
-    name, "I'm 5" the age, and "I'm a bluck" the job. (So it does for all things that end with these words,
-    such as "language".)"""
+    name, "I'm 5" the age, and "I'm a bluck" the job. (The same holds for all things that end with these
+    letters, even "language".)"""
     kind = next((kind for kind, endings in KINDS.items() if thing.endswith(endings)), "word")
     if rng.random() < 0.15 and not thing.endswith(("name", "age", "job")):
         kind = rng.choice(["name", "number", "noun", "word"])

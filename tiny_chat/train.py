@@ -2,15 +2,15 @@
 
 Training begins with dialogues of 256 tokens, goes on with 512 and 1,024, and ends with a mixture of 512 to
 5,120. In half of all dialogues shorter than 5,120 the positions have random gaps between turns, so that the
-model meets every distance up to 5,120 tokens before it meets a context of that length. With --tune, training
-begins with the finished weights in the directory, and goes on with such a mixture: when you have added
-sentences of your own to sentences.json, the model can learn them so.
+model meets every distance up to 5,120 tokens before it meets dialogues that long. With --tune, training
+begins with the finished weights in the directory, and goes on with such a mixture. So a copy of tiny_chat can
+learn the sentences that you have added to its sentences.json: this script takes those beside it.
 
-    torchrun --nproc-per-node 2 tiny_chat/train.py              # train on two cores, or on two GPUs
-    torchrun --nproc-per-node 1 tiny_chat/train.py              # train on one GPU
-    torchrun --nproc-per-node 2 tiny_chat/train.py --tune       # train the finished weights further
-    python tiny_chat/train.py --evaluate choice                 # measure: sentences for choosing a recipe
-    python tiny_chat/train.py --evaluate final                  # measure: sentences kept for the end
+    torchrun --nproc-per-node 2 tiny_chat/train.py --directory my_chat      # on two cores, or two GPUs
+    torchrun --nproc-per-node 1 tiny_chat/train.py --directory my_chat      # on one GPU
+    torchrun --nproc-per-node 2 my_chat/train.py --tune                     # train a copy's weights further
+    python tiny_chat/train.py --evaluate choice             # measure: sentences for choosing a recipe
+    python tiny_chat/train.py --evaluate final              # measure: sentences kept for the end
 
 All processes train one model: each computes the gradients of its own dialogues, and all take a step along
 their mean. Training saves its state in training.pt every 200 steps, and continues from there when it is
@@ -204,9 +204,9 @@ class Muon(torch.optim.Optimizer):
 
 def schedule(phases, top=1, cool_down=COOL_DOWN):
     """A list with a tuple for each step: how many dialogues it takes, their length, and the learning rate as
-    a share of PEAKS. The rate rises for at most WARM_UP steps, stays at `top`, and in the last part of the
-    steps, 35% by default, it falls to top / 50. The first tuple for PHASES is (16, 256, 0.01): 16 dialogues
-    of 256 tokens."""
+    a share of PEAKS. The rate rises by 0.01 a step to `top`, stays there, and in the last part of the steps,
+    35% by default, it falls to top / 50. (With a cool_down of 1 it falls as soon as it has risen.) The first
+    tuple for PHASES is (16, 256, 0.01): 16 dialogues of 256 tokens."""
     sizes = [(round(tokens / length), length) for steps, tokens, lengths in phases
              for length in (lengths * steps)[:steps]]
     rates = [min(top, (step + 1) / WARM_UP, top * max(0.02, (len(sizes) - step) / len(sizes) / cool_down))
@@ -248,14 +248,16 @@ def logits_of(model, ids, positions, wanted):
 
 
 def begin(directory, state_file, tune):
-    """The model, the tokenizer and the schedule of a training. With `tune` the first two are those of the
-    checkpoint in the directory, else they are new."""
+    """The model, the tokenizer and the schedule of a training, before `train` loads the state, if there is
+    one. With `tune` the first two are those of the checkpoint in the directory. Else the model is new, and so
+    is the tokenizer, unless the state has one."""
     torch.manual_seed(1)                # the weights are the same in all processes
     model = new_model()
     if tune:
         finished = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         model.load_state_dict(finished.state_dict())
-        return model, Tokenizer.from_file(str(directory / "tokenizer.json")), schedule(TUNING, 0.5, 1)
+        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        return model, tokenizer, schedule(TUNING, top=0.5, cool_down=1)
     if state_file.exists():
         tokenizer = Tokenizer.from_str(torch.load(state_file, map_location="cpu")["tokenizer"])
     else:
@@ -265,8 +267,8 @@ def begin(directory, state_file, tune):
 
 
 def train(model, tokenizer, steps, state_file, device):
-    """Train the model through all steps of a schedule, from `state_file` on if that exists. In all processes
-    it has the same weights before, so also after."""
+    """Train the model through all steps of a schedule, from `state_file` on if that exists. All processes
+    begin with the same weights and take the same steps, so they end with the same weights."""
     model.to(device)
     if device.type == "cuda":
         model.set_attn_implementation("on a GPU")
@@ -299,8 +301,8 @@ def train(model, tokenizer, steps, state_file, device):
 
 
 def save_state(state_file, done, steps, tokenizer, model, optimizers):
-    """Write the state after `done` of the steps. It is the same in all processes. After a crash the file is
-    whole: the old or the new one."""
+    """Write the state after `done` of the steps. As all processes have the same state, the first one writes.
+    After a crash the file is whole: the old or the new one."""
     if dist.get_rank() == 0:
         state = dict(done=done, steps=steps, tokenizer=tokenizer.to_str(), model=model.state_dict(),
                      optimizers=[one.state_dict() for one in optimizers])
@@ -444,7 +446,7 @@ def main():
     most = min(2, torch.cuda.device_count() or 2)       # a step with the longest dialogues has two of them
     if not 1 <= int(os.environ.get("WORLD_SIZE", 0)) <= most:
         parser.error(f"training needs torchrun, with at most {most} processes here: "
-                     f"torchrun --nproc-per-node {most} tiny_chat/train.py")
+                     f"torchrun --nproc-per-node {most} tiny_chat/train.py --directory my_chat")
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)      # makes numbers below 1e-38 zero: else a step takes 2.7 times as long
     keep_freed_memory()
