@@ -17,7 +17,8 @@ sys.path.append(str(TINY_CHAT))                 # as its scripts find each other
 import train
 from dialogues import (COMMON, JOINERS, NEVER_MADE_UP, NOT_LAST_IN_THINGS, Dialogue, a_value, dialogue,
                        is_held_out, question, spelling)
-from sentences import ASK, CHANGE, LIST, MORE_THINGS, REAL_VALUES, RELATIVE_THINGS, RELATIVES, TELL, THINGS
+from sentences import (ASK, CHANGE, LIST, MORE_THINGS, REAL_VALUES, RELATIVE_THINGS, RELATIVES, TELL, THINGS,
+                       check)
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -209,6 +210,15 @@ def test_we_measure_with_sentences_that_training_has_not():
     for ways in (TELL, CHANGE, ASK, LIST):
         train, choice, final = ({bare(way) for way in ways[kind]} for kind in ("train", "choice", "final"))
         assert not train & choice and not train & final and not choice & final
+
+
+@pytest.mark.parametrize("kind, wrong", [
+    ("tell", "I'm a teacher"), ("change", "my {thing} is {value}."), ("ask", "what is my {value}"),
+    ("ask", "where is the {thing}"), ("list", "tell me my {thing}")])
+def test_a_new_sentence_with_a_mistake_is_named(kind, wrong):
+    with pytest.raises(ValueError, match=f"in '{kind}' of sentences.json must have") as error:
+        check(kind, wrong)
+    assert wrong in str(error.value)
 
 
 def test_we_measure_with_facts_that_a_reader_understands(bare_tokenizer):

@@ -6,9 +6,32 @@ after that. Those of "final" are by a language model that saw none of the others
 twice in a list is drawn twice as often.
 """
 import json
+import re
 from pathlib import Path
 
-SENTENCES = json.loads(Path(__file__).with_name("sentences.json").read_text())
+# What every sentence of a kind has once
+BLANKS = {"tell": ["my {thing}", "{value}"], "change": ["my {thing}", "{value}"], "ask": ["my {thing}"],
+          "list": []}
+
+
+def check(kind, sentence):
+    """Raise ValueError if the sentence lacks one of its BLANKS, has others, or ends with a full stop."""
+    blanks = re.findall(r"my \{thing\}|\{.*?\}", sentence.replace("My {", "my {"))
+    if sorted(blanks) != BLANKS[kind] or sentence.endswith((".", "?", "!")):
+        raise ValueError(f"{sentence!r} in {kind!r} of sentences.json must have "
+                         f"{' and '.join(BLANKS[kind]) or 'no braces'}, and no . ? or ! at its end")
+
+
+def read_sentences():
+    """What sentences.json has, checked: kind -> set -> sentences."""
+    sentences = json.loads(Path(__file__).with_name("sentences.json").read_text())
+    for kind, sets in sentences.items():
+        for sentence in sum(sets.values(), []):
+            check(kind, sentence)
+    return sentences
+
+
+SENTENCES = read_sentences()
 TELL, CHANGE, ASK, LIST = (SENTENCES[kind] for kind in ("tell", "change", "ask", "list"))
 THINGS = ["name", "age", "home city", "job", "hobby", "pet", "car", "birthday", "language", "school",
           "lucky number", "shoe size", "best friend", "favourite colour", "favourite food", "favourite drink",
