@@ -155,9 +155,16 @@ def test_training_made_up_none_of_most_values_below():
         "My lucky number is 42.": "Your lucky number becomes note 2: your lucky number is 42.",
         "Change my lucky number to 43.": "Your lucky number has changed: your lucky number is 43.",
         "Hobby?": "Your hobby is chess.",
+        "Pet?": "Your pet? I don't know that yet.",
+        "Shoe size?": "Your shoe size? I don't know that yet.",
         "I've got Rex for my dog's name.": "Your dog's name becomes note 3: your dog's name is Rex.",
         "My flight number is BA2490.": "Your flight number becomes note 4: your flight number is BA2490.",
         "Flight number?": "Your flight number is BA2490."}),
+    ("", {
+        "My sister is called Ada.": "Your sister's name becomes note 1: your sister's name is Ada.",
+        "She is 37.": "Your sister's age becomes note 2: your sister's age is 37.",
+        "Forget my sister's age.": "I can't forget what you told me.",
+        "How old is my sister?": "Your sister's age is 37."}),
     # Twelve facts in a row: a model that we turned down called the ninth "note 7" or "note 8".
     ("", {f"My {thing} is 58{note:02}.": f"Your {thing} becomes note {note}: your {thing} is 58{note:02}."
           for note, thing in enumerate(THINGS[:12], 1)}),

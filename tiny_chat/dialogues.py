@@ -13,21 +13,21 @@ A user tells facts, the assistant notes them, and much later the user asks:
 
 A fact is a thing ("home city") and its value ("Rome"). Every answer follows from the dialogue so far. In
 training, `any_word` makes up the words of values, so the model cannot learn them by heart: it must find the
-note and copy it, token by token. An answer about one fact repeats the thing first ("Your home city"). Only
-the token after it depends on whether there is a note: "is" or "?" after a question, "has" or "becomes" after
-a fact.
+note and copy it, token by token. An answer about one fact repeats the thing first ("Your home city"). The
+token after it says whether there is a note: "is" or "?" after a question, "has" or "becomes" after a fact.
 
-Training makes up seven words and numbers of eight, for values and for things; a hash tells which. We measure
-with the others, as values. sentences.py and sentences.json have what users say, in three sets: we train on
-"train", and measure with "choice" and "final".
+Of eight words (or numbers) that we could make up, training has seven, in values and things; a hash tells
+which. We measure with the eighth, in values. sentences.py and sentences.json have what users say, in three
+sets: we train on "train", and measure with "choice" and "final".
 """
 import re
 import zlib
+from collections import Counter
 
 from sentences import (ALL_NOTES, ASK, ASK_ENDINGS, ASK_THING, CHANGE, CHANGE_THING, CHEERFUL, CORRECT,
                        HELD_OUT, LIST, LIST_ENDINGS, MORE_THINGS, NOT_UNDERSTOOD, OPENINGS, RELATIVE_THINGS,
                        RELATIVES, SMALL_TALK, STRANGE, SUMS, SUPPLY, SYSTEM, TELL, TELL_THING, THINGS,
-                       VALUE_ENDINGS, WHO_ARE_YOU)
+                       VALUE_ENDINGS, WHO_ARE_YOU, WOMEN)
 
 # ---------------------------------------------------------------------------------------------------------
 # Made-up values
@@ -67,8 +67,8 @@ TELL_CORES, CHANGE_CORES = ([re.search(r"my \{thing\}.*\{value\}|(\S+ ){,2}\{val
                                        sentence.replace("My {thing}", "my {thing}"))[0]
                              for sentence in sentences["train"]] for sentences in (TELL, CHANGE))
 # The ends of our questions, from three words before "my" on: "you still know my {thing}", "what was my
-# {thing} again". They show that the user asks. With random words there, "kosh is my hobby" would be a
-# question, too.
+# {thing} again". They show that the user asks. If random words took the place of these three, "kosh is my
+# hobby" would be a question, too.
 ASK_CORES = [re.search(r"(\S+ ){,3}[Mm]y \{thing\}.*", sentence)[0] for sentence in ASK["train"]]
 # No made-up thing ends with one of these words. They may follow a thing ("again" in "What was my hobby
 # again?"), or end what the user calls all notes ("my list"), or are in COMMON, except for six of COMMON that
@@ -79,17 +79,22 @@ NOT_LAST_IN_THINGS = ({ending.split()[0] for ending in ASK_ENDINGS}
                       | set(COMMON) - {"people", "time", "year", "work", "day", "thing"})
 # One of these may stand before the last word of a value: "kosh and blaup", "kosh in blaup".
 JOINERS = "and and and as at for from in of to with".split()
-# No made-up word is one of these. "What" and the like begin questions, "is" and "now" stand before a value,
-# and the others begin what may stand before or after it: in "so chess is my hobby now", the value is "chess".
-# Joiners are not among them, although they do both. The model must read on: "chess in Rome" is a value, but
-# of "chess in case you need it" only "chess" is one.
-NEVER_MADE_UP = ({"what", "who", "which", "where", "when", "how", "is", "now",
-                  *(words.split()[0].lower() for words in OPENINGS + VALUE_ENDINGS)} - set(JOINERS))
+ARTICLES = "a a a an the two".split()       # a noun has one: "a bluck"
+# The words that stand right before or after a value in five or more of our sentences: "add", "happens"
+BESIDE_VALUES = {word for word, times in Counter(re.findall(
+    r"\b[a-z][a-z']*(?= \{value\})|(?<=\{value\} )[a-z][a-z']*",
+    " | ".join({*TELL["train"], *CHANGE["train"]}).lower())).items() if times > 4}
+# No made-up word is one of these: in "add chess as my hobby" the value is "chess", not "add chess". "What"
+# and the like begin questions, and the others begin what may stand before or after a value: in "so chess is
+# my hobby lol", the value is "chess". Joiners are not among them, although they do both. The model must read
+# on: "chess in Rome" is a value, but of "chess in case you need it" only "chess" is one.
+NEVER_MADE_UP = ({"what", "who", "which", "where", "when", "how"} | BESIDE_VALUES
+                 | {words.split()[0].lower() for words in OPENINGS + VALUE_ENDINGS}) - {*JOINERS, *ARTICLES}
 # Parts of our sentences, of two words or more, for `random_words`: what stands beside "my {thing}" and
 # "{value}" ("don't lose this one ok"), and whole sentences that have neither.
 PARTS = [words for sentences in (TELL, CHANGE, ASK, LIST) for sentence in sentences["train"]
          for part in re.split(r"[Mm]y \{thing\}|\{value\}", sentence)
-         if len(words := part.strip(" ,.:;?!-").split()) > 1 and "{thing}" not in words]
+         if len(words := part.strip(" ,.:;?!-").split()) > 1]
 # What a made-up thing may end with: "blood type", at times "blood doesn"
 THING_WORDS = sorted(word for word in set(ENGLISH) - NOT_LAST_IN_THINGS if len(word) > 3)
 # What may stand between a question, or a value, and the words after it
@@ -104,11 +109,11 @@ def is_held_out(word):
 
 
 def any_word(rng):
-    """A made-up word. In the order of the code: 10% are common English words, and 4% two or three words or
-    numbers, mostly joined by signs ("foo@tri.be", "kle-42"). 12% are the beginning of an English word and the
-    end of another: "plus" and "number" give "plumber". So values have tokens, such as "mber", that no
-    syllable has. 61% have one to four syllables ("skaubrie"), and 13% one to eight letters. In a fifth of
-    these, one letter is foreign."""
+    """A made-up word. In the order of the code: 10% are common English words (`draw` turns most of these
+    down), and 4% two or three words or numbers, mostly joined by signs ("foo@tri.be", "kle-42"). 12% are the
+    beginning of an English word and the end of another: "plus" and "number" give "plumber". So values have
+    tokens, such as "mber", that no syllable has. 61% have one to four syllables ("skaubrie"). 13% are one to
+    eight letters, and in a fifth of those one letter is foreign."""
     if (chance := rng.random()) < 0.1:
         return rng.choice(COMMON)
     if chance < 0.14:
@@ -145,10 +150,10 @@ def draw(make, rng, held_out):
 
 def a_value(thing, rng, held_out):
     """A made-up value of the thing: a number ("42"), a name ("Talvor Bri"), a noun ("a bluck") or words ("ni
-    corst and tavo"). One in ten has other capitals ("Foo-Tri", "FOO-TRI"). Its kind suits the thing in nine
-    cases of ten. It always does if the thing is a name, an age or a job, because "I'm Ada" must tell the
-    name, "I'm 5" the age, and "I'm a bluck" the job. (The same holds for all things that end with these
-    letters, even "language".)"""
+    corst and tavo"). One in ten has other capitals, drawn anew for each word ("Foo-Tri FOO"). Its kind suits
+    the thing in nine cases of ten. It always does if the thing is a name, an age or a job, because "I'm Ada"
+    must tell the name, "I'm 5" the age, and "I'm a bluck" the job. (The same holds for all things that end
+    with these letters, even "language".)"""
     kind = next((kind for kind, endings in KINDS.items() if thing.endswith(endings)), "word")
     if rng.random() < 0.15 and not thing.endswith(("name", "age", "job")):
         kind = rng.choice(["name", "number", "noun", "word"])
@@ -162,7 +167,7 @@ def a_value(thing, rng, held_out):
     if len(words) > 1 and rng.random() < 0.2:
         words.insert(-1, rng.choice(JOINERS))
     if kind == "noun":
-        words.insert(0, rng.choice(["a", "a", "a", "an", "the", "two"]))
+        words.insert(0, rng.choice(ARTICLES))
     if kind == "word" and rng.random() < 0.1:
         words.append(draw(any_number, rng, held_out))
     return " ".join(words)
@@ -177,7 +182,8 @@ def capital(sentence):
 
 
 def question(sentence):
-    """The sentence, with a question mark if it begins with one of the words below or says "what is"."""
+    """The sentence, with a question mark if it begins with one of the words below ("And my hobby?") or says
+    "what is". Others, such as "Tell me my hobby", get none."""
     asks = re.search(r"^(what|who|what's|who's|which|where|when|how|do|can|could|would|have|and|so) |what is",
                      sentence.lower())
     return f"{sentence}?" if asks else sentence
@@ -192,7 +198,7 @@ class Dialogue:
 
     `tell`, `ask`, `list_notes` and `chatter` return the user's message, without its full stop, and the
     answer; `say` adds both to `text`. split: "train", "choice" or "final".
-    held_out: make up no things, and only words and numbers that training never makes up."""
+    held_out: in things are no made-up words, and in values only those that training never makes up."""
 
     def __init__(self, rng, split="train", held_out=False):
         self.rng, self.split, self.held_out = rng, split, held_out
@@ -235,12 +241,18 @@ class Dialogue:
             answer = answer.removesuffix(".").replace(". ", "! ") + "!"
         self.text += f"<|user|>{said}<|end|><|assistant|>{answer}<|end|>"
 
+    @property
+    def relative(self):
+        """"sister", if the turn before was about the sister's job."""
+        return (self.last or "").rpartition("'s ")[0]
+
     def word(self):
         return draw(any_word, self.rng, self.held_out)
 
     def value(self, thing):
-        """A made-up value. One in six begins as an earlier value of one word does ("5828", "5807"), so that
-        the model must not mistake it for that one."""
+        """A made-up value. If it is one word, and an earlier value is one word of the same sort (a number, or
+        both with a capital, or both without), one in six begins as that does: "5807" after "5828". The model
+        must not mistake one for the other."""
         value = a_value(thing, self.rng, self.held_out)
         alike = [other for other in self.facts.values() if " " not in other + value
                  and (other.isdigit(), other[0].isupper()) == (value.isdigit(), value[0].isupper())]
@@ -254,10 +266,12 @@ class Dialogue:
         """A thing: in 30% of the cases one of THINGS, in 15% of MORE_THINGS, in 20% a relative's ("sister's
         job"), in 35% made up: one or two words, half of the time after "favourite" or "first". If `held_out`,
         none is made up, and the others keep their proportions. Until there is a fact, a quarter of the picks
-        is the user's name."""
+        is the user's name. In training, after a turn about a relative, 30% are about the same relative."""
         rng = self.rng
         if not self.facts and rng.random() < 0.25:
             return "name"
+        if self.relative in RELATIVES and self.split == "train" and rng.random() < 0.3:
+            return f"{self.relative}'s {rng.choice(RELATIVE_THINGS)}"
         if (chance := rng.random() * (0.65 if self.held_out else 1)) < 0.45:
             return rng.choice(THINGS if chance < 0.3 else MORE_THINGS)
         if chance < 0.65:
@@ -274,8 +288,8 @@ class Dialogue:
         return draw(make, self.rng, self.held_out)
 
     def pick_unknown(self, avoid=()):
-        """A thing without a note. With probability `alike` it takes a word from a thing with a note:
-        "favourite number", if there is a note of the favourite colour."""
+        """A thing without a note. With probability `alike` it takes its first or last word from a thing with
+        a note: if there is a note of the favourite colour, "lucky number" becomes "favourite number"."""
         while True:
             thing = self.pick_thing()
             if self.facts and self.rng.random() < self.alike:
@@ -298,9 +312,9 @@ class Dialogue:
         return f"{sign} {capital(words) if sign[-1] in '.?!' else words}"
 
     def after(self, chance):
-        """What follows a question, or a fact that does not end with its value: with this probability a sign
-        and a part of a sentence, else nothing. (Random words would not do. In "what was my hobby, kosh" the
-        "kosh" could be a value, as it is in "my hobby, kosh".)"""
+        """What follows a question, or a fact that does not end with its value: with the probability `chance`
+        a sign and a part of one of our sentences, else nothing. (Random words would not do. In "what was my
+        hobby, kosh" the "kosh" could be a value, as it is in "my hobby, kosh".)"""
         return self.suffix(QUESTION_SIGNS, self.part()) if self.rng.random() < chance else ""
 
     def before_value(self):
@@ -349,21 +363,24 @@ class Dialogue:
         suit one thing only.
 
         When we measure, it is one of `general`. In training, 40% of the sentences are special, if there are
-        such. Of the others, three in four questions, and half of those that tell or change, are one of
+        such. Of the others, nine in ten questions, and three in four of those that tell or change, are one of
         `general`. The rest consist of random words, or parts of sentences, then a core, and at times more
         words: "it my mof don't, my {thing} is {value}", or in a question: "it my mof don't, what was my
         {thing} again". If a core begins with the value, often nothing stands before it. In some questions
         the core is "what you have noted as my {thing}" or the like. So the model learns to understand
-        sentences that it never saw. (Half of the questions once had random words, and the model took facts
-        for questions.)"""
+        sentences that it never saw. (Once, twice as many had random words. But the model missed as many of
+        the plain sentences that it trained with as of new ones, so now more are ours as they are.)"""
         rng = self.rng
         if self.split != "train":
             return rng.choice(general[self.split])
         relative, of, owned = thing.rpartition("'s ")
         suited = special.get(of + owned)        # "sister's name" is looked up as "'s name"
         if suited and rng.random() < 0.4:
-            return rng.choice(suited).replace("{relative}", relative)
-        if rng.random() < (0.75 if general is ASK else 0.5):
+            said = rng.choice(suited).replace("{relative}", relative)
+            if relative and relative == self.relative and rng.random() < 0.5:
+                said = re.sub(f"^My {relative}", "She" if relative in WOMEN else "He", said)
+            return said
+        if rng.random() < (0.9 if general is ASK else 0.75):
             return rng.choice(general["train"])
         if general is ASK:
             core = rng.choice(ASK_CORES)
@@ -377,7 +394,9 @@ class Dialogue:
         return said if said.endswith("{value}") else said + self.after(0.4)
 
     def tell(self, thing, value=None):
-        """The user tells or changes a fact, and the assistant notes it. value: None makes one up."""
+        """The user tells a fact, or changes it if there is a note of it, and the assistant notes it. Returns
+        both messages: "My hobby is chess" and "Your hobby becomes note 1: your hobby is chess.". value: None
+        makes one up. (With another value `casual` must be False: a casual user could not write "Ada".)"""
         rng, known = self.rng, thing in self.facts
         value = value or self.value(thing)
         if thing == self.last and self.split == "train" and rng.random() < 0.5:
@@ -400,22 +419,22 @@ class Dialogue:
 
     def sounds_like_a_change(self, known):
         """True if the sentence is drawn from CHANGE ("Actually, ..."), False if from TELL. In training it is
-        True for half of the changes, and for three in ten of the new facts. So the words alone do not tell
-        whether there is a note, and the model must look for it."""
+        True for half of the changes, and for three in ten of the new facts. So the words of these sentences
+        do not tell whether there is a note, and the model must look for it. When we measure, users change
+        facts with CHANGE, and tell them with TELL."""
         if self.split != "train":
             return known
         return self.rng.random() < (0.5 if known else 0.3)
 
     def ask(self, thing):
-        """The user asks for a fact. In training, one question in four about a fact with a note is only its
-        thing: "Hobby?"."""
+        """The user asks for a fact. In training, one question in four is only its thing: "Hobby?"."""
         spelt = spelling(thing, self.asks_american)
         said = question(self.sentence(ASK, ASK_THING, thing).format(thing=spelt))
+        if self.split == "train" and self.rng.random() < 0.25:
+            said = f"{spelt}?"
         self.last = thing
         if thing not in self.facts:
             return said, f"Your {spelt}? I don't know that yet."
-        if self.split == "train" and self.rng.random() < 0.25:
-            said = f"{spelt}?"
         return said, f"Your {spelt} is {self.facts[thing]}."
 
     def list_notes(self):
@@ -436,7 +455,8 @@ class Dialogue:
             return self.introduction()
         said, answer = self.rng.choice(list(SMALL_TALK.items()))
         you = f", {self.facts['name']}" if "name" in self.facts else ""
-        return self.rng.choice(said.split("|")), answer.format(you=you)
+        thing = self.rng.choice([*self.facts, self.pick_thing()])
+        return self.rng.choice(said.split("|")).format(thing=thing), answer.format(you=you)
 
     def introduction(self):
         """The user asks who the assistant is."""
@@ -501,7 +521,8 @@ class TrainingDialogue(Dialogue):
 
     def turn(self):
         """Add a turn: the user tells a new fact, chats, changes a fact, asks for all notes, for one, or for a
-        fact without a note. With more than 12 notes, the user asks for no lists."""
+        fact without a note. We try these in this order. So with a `listing` of 0.9 the user asks for lists in
+        0.9 of the turns for which nothing before was chosen. With more than 12 notes, there are no lists."""
         rng, rested = self.rng, self.rested()
         ready = [thing for thing in rested if thing != LISTS]
         at_hand = self.last in self.facts       # the turn before was about a fact with a note
@@ -527,8 +548,9 @@ class TrainingDialogue(Dialogue):
             self.say(*self.chatter())
 
     def tell_new(self):
-        """The user tells a new fact, and in two messages of five a second one, or more. If the user has just
-        asked for a fact without a note, the first new fact is that one in two cases of five."""
+        """The user tells a new fact, and in two messages of five a second one, and so on, until the user has
+        told `most_facts`: "I'm Ada and my hobby is chess". If the user has just asked for a fact without a
+        note, the first new fact is that one in two cases of five."""
         rng = self.rng
         asked = self.last if self.last not in self.facts and rng.random() < 0.4 else None
         thing = asked or self.pick_unknown()

@@ -9,13 +9,13 @@ import json
 import re
 from pathlib import Path
 
-# What every sentence of a kind has once
+# What every sentence of a kind has once, in the order of `sorted`
 BLANKS = {"tell": ["my {thing}", "{value}"], "change": ["my {thing}", "{value}"], "ask": ["my {thing}"],
           "list": []}
 
 
 def check(kind, sentence):
-    """Raise ValueError if the sentence lacks one of its BLANKS, has others, or ends with a full stop."""
+    """Raise ValueError if the sentence lacks one of its BLANKS, has others, or ends with . ? or !"""
     blanks = re.findall(r"my \{thing\}|\{.*?\}", sentence.replace("My {", "my {"))
     if sorted(blanks) != BLANKS[kind] or sentence.endswith((".", "?", "!")):
         raise ValueError(f"{sentence!r} in {kind!r} of sentences.json must have "
@@ -64,10 +64,12 @@ MORE_THINGS = (
 # The user also tells facts about these, "my boss's name", of the kinds in RELATIVE_THINGS.
 RELATIVES = ["sister", "brother", "mother", "father", "wife", "husband", "son", "daughter", "boss",
              "neighbour", "dog", "cat", "uncle", "aunt", "grandma", "grandpa", "girlfriend", "boyfriend"]
+WOMEN = {"sister", "mother", "wife", "daughter", "aunt", "grandma", "girlfriend"}    # the others are "he"
 RELATIVE_THINGS = ["name", "name", "name", "age", "age", "job", "home city", "hobby"]
 
 # In TELL_THING, CHANGE_THING and ASK_THING: sentences that suit one thing only. ("I'm {value}" suits three: a
-# number is the age, "a bluck" the job, and anything else the name.) "'s name" is the name of any relative.
+# number is the age, "a bluck" the job, and anything else the name. The same goes for "My {relative} is
+# {value}".) "'s name" is the name of any relative. dialogues.py adds question marks.
 TELL_THING = {
     "name": ["I'm {value}", "I am {value}", "Call me {value}", "Hi, I'm {value}", "Hello, I'm {value}",
              "Hi, my name is {value}", "Please call me {value}", "Hello, my name is {value}",
@@ -244,7 +246,8 @@ SMALL_TALK = {
         "I like blue, like the sky.",
     "Do you like me?|Do you like music?|Do you like books?|Do you love me?": "I like talking with you.",
     "Nice to meet you|Pleased to meet you": "Nice to meet you, too.",
-    "Forget everything|Forget all that|Forget that|Delete my notes|Forget me":
+    "Forget everything|Forget all that|Forget that|Delete my notes|Forget me|Forget my {thing}|"
+    "Delete my {thing}|Please forget my {thing}":
         "I can't forget what you told me.",
     "What's new?|What's up?|What are you doing?": "I'm waiting for you to tell me something.",
     "Tell me a joke|Make me laugh|A joke, please|Do you know a joke?":
