@@ -363,13 +363,14 @@ class Dialogue:
         suit one thing only.
 
         When we measure, it is one of `general`. In training, 40% of the sentences are special, if there are
-        such. Of the others, nine in ten questions, and three in four of those that tell or change, are one of
-        `general`. The rest consist of random words, or parts of sentences, then a core, and at times more
-        words: "it my mof don't, my {thing} is {value}", or in a question: "it my mof don't, what was my
-        {thing} again". If a core begins with the value, often nothing stands before it. In some questions
-        the core is "what you have noted as my {thing}" or the like. So the model learns to understand
-        sentences that it never saw. (Once, twice as many had random words. But the model missed as many of
-        the plain sentences that it trained with as of new ones, so now more are ours as they are.)"""
+        such. (After a turn about the sister, half of these say "She" instead of "My sister".) Of the others,
+        nine in ten questions, and three in four of those that tell or change, are one of `general`. The rest
+        consist of random words, or parts of sentences, then a core, and at times more words: "it my mof
+        don't, my {thing} is {value}", or in a question: "it my mof don't, what was my {thing} again". If a
+        core begins with the value, often nothing stands before it. In some questions the core is "what you
+        have noted as my {thing}" or the like. So the model learns to understand sentences that it never saw.
+        (Once, twice as many had random words. But the model missed as many of the plain sentences that it
+        trained with as of new ones, so now more are ours as they are.)"""
         rng = self.rng
         if self.split != "train":
             return rng.choice(general[self.split])
@@ -455,7 +456,7 @@ class Dialogue:
             return self.introduction()
         said, answer = self.rng.choice(list(SMALL_TALK.items()))
         you = f", {self.facts['name']}" if "name" in self.facts else ""
-        thing = self.rng.choice([*self.facts, self.pick_thing()])
+        thing = self.rng.choice([*self.facts, self.pick_thing()])       # for "Forget my {thing}"
         return self.rng.choice(said.split("|")).format(thing=thing), answer.format(you=you)
 
     def introduction(self):

@@ -224,8 +224,8 @@ LIST_ENDINGS = ["again", "now", "for me", "please", "with me", "to me", "so far"
                 "one by one", "as a list", "if you can", "real quick", "pls", "thanks", "at once"]
 WHO_ARE_YOU = ["Who are you?", "What are you?", "What is your name?", "What's your name?", "Are you a bot?",
                "Introduce yourself"]
-# The user's sentences, separated by |, and the answer to all of them. {you} becomes ", Ada" if the assistant
-# has noted that the user's name is Ada.
+# The user's sentences, separated by |, and the answer to all of them. {thing} becomes a thing, with a note or
+# without, and {you} becomes ", Ada" if the assistant has noted that the user's name is Ada.
 SMALL_TALK = {
     "Thanks|Thank you|Thanks a lot|Thank you very much|Great, thanks|Cheers": "You're welcome{you}.",
     "Bye|Goodbye|See you|See you later|Bye bye|Good night|See you tomorrow": "Goodbye{you}.",
@@ -247,8 +247,7 @@ SMALL_TALK = {
     "Do you like me?|Do you like music?|Do you like books?|Do you love me?": "I like talking with you.",
     "Nice to meet you|Pleased to meet you": "Nice to meet you, too.",
     "Forget everything|Forget all that|Forget that|Delete my notes|Forget me|Forget my {thing}|"
-    "Delete my {thing}|Please forget my {thing}":
-        "I can't forget what you told me.",
+    "Delete my {thing}|Please forget my {thing}": "I can't forget what you told me.",
     "What's new?|What's up?|What are you doing?": "I'm waiting for you to tell me something.",
     "Tell me a joke|Make me laugh|A joke, please|Do you know a joke?":
         "Why did the token cross the bus? To get to the other cache.",
