@@ -160,6 +160,7 @@ def test_training_made_up_none_of_most_values_below():
         "I've got Rex for my dog's name.": "Your dog's name becomes note 3: your dog's name is Rex.",
         "My flight number is BA2490.": "Your flight number becomes note 4: your flight number is BA2490.",
         "Flight number?": "Your flight number is BA2490."}),
+    # "She" is the relative of the turn before: an earlier model noted "your sister's name is 30".
     ("", {
         "My sister is called Ada.": "Your sister's name becomes note 1: your sister's name is Ada.",
         "She is 37.": "Your sister's age becomes note 2: your sister's age is 37.",

@@ -86,8 +86,8 @@ BESIDE_VALUES = {word for word, times in Counter(re.findall(
     " | ".join({*TELL["train"], *CHANGE["train"]}).lower())).items() if times > 4}
 # No made-up word is one of these: in "add chess as my hobby" the value is "chess", not "add chess". "What"
 # and the like begin questions, and the others begin what may stand before or after a value: in "so chess is
-# my hobby lol", the value is "chess". Joiners are not among them, although they do both. The model must read
-# on: "chess in Rome" is a value, but of "chess in case you need it" only "chess" is one.
+# my hobby lol", the value is "chess". Articles and joiners are not among them, although they stand there,
+# too. So the model must read on: "chess in Rome" is a value, but of "chess in case you need it" only "chess".
 NEVER_MADE_UP = ({"what", "who", "which", "where", "when", "how"} | BESIDE_VALUES
                  | {words.split()[0].lower() for words in OPENINGS + VALUE_ENDINGS}) - {*JOINERS, *ARTICLES}
 # Parts of our sentences, of two words or more, for `random_words`: what stands beside "my {thing}" and
