@@ -1,9 +1,10 @@
 """What users say, and the answers to small talk: the words that dialogues.py fills in and puts in order.
 
 sentences.json has most of the sentences with which users tell or change a fact, ask for one, or ask for all
-notes, in three sets: we train on "train", measured with "choice" while we chose the recipe, and with "final"
-after that. Those of "final" are by a language model that saw none of the others. In both files, what stands
-twice in a list is drawn twice as often.
+notes. We train on "plain", which very many people would say, and "odd", which few would: a plain one is drawn
+three times as often. We measured with "choice" while we chose the recipe, and with "final" after that. Those
+of "final" are by a language model that saw none of the others. What stands twice in a list in this file is
+drawn twice as often.
 """
 import json
 import re
@@ -23,11 +24,13 @@ def check(kind, sentence):
 
 
 def read_sentences():
-    """What sentences.json has, checked: kind -> set -> sentences."""
+    """What sentences.json has, checked: kind -> "train", "choice" or "final" -> sentences. Those to train on
+    are the plain ones, three times each, and the odd ones."""
     sentences = json.loads(Path(__file__).with_name("sentences.json").read_text())
     for kind, sets in sentences.items():
         for sentence in sum(sets.values(), []):
             check(kind, sentence)
+        sets["train"] = 3 * sets.pop("plain") + sets.pop("odd")
     return sentences
 
 
