@@ -1,10 +1,11 @@
 """What users say, and the answers to small talk: the words that dialogues.py fills in and puts in order.
 
 sentences.json has most of the sentences with which users tell or change a fact, ask for one, or ask for all
-notes. We train on "plain", which very many people would say, and "odd", which few would: a plain one is drawn
-three times as often. We measured with "choice" while we chose the recipe, and with "final" after that. Those
-of "final" are by a language model that saw none of the others. What stands twice in a list in this file is
-drawn twice as often.
+notes. For each of these kinds it has four lists. We train on "plain", which very many people would say, and
+on "odd", which few would. Training draws a plain sentence three times as often as an odd one. We measured
+with "choice" while we chose the recipe, and with "final" after that. Those of "final" are by a language model
+that saw none of the others. Some lists below have an entry twice, so that dialogues.py draws it twice as
+often.
 """
 import json
 import re
@@ -24,8 +25,8 @@ def check(kind, sentence):
 
 
 def read_sentences():
-    """What sentences.json has, checked: kind -> "train", "choice" or "final" -> sentences. Those to train on
-    are the plain ones, three times each, and the odd ones."""
+    """Read and check sentences.json. Returns: kind -> "train", "choice" or "final" -> sentences. "train" has
+    the plain sentences three times, and the odd ones once."""
     sentences = json.loads(Path(__file__).with_name("sentences.json").read_text())
     for kind, sets in sentences.items():
         for sentence in sum(sets.values(), []):
