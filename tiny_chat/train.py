@@ -42,9 +42,9 @@ LONGEST = 5120      # tokens of the longest dialogue: above CONTEXT, so that dis
 # Phases: (steps, about how many tokens a step takes, lengths of a dialogue in tokens). All dialogues of a
 # step have one length; the lengths take turns.
 MIXED = [512, 1024, 512, 2048, 1024, LONGEST]
-PHASES = [(1600, 4096, [256]), (7800, 8192, [512, 512, 1024]), (2600, 8192, MIXED)]
-TUNING = [(6000, 8192, [512, 512, 1024, 512, 2048, 512, 1024, LONGEST])]    # of --tune
-PEAKS = 0.02, 0.003                 # highest learning rates of Muon and AdamW
+PHASES = [(1600, 4096, [256]), (5900, 8192, [512, 512, 1024]), (2100, 8192, MIXED)]
+TUNING = [(4000, 8192, [512, 1024, 2048, LONGEST])]    # of --tune
+PEAKS = 0.01, 0.003                 # highest learning rates of Muon and AdamW
 WARM_UP, COOL_DOWN = 100, 0.35      # steps; the share of all steps in which the learning rate falls
 SAVE_EVERY = 200                    # steps
 VOCABULARY = 512
@@ -146,14 +146,20 @@ def new_model():
     AttentionInterface.register("in blocks", attend_in_blocks)
     AttentionInterface.register("on a GPU", attend_on_gpu)
     model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=5, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=256, max_position_embeddings=CONTEXT,
+        vocab_size=VOCABULARY, hidden_size=256, num_hidden_layers=6, num_attention_heads=8,
+        num_key_value_heads=2, intermediate_size=512, max_position_embeddings=CONTEXT,
         rope_parameters={"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0,
                          "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                          "original_max_position_embeddings": 1024},
         tie_word_embeddings=True, bos_token_id=None, pad_token_id=None, eos_token_id=VOCABULARY - 1))
     model.set_attn_implementation("in blocks")
     return model
+
+
+def has_bfloat16(device):
+    """Does the device have instructions for bfloat16? Without them a CPU is 100 times faster in float32."""
+    abilities = getattr(torch.cpu, "get_capabilities", dict)()      # older versions of torch cannot say
+    return device.type == "cuda" or abilities.get("avx512_bf16", False)
 
 
 def orthogonal(matrices):
@@ -177,7 +183,7 @@ class Muon(torch.optim.Optimizer):
 
     Matrices with more rows than columns take larger steps. We compute those of one shape together, because a
     GPU is faster at few large operations than at many small ones. We do not use torch.optim.Muon: it computes
-    in bfloat16, and on a CPU without instructions for that, it takes 100 times as long as float32."""
+    in bfloat16 even where that is slow."""
 
     def __init__(self, matrices, lr, momentum=0.95, weight_decay=0.01):
         of_shape = {}
@@ -196,7 +202,8 @@ class Muon(torch.optim.Optimizer):
                 state["smoothed"] = torch.zeros_like(grads)
             smoothed = state["smoothed"]        # mean of all gradients; the older, the less they count
             smoothed.lerp_(grads, 1 - group["momentum"])
-            updates = orthogonal(grads.lerp(smoothed, group["momentum"]))
+            ahead = grads.lerp(smoothed, group["momentum"])
+            updates = orthogonal(ahead.bfloat16() if has_bfloat16(ahead.device) else ahead)
             for matrix, update in zip(matrices, updates):
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
                 matrix.add_(update, alpha=-group["lr"] * max(1, R / C) ** 0.5)
@@ -240,9 +247,7 @@ def average(tensors):
 
 def logits_of(model, ids, positions, wanted):
     """The logits [N, V] after each of the N tokens of ids [B, length] where `wanted` [B, length] is true."""
-    abilities = getattr(torch.cpu, "get_capabilities", dict)()      # older versions of torch cannot say
-    fast = ids.is_cuda or abilities.get("avx512_bf16", False)       # other CPUs train in float32
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=fast):
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=has_bfloat16(ids.device)):
         states = model.model(ids, position_ids=positions, use_cache=False).last_hidden_state
     return model.lm_head(states[wanted])
 
