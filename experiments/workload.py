@@ -128,9 +128,9 @@ def under_way(conversations: Iterable[PlannedConversation], begin: float) -> Ite
 # ---- synthetic conversations
 
 def many_turns(limit: int, rate: float, think: Callable, seed: int) -> list[PlannedConversation]:
-    """10 users who come at random times and stay for about 12 turns of some 250 tokens.
+    """10 users who come at random times and stay for about 11 turns of some 270 tokens.
 
-    At 60 turns per second all come within some 2 s. Their contexts grow to some 3,000 tokens.
+    At 60 turns per second all come within some 3 s. Their contexts grow to some 2,900 tokens on average.
     limit: the longest context, in tokens. rate, think: see `with_arrivals`.
     """
     rng = np.random.default_rng(seed)

@@ -113,8 +113,8 @@ def attend_in_blocks(module, query, key, value, attention_mask, scaling, **_):
     We ignore attention_mask: each token sees all before it, also across a gap in the positions. query [B, H,
     length, D]; key, value [B, G, length, D]: each of the G serves H / G heads of query. Returns [B, length,
     H, D], and None for the weights. We compute in value's type: during training bfloat16, if the CPU has
-    instructions for it. On such a CPU, compared with float32 and torch's own attention, a step took half the
-    time with dialogues of 512 tokens, and two thirds with 5,120."""
+    instructions for it. On such a CPU, compared with float32 and torch's own attention, a step of a
+    narrower model took half the time with dialogues of 512 tokens, and two thirds with 5,120."""
     B, H, length, D = query.shape
     G, block = key.shape[1], max(128, length // 20)
     query = (query * scaling).to(value.dtype).reshape(B * G, H // G, length, D)
@@ -157,7 +157,8 @@ def new_model():
 
 
 def has_bfloat16(device):
-    """Does the device have instructions for bfloat16? Without them a CPU is 100 times faster in float32."""
+    """Does the device have instructions for bfloat16? A CPU without them takes 100 times as long as
+    in float32."""
     abilities = getattr(torch.cpu, "get_capabilities", dict)()      # older versions of torch cannot say
     return device.type == "cuda" or abilities.get("avx512_bf16", False)
 
@@ -428,8 +429,8 @@ def evaluate(directory, split, samples=200):
 def keep_freed_memory():
     """Let glibc's malloc keep all freed memory for later tensors. By default it takes each large block from
     Linux and returns it, with a system call each, and Linux fills every page with zeros. On a CPU without
-    bfloat16 instructions, a step with a dialogue of 5,120 tokens took 4.4 s by default, and takes 3.3 s
-    with this."""
+    bfloat16 instructions, a narrower model's step with a dialogue of 5,120 tokens took 4.4 s by default, and
+    3.3 s with this."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(-4, 0)                 # M_MMAP_MAX: no block comes from a call of its own
