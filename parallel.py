@@ -265,7 +265,7 @@ def open_worker(config, directory: Path | None, profiles: bool) -> Worker:
         return load_worker(config, directory)
     if ranks.rank:
         follow_engine(ranks)
-        sys.exit(0)
+        leave()
     if ranks.watchers:
         raise ValueError("several processes have one engine at a time: close the other one first")
     ranks.agree((config, profiles))
@@ -282,13 +282,20 @@ def follow_engine(ranks: Ranks):
     try:
         config, profiles = ranks.agree()
     except RuntimeError:
-        sys.exit(0)                             # rank 0 has ended without another engine
+        leave()                                 # rank 0 has ended without another engine
     directory = None if config.random_weights else find_checkpoint(config.model)
     worker = load_worker(config, directory, ranks, partial(Follower, ranks))
     ranks.watch()
     if profiles:
         worker.profile()
     worker.follow()
+
+
+def leave():
+    """End this follower. We leave the group first: else gloo's threads may still hold tensors while Python
+    shuts down, and then the process aborts (pytorch/pytorch#190489)."""
+    dist.destroy_process_group()
+    sys.exit(0)
 
 
 def follow_every_engine():
