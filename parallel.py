@@ -31,6 +31,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -258,8 +259,10 @@ class Follower(RankWorker):
 
 
 def open_worker(config, directory: Path | None, profiles: bool) -> Worker:
-    """The worker of an engine with this config.Config. Under torchrun this returns on rank 0 only.
-    profiles: will the engine call profile() at once? The others must take part."""
+    """Load the worker of an engine with this config.Config. Under torchrun only rank 0 returns from here: any
+    other rank follows this one engine until rank 0 closes it, and then ends its process. A program that opens
+    several engines calls follow_every_engine first. profiles: the engine will call profile() at once, so the
+    followers call it, too."""
     ranks = join_ranks()
     if not ranks:
         return load_worker(config, directory)
@@ -267,7 +270,7 @@ def open_worker(config, directory: Path | None, profiles: bool) -> Worker:
         follow_engine(ranks)
         leave()
     if ranks.watchers:
-        raise ValueError("several processes have one engine at a time: close the other one first")
+        raise ValueError("these processes can have only one open engine at a time: close the open one first")
     ranks.agree((config, profiles))
     worker = load_worker(config, directory, ranks, partial(Leader, ranks))
     ranks.watch()
@@ -275,8 +278,8 @@ def open_worker(config, directory: Path | None, profiles: bool) -> Worker:
 
 
 def follow_engine(ranks: Ranks):
-    """Take part in the next engine that rank 0 opens, until it is closed. Ctrl-C and SIGTERM are rank 0's
-    business: it may have turns to finish."""
+    """Follow the next engine that rank 0 opens, and return when rank 0 closes it. If rank 0 ends without
+    opening one, end this process. A follower ignores Ctrl-C and SIGTERM: rank 0 may have turns to finish."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -291,16 +294,17 @@ def follow_engine(ranks: Ranks):
     worker.follow()
 
 
-def leave():
-    """End this follower. We leave the group first: else gloo's threads may still hold tensors while Python
-    shuts down, and then the process aborts (pytorch/pytorch#190489)."""
+def leave() -> NoReturn:
+    """End this follower's process. It leaves the group first: else gloo's threads may still hold tensors
+    while Python shuts down, and then the process aborts (pytorch/pytorch#190489)."""
     dist.destroy_process_group()
     sys.exit(0)
 
 
 def follow_every_engine():
-    """For programs that open several engines, one after another: on ranks other than 0 this follows all of
-    them, and does not return. On rank 0 it only joins the others; without torchrun it does nothing."""
+    """A program that opens several engines, one after another, calls this first. A rank other than 0 follows
+    them all, and ends its process when rank 0 ends. Rank 0 joins the others and goes on. Without torchrun
+    this does nothing."""
     ranks = join_ranks()
     while ranks and ranks.rank:
         follow_engine(ranks)

@@ -8,9 +8,9 @@ learn the sentences that you have added to its sentences.json: this script takes
 
     torchrun --nproc-per-node 2 tiny_chat/train.py --directory my_chat      # on two cores, or two GPUs
     torchrun --nproc-per-node 1 tiny_chat/train.py --directory my_chat      # on one GPU
-    torchrun --nproc-per-node 2 my_chat/train.py --tune                     # train a copy's weights further
+    torchrun --nproc-per-node 2 my_sentences/train.py --tune                # train a copy's weights further
     python tiny_chat/train.py --evaluate choice             # measure: sentences for choosing a recipe
-    python tiny_chat/train.py --evaluate final              # measure: sentences kept for the end
+    python tiny_chat/train.py --evaluate final              # measure: sentences kept back
 
 All processes train one model: each computes the gradients of its own dialogues, and all take a step along
 their mean. Training saves its state in training.pt every 200 steps, and continues from there when it is
