@@ -45,9 +45,8 @@ def test_a_program_needs_no_branch(tmp_path):
     assert started.returncode == 0, errors
     assert sorted(line.split()[:2] for line in lines if line.startswith("process")) == [
         ["process", "0"], ["process", "1"]]
-    assert [line.split()[0] for line in lines if line.startswith(("told", "closed"))] == [
-        "told", "told", "closed"]
-    assert "follower still joined: False" in lines
+    lines.remove("follower still joined: False")
+    assert [line.split()[0] for line in lines if "process" not in line] == ["told", "told", "closed"]
 
 
 def test_kill_9_of_one_rank_ends_all_and_loses_nothing(tmp_path):
