@@ -19,4 +19,4 @@ for number in range(int(turns)):
     reply = sessions.chat("Hi", f"c{number}", max_tokens=50, ignore_eos=True)
     print("told", reply.token_ids, flush=True)
 sessions.close()
-print("closed", flush=True)
+sys.stdout.write("closed\n")
