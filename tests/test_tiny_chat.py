@@ -284,6 +284,17 @@ def test_some_values_begin_alike():
     assert sum(chat.value("shoe size").startswith("58") for _ in range(300)) > 15
 
 
+def test_some_users_name_the_old_value_too():
+    """After "My lucky number isn't 7, it's 77" a model that had hardly met such sentences noted 7."""
+    rng, both = random.Random(7), 0
+    for _ in range(300):
+        chat = Dialogue(rng)
+        chat.facts = {"lucky number": "5828"}
+        said, note = chat.tell("lucky number")
+        both += "5828" in said and "5828" not in note
+    assert both > 15
+
+
 def test_long_dialogues_ask_for_what_was_told():
     """Once two of three questions were about things without a note. After such training, one fact in seven
     was answered with "I don't know that yet" 2,500 tokens later."""

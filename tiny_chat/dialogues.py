@@ -24,10 +24,10 @@ import re
 import zlib
 from collections import Counter
 
-from sentences import (ALL_NOTES, ASK, ASK_ENDINGS, ASK_THING, CHANGE, CHANGE_THING, CHEERFUL, CORRECT,
-                       HELD_OUT, LIST, LIST_ENDINGS, MORE_THINGS, NOT_UNDERSTOOD, OPENINGS, RELATIVE_THINGS,
-                       RELATIVES, SMALL_TALK, STRANGE, SUMS, SUPPLY, SYSTEM, TELL, TELL_THING, THINGS,
-                       VALUE_ENDINGS, WHO_ARE_YOU, WOMEN)
+from sentences import (ALL_NOTES, ASK, ASK_ENDINGS, ASK_THING, CHANGE, CHANGE_THING, CHEERFUL, CONTRAST,
+                       CORRECT, HELD_OUT, LIST, LIST_ENDINGS, MORE_THINGS, NOT_UNDERSTOOD, OPENINGS,
+                       RELATIVE_THINGS, RELATIVES, SMALL_TALK, STRANGE, SUMS, SUPPLY, SYSTEM, TELL,
+                       TELL_THING, THINGS, VALUE_ENDINGS, WHO_ARE_YOU, WOMEN)
 
 # ---------------------------------------------------------------------------------------------------------
 # Made-up values
@@ -398,10 +398,13 @@ class Dialogue:
         """The user tells a fact, or changes it if there is a note of it, and the assistant notes it. Returns
         both messages: "My hobby is chess" and "Your hobby becomes note 1: your hobby is chess.". value: None
         makes one up. (With another value `casual` must be False: a casual user could not write "Ada".)"""
-        rng, known = self.rng, thing in self.facts
+        rng, old = self.rng, self.facts.get(thing)
+        known = old is not None
         value = value or self.value(thing)
         if thing == self.last and self.split == "train" and rng.random() < 0.5:
             sentence = rng.choice(CORRECT if known else SUPPLY)
+        elif known and self.split == "train" and rng.random() < 0.1:
+            sentence = rng.choice(CONTRAST)
         elif self.sounds_like_a_change(known):
             sentence = self.sentence(CHANGE, CHANGE_THING, thing)
         else:
@@ -416,7 +419,8 @@ class Dialogue:
         self.facts[thing], self.last = value, thing
         note = f"has changed{again}" if known else f"becomes note {len(self.facts)}"
         spelt = spelling(thing, self.tells_american)
-        return sentence.format(thing=spelt, value=value), f"Your {spelt} {note}: your {spelt} is {value}."
+        return (sentence.format(thing=spelt, value=value, old=old),
+                f"Your {spelt} {note}: your {spelt} is {value}.")
 
     def sounds_like_a_change(self, known):
         """True if the sentence is drawn from CHANGE ("Actually, ..."), False if from TELL. In training it is

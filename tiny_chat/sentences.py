@@ -86,7 +86,8 @@ TELL_THING = {
             "I am {value}", "I'm {value} by profession"],
     "hobby": ["I like {value}", "In my free time I do {value}", "I love {value}", "I enjoy {value}",
               "I'm into {value}", "I do {value} in my free time"],
-    "pet": ["I have {value} as a pet", "I have a pet, {value}", "I have {value} at home"],
+    "pet": ["I have {value} as a pet", "I have a pet, {value}", "I have {value} at home",
+            "I've got {value} as a pet"],
     "car": ["I drive {value}", "I bought {value}"],
     "birthday": ["I was born on {value}", "I have my birthday on {value}"],
     "language": ["I speak {value}"],
@@ -103,7 +104,8 @@ TELL_THING = {
     "weight": ["I weigh {value}"],
     "'s name": ["My {relative} is called {value}", "{value} is my {relative}",
                 "I have a {relative} called {value}", "My {relative} is {value}",
-                "I have a {relative} named {value}", "I have a {relative}, {value}"],
+                "I have a {relative} named {value}", "I have a {relative}, {value}",
+                "I've got a {relative} called {value}", "I've got a {relative} named {value}"],
     "'s age": ["My {relative} is {value} years old", "My {relative} turned {value}",
                "My {relative} is {value}"],
     "'s home city": ["My {relative} lives in {value}", "My {relative} comes from {value}",
@@ -130,6 +132,11 @@ CORRECT = ["No, it's {value}", "Sorry, I meant {value}", "I meant {value}", "No,
            "No, she is {value}", "No, he's {value}"]
 SUPPLY = ["It's {value}", "It is {value}", "That's {value}", "Well, it's {value}", "Oh, it is {value}",
           "She is {value}", "She's {value}", "He is {value}", "He's {value}"]
+# In these the user names the old value, too.
+CONTRAST = ["My {thing} isn't {old}, it's {value}", "My {thing} is not {old}, it is {value}",
+            "My {thing} isn't {old} but {value}", "My {thing} is {value}, not {old}",
+            "It's {value} and not {old}, my {thing}", "Not {old}, my {thing} is {value}",
+            "My {thing} was {old}, now it's {value}", "I said my {thing} is {old}, but it's {value}"]
 # What may follow the thing in a question: "What is my hobby again?"
 ASK_ENDINGS = ["is", "is", "is", "was", "was", "was", "again", "now", "for me", "please", "once more",
                "at all", "with me", "in your notes", "on record", "noted down", "by any chance",
@@ -187,6 +194,7 @@ ASK_THING = {
     "school": ["Where do I study", "Where do I go to school"],
     "pet": ["Which pet do I have", "What pet do I have"],
     "best friend": ["Who is my best friend"],
+    "favourite colour": ["What colour do I like", "Which colour do I like", "What colour do I like best"],
     "favourite food": ["What do I love to eat", "What do I like to eat"],
     "favourite drink": ["What do I love to drink", "What do I like to drink"],
     "allergy": ["What am I allergic to"],
