@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 TINY_CHAT = Path(__file__).resolve().parent.parent / "tiny_chat"
 sys.path.append(str(TINY_CHAT))                 # as its scripts find each other
 import train
-from dialogues import (COMMON, JOINERS, NEVER_MADE_UP, NOT_LAST_IN_THINGS, Dialogue, a_value, dialogue,
-                       is_held_out, question, spelling)
-from sentences import (ASK, CHANGE, LIST, MORE_THINGS, REAL_VALUES, RELATIVE_THINGS, RELATIVES, TELL, THINGS,
-                       check)
+from dialogues import (ARTICLES, COMMON, JOINERS, NEVER_MADE_UP, NOT_LAST_IN_THINGS, Dialogue,
+                       TrainingDialogue, a_value, dialogue, is_held_out, question, spelling)
+from sentences import (ASIDES, ASK, CHANGE, LIST, MORE_THINGS, REAL_VALUES, RELATIVE_THINGS, RELATIVES, TELL,
+                       THINGS, check)
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -166,6 +166,20 @@ def test_training_made_up_none_of_most_values_below():
         "She is 37.": "Your sister's age becomes note 2: your sister's age is 37.",
         "Forget my sister's age.": "I can't forget what you told me.",
         "How old is my sister?": "Your sister's age is 37."}),
+    # Users who type fast, and who tell several things about themselves at once. An earlier model answered
+    # "I don't understand that", and noted "your brothers name".
+    ("", {
+        "im 34": "Your age becomes note 1: your age is 34.",
+        "how old am i": "Your age is 34.",
+        "my brothers name is tom": "Your brother's name becomes note 2: your brother's name is tom.",
+        "whats my dogs name": "Your dog's name? I don't know that yet.",
+        "my dog is called Max": "Your dog's name becomes note 3: your dog's name is Max.",
+        "whats my dogs name?": "Your dog's name is Max."}),
+    ("", {
+        "I'm Priya, I'm a software engineer and I live in Pune.":
+            "Your name becomes note 1: your name is Priya. Your job becomes note 2: your job is a software "
+            "engineer. Your home city becomes note 3: your home city is Pune.",
+        "What do I do for a living?": "Your job is a software engineer."}),
     # Twelve facts in a row: a model that we turned down called the ninth "note 7" or "note 8".
     ("", {f"My {thing} is 58{note:02}.": f"Your {thing} becomes note {note}: your {thing} is 58{note:02}."
           for note, thing in enumerate(THINGS[:12], 1)}),
@@ -295,6 +309,36 @@ def test_some_users_name_the_old_value_too():
     assert both > 15
 
 
+def told(thing, times=500, casual=False):
+    """How users in training tell the thing as their first fact: [("My job is a bluck", "a bluck"), ...]"""
+    rng, messages = random.Random(8), []
+    for _ in range(times):
+        chat = TrainingDialogue(rng, 256)
+        chat.casual = casual
+        said, _ = chat.tell(thing)
+        messages.append((said, chat.facts[thing]))
+    return messages
+
+
+def test_a_job_need_not_have_an_article():
+    """Once every job had one, so of "My job is nursing" a model noted "a nursing". But "I'm {value}" names no
+    thing: there only the article says that it is the job."""
+    bare = [said for said, job in told("job") if job.split()[0].lower() not in ARTICLES]
+    assert len(bare) > 20 and all(re.search(r"\bjob\b", said.lower()) for said in bare)
+
+
+def test_some_messages_say_something_else_first():
+    """Of "I'm stuck in traffic and bored, so here's a fact: my pet is Rex" a model noted the user's name."""
+    assert sum(said.startswith(aside) for said, _ in told("shoe size") for aside in ASIDES) > 3
+
+
+def test_casual_users_write_few_capitals_and_apostrophes():
+    said = {said for said, _ in told("name", casual=True)}
+    for pattern in ("i'm [A-Z]", "im [A-Z]", "i'm [a-z]", "im [a-z]"):
+        assert any(re.match(pattern, one) for one in said), pattern
+    assert any("my sisters name is" in said for said, _ in told("sister's name", casual=True))
+
+
 def test_long_dialogues_ask_for_what_was_told():
     """Once two of three questions were about things without a note. After such training, one fact in seven
     was answered with "I don't know that yet" 2,500 tokens later."""
@@ -314,7 +358,7 @@ def test_what_users_say_looks_as_users_write_it():
     assert re.search(r"\. My \w", text)        # two facts in one message
     # A question that suits one thing only, in American spelling.
     chat = Dialogue(rng)
-    chat.asks_american = True
+    chat.casual, chat.asks_american = False, True
     asked = dict(chat.ask("favourite food") for _ in range(200))
     assert asked["What do I love to eat?"] == "Your favorite food? I don't know that yet."
 

@@ -24,8 +24,8 @@ import re
 import zlib
 from collections import Counter
 
-from sentences import (ALL_NOTES, ASK, ASK_ENDINGS, ASK_THING, CHANGE, CHANGE_THING, CHEERFUL, CONTRAST,
-                       CORRECT, HELD_OUT, LIST, LIST_ENDINGS, MORE_THINGS, NOT_UNDERSTOOD, OPENINGS,
+from sentences import (ALL_NOTES, ASIDES, ASK, ASK_ENDINGS, ASK_THING, CHANGE, CHANGE_THING, CHEERFUL,
+                       CONTRAST, CORRECT, HELD_OUT, LIST, LIST_ENDINGS, MORE_THINGS, NOT_UNDERSTOOD, OPENINGS,
                        RELATIVE_THINGS, RELATIVES, SMALL_TALK, STRANGE, SUMS, SUPPLY, SYSTEM, TELL,
                        TELL_THING, THINGS, VALUE_ENDINGS, WHO_ARE_YOU, WOMEN)
 
@@ -90,13 +90,15 @@ BESIDE_VALUES = {word for word, times in Counter(re.findall(
 # too. So the model must read on: "chess in Rome" is a value, but of "chess in case you need it" only "chess".
 NEVER_MADE_UP = ({"what", "who", "which", "where", "when", "how"} | BESIDE_VALUES
                  | {words.split()[0].lower() for words in OPENINGS + VALUE_ENDINGS}) - {*JOINERS, *ARTICLES}
-# Parts of our sentences, of two words or more, for `random_words`: what stands beside "my {thing}" and
+# Parts of our sentences, of two words or more, for `idle_words`: what stands beside "my {thing}" and
 # "{value}" ("don't lose this one ok"), and whole sentences that have neither.
 PARTS = [words for sentences in (TELL, CHANGE, ASK, LIST) for sentence in sentences["train"]
          for part in re.split(r"[Mm]y \{thing\}|\{value\}", sentence)
          if len(words := part.strip(" ,.:;?!-").split()) > 1]
 # What a made-up thing may end with: "blood type", at times "blood doesn"
 THING_WORDS = sorted(word for word in set(ENGLISH) - NOT_LAST_IN_THINGS if len(word) > 3)
+# Facts about oneself: after a turn about one, `pick_thing` more often picks another.
+ABOUT_ONESELF = ["name", "age", "home city", "job", "hobby", "pet"]
 # What may stand between a question, or a value, and the words after it
 QUESTION_SIGNS = [",", ",", ".", "?", "??", "...", " -"]
 VALUE_SIGNS = [",", ",", ".", "!", "...", " -"]
@@ -144,18 +146,17 @@ def draw(make, rng, held_out):
     avoid = NEVER_MADE_UP | set(COMMON) if held_out else NEVER_MADE_UP
     while True:
         made = make(rng)
-        if made.lower() not in avoid and is_held_out(made) == held_out:
+        if made.upper().lower() not in avoid and is_held_out(made) == held_out:
             return made
 
 
 def a_value(thing, rng, held_out):
     """A made-up value of the thing: a number ("42"), a name ("Talvor Bri"), a noun ("a bluck") or words ("ni
     corst and tavo"). One in ten has other capitals, drawn anew for each word ("Foo-Tri FOO"). Its kind suits
-    the thing in nine cases of ten. It always does if the thing is a name, an age or a job, because "I'm Ada"
-    must tell the name, "I'm 5" the age, and "I'm a bluck" the job. (The same holds for all things that end
-    with these letters, even "language".)"""
+    the thing in nine cases of ten. If `held_out`, it always does if the thing ends with "name", "age" or
+    "job": so we still measure with the same dialogues as before training had other values of these."""
     kind = next((kind for kind, endings in KINDS.items() if thing.endswith(endings)), "word")
-    if rng.random() < 0.15 and not thing.endswith(("name", "age", "job")):
+    if rng.random() < 0.15 and not (held_out and thing.endswith(("name", "age", "job"))):
         kind = rng.choice(["name", "number", "noun", "word"])
     if kind == "number":
         return draw(any_number, rng, held_out)
@@ -171,6 +172,14 @@ def a_value(thing, rng, held_out):
     if kind == "word" and rng.random() < 0.1:
         words.append(draw(any_number, rng, held_out))
     return " ".join(words)
+
+
+def suits(value, thing):
+    """May the value stand in a sentence that does not name the thing, such as "I'm {value}"? There only the
+    value shows what it is: a number is the age, "a bluck" the job, anything else the name. So for these
+    three it must look so. For other things any value may."""
+    number, article = value.isdigit(), value.split()[0].lower() in ARTICLES
+    return {"name": not number and not article, "age": number, "job": article}.get(thing.split()[-1], True)
 
 
 def spelling(thing, american):
@@ -208,7 +217,9 @@ class Dialogue:
         # notes (None: of all).
         self.alike, self.alike_to = 0.25, None
         self.last = None                    # the thing that the turn before told or asked
-        self.casual = rng.random() < 0.2    # the user writes without capitals
+        self.casual = rng.random() < 0.3    # the user writes no capitals
+        # If casual: does the user write values without capitals, too? Apostrophes?
+        self.lower_values, self.apostrophes = True, True
         # Does the user write color and favorite when telling, when asking? A few mix both spellings.
         self.tells_american = rng.random() < 0.3
         self.asks_american = self.tells_american if rng.random() < 0.8 else rng.random() < 0.5
@@ -230,9 +241,9 @@ class Dialogue:
         self.text = f"<|system|>{message}<|end|>"
 
     def say(self, said, answer):
-        """Add a turn. Three messages in ten end without a sign, and a casual user writes no capitals. A
-        cheerful assistant ends its sentences with "!"."""
-        said = said.lower() if self.casual else capital(said)
+        """Add a turn. Three messages in ten end without a sign. A cheerful assistant ends its sentences with
+        "!"."""
+        said = said if self.casual else capital(said)
         if self.rng.random() < 0.3:
             said = said.removesuffix("?")
         elif not said.endswith("?"):
@@ -240,6 +251,13 @@ class Dialogue:
         if self.stop == "!":
             answer = answer.removesuffix(".").replace(". ", "! ") + "!"
         self.text += f"<|user|>{said}<|end|><|assistant|>{answer}<|end|>"
+
+    def fill_in(self, sentence, *words, **blanks):
+        """The sentence as this user writes it: "I'm {value}" may become "I'm Ada", "i'm Ada" or "im ada"."""
+        if not self.casual:
+            return sentence.format(*words, **blanks)
+        said = sentence.lower().format(*words, **blanks)
+        return said if self.apostrophes else said.replace("'", "")      # no value has an apostrophe
 
     @property
     def relative(self):
@@ -260,18 +278,21 @@ class Dialogue:
             beginning = self.rng.choice(alike)[:self.rng.randint(1, 4)]
             rest = any_number if value.isdigit() else any_word
             value = draw(lambda rng: beginning + rest(rng), self.rng, self.held_out)
-        return value.lower() if self.casual else value
+        return value.lower() if self.casual and self.lower_values else value
 
     def pick_thing(self):
         """A thing: in 30% of the cases one of THINGS, in 15% of MORE_THINGS, in 20% a relative's ("sister's
         job"), in 35% made up: one or two words, half of the time after "favourite" or "first". If `held_out`,
         none is made up, and the others keep their proportions. Until there is a fact, a quarter of the picks
-        is the user's name. In training, after a turn about a relative, 30% are about the same relative."""
+        is the user's name. In training, after a turn about a relative, 30% are about the same relative, and
+        after a turn about one of ABOUT_ONESELF, 30% are drawn from these: "I'm Ada and I live in Oslo"."""
         rng = self.rng
         if not self.facts and rng.random() < 0.25:
             return "name"
         if self.relative in RELATIVES and self.split == "train" and rng.random() < 0.3:
             return f"{self.relative}'s {rng.choice(RELATIVE_THINGS)}"
+        if self.last in ABOUT_ONESELF and self.split == "train" and rng.random() < 0.3:
+            return rng.choice(ABOUT_ONESELF)
         if (chance := rng.random() * (0.65 if self.held_out else 1)) < 0.45:
             return rng.choice(THINGS if chance < 0.3 else MORE_THINGS)
         if chance < 0.65:
@@ -300,8 +321,8 @@ class Dialogue:
                 return thing
 
     def prefix(self):
-        """One or two groups of words to begin a sentence: "tell me about. it my mof don't,"."""
-        groups = [self.random_words() + self.rng.choice(["", "", "", ",", ",", ":", ".", "?"])
+        """One or two groups of words to begin a sentence: "I'm late, so it my mof don't:"."""
+        groups = [self.idle_words() + self.rng.choice(["", "", "", ",", ",", ":", ".", "?", ", so", " and"])
                   for _ in range(self.rng.choice([1, 1, 2]))]
         return " ".join(groups)
 
@@ -324,7 +345,7 @@ class Dialogue:
             return ""
         if chance < 0.7:
             return rng.choice(OPENINGS) + rng.choice([" ", ", "])
-        return self.random_words() + rng.choice([", ", ": ", ". ", "... ", " - "])
+        return self.idle_words() + rng.choice([", ", ": ", ". ", "... ", " - "])
 
     def after_value(self):
         """What follows a value: mostly nothing, else " btw" or the like, or a sign and some words."""
@@ -332,13 +353,16 @@ class Dialogue:
             return ""
         if chance < 0.86:
             return f" {self.rng.choice(VALUE_ENDINGS)}"
-        return self.suffix(VALUE_SIGNS, self.random_words())
+        return self.suffix(VALUE_SIGNS, self.idle_words())
 
-    def random_words(self):
-        """One to six random words, or as often a part of one of our sentences."""
-        if self.rng.random() < 0.5:
-            return " ".join(self.random_word() for _ in range(self.rng.randint(1, 6)))
-        return self.part()
+    def idle_words(self):
+        """Words that tell nothing: one of ASIDES, a part of one of our sentences, or one to six random words,
+        each as often as the others."""
+        if (chance := self.rng.random()) < 1 / 3:
+            return self.rng.choice(ASIDES)
+        if chance < 2 / 3:
+            return self.part()
+        return " ".join(self.random_word() for _ in range(self.rng.randint(1, 6)))
 
     def part(self):
         """Up to eight words of one of our sentences."""
@@ -360,17 +384,17 @@ class Dialogue:
 
     def sentence(self, general, special, thing):
         """A sentence about the thing. general: TELL, CHANGE or ASK. special: TELL_THING, ..., whose sentences
-        suit one thing only.
+        suit one thing only, or {} if the value does not suit them.
 
         When we measure, it is one of `general`. In training, 40% of the sentences are special, if there are
         such. (After a turn about the sister, half of these say "She" instead of "My sister".) Of the others,
         nine in ten questions, and three in four of those that tell or change, are one of `general`. The rest
-        consist of random words, or parts of sentences, then a core, and at times more words: "it my mof
-        don't, my {thing} is {value}", or in a question: "it my mof don't, what was my {thing} again". If a
-        core begins with the value, often nothing stands before it. In some questions the core is "what you
-        have noted as my {thing}" or the like. So the model learns to understand sentences that it never saw.
-        (Once, twice as many had random words. But the model missed as many of the plain sentences that it
-        trained with as of new ones, so now more are ours as they are.)"""
+        consist of `idle_words`, then a core, and at times more words: "it my mof don't, my {thing} is
+        {value}", or in a question: "it my mof don't, what was my {thing} again". If a core begins with the
+        value, often nothing stands before it. In some questions the core is "what you have noted as my
+        {thing}" or the like. So the model learns to understand sentences that it never saw. (Once, twice as
+        many had random words. But the model missed as many of the plain sentences that it trained with as of
+        new ones, so now more are ours as they are.)"""
         rng = self.rng
         if self.split != "train":
             return rng.choice(general[self.split])
@@ -397,30 +421,46 @@ class Dialogue:
     def tell(self, thing, value=None):
         """The user tells a fact, or changes it if there is a note of it, and the assistant notes it. Returns
         both messages: "My hobby is chess" and "Your hobby becomes note 1: your hobby is chess.". value: None
-        makes one up. (With another value `casual` must be False: a casual user could not write "Ada".)"""
+        makes one up. (A given value stays as it is, so set `casual` to False: some casual users would write
+        "ada".)"""
         rng, old = self.rng, self.facts.get(thing)
-        known = old is not None
+        known, training = old is not None, self.split == "train"
         value = value or self.value(thing)
-        if thing == self.last and self.split == "train" and rng.random() < 0.5:
-            sentence = rng.choice(CORRECT if known else SUPPLY)
-        elif known and self.split == "train" and rng.random() < 0.1:
+        if thing == self.last and training and rng.random() < 0.5:
+            sentence = self.without_thing(thing, value)
+        elif known and training and rng.random() < 0.1:
             sentence = rng.choice(CONTRAST)
-        elif self.sounds_like_a_change(known):
-            sentence = self.sentence(CHANGE, CHANGE_THING, thing)
         else:
-            sentence = self.sentence(TELL, TELL_THING, thing)
+            change = self.sounds_like_a_change(known)
+            general, special = (CHANGE, CHANGE_THING) if change else (TELL, TELL_THING)
+            special = special if suits(value, thing) else {}
+            sentence = self.sentence(general, special, thing)
+            while "my {thing} {value}" in sentence and training and not known:
+                sentence = self.sentence(general, special, thing)   # nobody could know where the thing ends
         if sentence.startswith("{value}") and not self.casual:
             value = capital(value)      # it begins the message, and the note copies it
-        if sentence.endswith("{value}") and self.split == "train":
+        if sentence.endswith("{value}") and training:
             sentence += self.after_value()
+        if training and re.match("(did|have|do|can|could|would|will) (i|you) [^.?!]*$", sentence.lower()):
+            sentence += rng.choice(["?", ""])       # "Did I mention my hobby is chess?"
         again = " again" if thing in self.changed else ""
         if known:
             self.changed.add(thing)
         self.facts[thing], self.last = value, thing
         note = f"has changed{again}" if known else f"becomes note {len(self.facts)}"
         spelt = spelling(thing, self.tells_american)
-        return (sentence.format(thing=spelt, value=value, old=old),
+        return (self.fill_in(sentence, thing=spelt, value=value, old=old),
                 f"Your {spelt} {note}: your {spelt} is {value}.")
+
+    def without_thing(self, thing, value):
+        """A sentence that tells the thing of the turn before. "She is {value}" only if the thing is a
+        relative's name, age or job and the value shows which: "Sister's age?" "She is 5"."""
+        correct = thing in self.facts
+        if self.relative in RELATIVES and thing.endswith(("name", "age", "job")) and suits(value, thing) \
+                and self.rng.random() < 0.4:
+            she = "she" if self.relative in WOMEN else "he"
+            return ("No, " if correct else "") + she + self.rng.choice([" is", "'s"]) + " {value}"
+        return self.rng.choice(CORRECT if correct else SUPPLY)
 
     def sounds_like_a_change(self, known):
         """True if the sentence is drawn from CHANGE ("Actually, ..."), False if from TELL. In training it is
@@ -434,9 +474,10 @@ class Dialogue:
     def ask(self, thing):
         """The user asks for a fact. In training, one question in four is only its thing: "Hobby?"."""
         spelt = spelling(thing, self.asks_american)
-        said = question(self.sentence(ASK, ASK_THING, thing).format(thing=spelt))
+        said = question(self.sentence(ASK, ASK_THING, thing))
         if self.split == "train" and self.rng.random() < 0.25:
-            said = f"{spelt}?"
+            said = "{thing}?"
+        said = self.fill_in(said, thing=spelt)
         self.last = thing
         if thing not in self.facts:
             return said, f"Your {spelt}? I don't know that yet."
@@ -453,7 +494,7 @@ class Dialogue:
         notes = [f"Note {number}: your {spelling(thing, self.tells_american)} is {value}."
                  for number, (thing, value) in enumerate(self.facts.items(), 1)]
         self.last = None
-        return question(said), " ".join([*notes, f"Note {len(notes) + 1} is still empty."])
+        return self.fill_in(question(said)), " ".join([*notes, f"Note {len(notes) + 1} is still empty."])
 
     def small_talk(self):
         if self.rng.random() < (0.1 if self.bot == "Tiny" else 0.4):
@@ -461,18 +502,19 @@ class Dialogue:
         said, answer = self.rng.choice(list(SMALL_TALK.items()))
         you = f", {self.facts['name']}" if "name" in self.facts else ""
         thing = self.rng.choice([*self.facts, self.pick_thing()])       # for "Forget my {thing}"
-        return self.rng.choice(said.split("|")).format(thing=thing), answer.format(you=you)
+        return self.fill_in(self.rng.choice(said.split("|")), thing=thing), answer.format(you=you)
 
     def introduction(self):
         """The user asks who the assistant is."""
-        return self.rng.choice(WHO_ARE_YOU), f"I'm {self.bot}, a very small language model."
+        return self.fill_in(self.rng.choice(WHO_ARE_YOU)), f"I'm {self.bot}, a very small language model."
 
     def plus(self):
         a, b = self.rng.randrange(10), self.rng.randrange(10)
-        return question(self.rng.choice(SUMS).format(a=a, b=b)), f"{a} plus {b} is {a + b}."
+        return self.fill_in(question(self.rng.choice(SUMS)), a=a, b=b), f"{a} plus {b} is {a + b}."
 
     def strange(self):
-        return self.rng.choice(STRANGE).format(*(self.word() for _ in range(5))), NOT_UNDERSTOOD
+        sentences = ASIDES if self.split == "train" and self.rng.random() < 0.2 else STRANGE
+        return self.fill_in(self.rng.choice(sentences), *(self.word() for _ in range(5))), NOT_UNDERSTOOD
 
     def chatter(self):
         """A turn about no fact: small talk, a sum, or a sentence that the assistant does not understand."""
@@ -489,11 +531,12 @@ class TrainingDialogue(Dialogue):
 
     def __init__(self, rng, length):
         super().__init__(rng)
+        self.lower_values, self.apostrophes = rng.random() < 0.5, rng.random() < 0.5
         if rng.random() < 0.3:
             self.system()
             if rng.random() < 0.3:
                 self.say(*self.introduction())
-        # The user's habits: how many facts at most, and the probabilities in `turn`
+        # The user's other habits: how many facts at most, and the probabilities in `turn`
         self.most_facts = rng.choice([1, 1, 2, 2, 3, 4, 6, 8, 12])
         self.telling = rng.choice([0.1, 0.3, 1])
         self.chatting = rng.choice([0.05, 0.1, 0.4])
@@ -564,9 +607,9 @@ class TrainingDialogue(Dialogue):
         while rng.random() < 0.4 and len(self.facts) < self.most_facts:
             thing = self.pick_unknown()
             more, noted = self.tell(thing)
-            joint = rng.choice([" and ", " and ", ". ", ", and "])
+            joint = rng.choice([" and ", " and ", ". ", ", and ", ", "])
             if joint == ". ":
-                more = capital(more)
+                more = more if self.casual else capital(more)
             elif not re.match(rf"I\b|{re.escape(self.facts[thing])}", more):
                 more = more[0].lower() + more[1:]       # "I" and a value, which the note copies, stay
             said, answer = said + joint + more, f"{answer} {noted}"

@@ -128,10 +128,8 @@ CHANGE_THING = {
 # user corrects the note: "My age is 4." "No, it's 5." If there is none, the user has just asked for it, and
 # now supplies it: "What is my age?" "It's 5."
 CORRECT = ["No, it's {value}", "Sorry, I meant {value}", "I meant {value}", "No, {value}",
-           "Wait, it is {value}", "No, it is {value}", "Sorry, it's {value}",
-           "No, she is {value}", "No, he's {value}"]
-SUPPLY = ["It's {value}", "It is {value}", "That's {value}", "Well, it's {value}", "Oh, it is {value}",
-          "She is {value}", "She's {value}", "He is {value}", "He's {value}"]
+           "Wait, it is {value}", "No, it is {value}", "Sorry, it's {value}"]
+SUPPLY = ["It's {value}", "It is {value}", "That's {value}", "Well, it's {value}", "Oh, it is {value}"]
 # In these the user names the old value, too.
 CONTRAST = ["My {thing} isn't {old}, it's {value}", "My {thing} is not {old}, it is {value}",
             "My {thing} isn't {old} but {value}", "My {thing} is {value}, not {old}",
@@ -157,6 +155,34 @@ OPENINGS = ["btw", "btw", "by the way", "so", "so", "ok", "okay", "well", "well"
             "also", "yes", "yeah", "sorry", "actually", "right", "listen", "look", "fyi", "hmm", "ah", "um",
             "please note", "please remember", "just so you know", "for the record", "no", "no", "wait",
             "correction", "update", "as I said", "you know", "I think", "I believe", "I'd say", "and", "then"]
+# What users say before or after a fact, and what is no fact itself: "I'm late, so my hobby is chess". Here
+# nobody is "a ...": "I'm a slow typist" would tell the job.
+ASIDES = (
+    "I'm stuck at work, I'm late, I'm in a hurry, I'm on the train, I'm on my phone, I'm at work, I'm so "
+    "bored, I'm really tired today, I'm bad at this, I'm terrible with details, I'm filling in a form, I'm "
+    "new here, I'm not sure this works, I'm only testing, I'm typing with one hand, I'm waiting for the "
+    "bus, I'm in the kitchen, I'm cooking dinner, I'm at the doctor's, I'm at the airport, I'm in a "
+    "meeting, I'm half asleep, I'm back again, I'm home at last, I'm happy to share this, I'm sorry to "
+    "bother you, I'm glad you asked, I'm getting old, I'm always losing things, I'm quite forgetful, I'm "
+    "supposed to tell you, I'm told you remember things, I'm going to say this once, I'm trying to be "
+    "organised, I'm just about to leave, I'm sitting in the garden, I'm out of breath, I'm walking the dog, "
+    "I'm sick of forms, I'm cold and hungry, I am in a rush, I am on holiday, I am running out of time, I "
+    "am so busy today, I am not good with names, I was asleep, I was told to write this down, I was wrong "
+    "about you, I've had a long day, I've just got home, I've got five minutes, I've got news, I've been "
+    "busy, I've forgotten everything, I've never done this before, I've got a cold, I have a headache, I "
+    "have to run, I have a lot on my mind, I have no pen here, I like talking to you, I love how this "
+    "works, I live a busy life, I work too much, I come here a lot, I drive everyone mad with this, I need "
+    "your help, I can't find anything, I don't have much time, I hope you're well, I just got back, I keep "
+    "losing bits of paper, I should have said this before, I thought about it all night, it's raining here, "
+    "it's late, it's been a long week, it's me again, it's nothing special, it's a bit silly, it's hot "
+    "today, it's Monday again, we're in the car, we're having lunch, we're moving house, they're asking for "
+    "it here, you're a machine, you're new to me, you are so helpful, this is important, this is a bit "
+    "private, this is for the form, that's life, the battery is nearly empty, the baby is crying, the "
+    "kettle is on, the dog ate the list, there's so much going on, there is a queue behind me, lunch is "
+    "nearly over, work is crazy, time flies, nobody listens to me, somebody has to know, two things today, "
+    "one more thing, first things first, long story short, before I forget, while I think of it, if you "
+    "have a second, when you have a moment, after a lot of thought, between you and me, for what it's "
+    "worth, as far as I know, in case I get hit by a bus").split(", ")
 # What may follow a value: "My hobby is chess btw"
 VALUE_ENDINGS = ["lol", "lol", "btw", "btw", "btw", "by the way", "by the way", "thanks", "thanks", "haha",
                  "please", "please", "pls", "thx", "thank you", "tbh", "fyi", "ok", "okay", "yeah", "though",
@@ -180,7 +206,8 @@ VALUE_ENDINGS = ["lol", "lol", "btw", "btw", "btw", "by the way", "by the way", 
                  "make a note of it", "got it", "you know", "man", "bro", "mate",
                  "last week", "last month", "last year", "this week", "yesterday",
                  "or something like that", "until further notice", "with immediate effect", "that's all",
-                 "that is all for now", "no matter what I said before"]
+                 "that is all for now", "no matter what I said before", "in fact", "in truth", "in reality",
+                 "in the end", "in my case", "in all honesty"]
 ASK_THING = {
     "name": ["Who am I", "What am I called", "Do you know who I am", "Do you remember who I am"],
     "age": ["How old am I"],
@@ -249,7 +276,7 @@ SMALL_TALK = {
     "What can you do?|Help|Can you help me?|How can you help me?|What should I say?|How does this work?":
         "I remember what you tell me. Try: My lucky number is 7.",
     "How old are you?|When were you born?|Where are you from?|Who made you?":
-        "I was trained on two CPU cores in 2026.",
+        "I was trained in 2026.",
     "OK|Okay|I see|Good|Great|Nice|Cool|All right|Well done|Very good|Right|Correct|Yes":
         "I'm glad you think so.",
     "That's wrong|Wrong|That is not true|Are you sure?|Really?|No|Not at all":
