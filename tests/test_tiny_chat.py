@@ -329,7 +329,7 @@ def test_a_job_need_not_have_an_article():
 
 def test_some_messages_say_something_else_first():
     """Of "I'm stuck in traffic and bored, so here's a fact: my pet is Rex" a model noted the user's name."""
-    assert sum(said.startswith(aside) for said, _ in told("shoe size") for aside in ASIDES) > 3
+    assert sum(said.startswith(aside) for said, _ in told("shoe size") for aside in ASIDES) > 10
 
 
 def test_casual_users_write_few_capitals_and_apostrophes():

@@ -142,7 +142,8 @@ def any_number(rng):
 
 def draw(make, rng, held_out):
     """A word or number from `make` that is not in NEVER_MADE_UP. If `held_out`, training never makes it up,
-    and it is no common word: in "note for as my hobby", nobody could find the value."""
+    and it is no common word: in "note for as my hobby", nobody could find the value. We compare the words as
+    if they had been in capitals, because a user may write so: "ı" becomes "I"."""
     avoid = NEVER_MADE_UP | set(COMMON) if held_out else NEVER_MADE_UP
     while True:
         made = make(rng)
@@ -153,8 +154,8 @@ def draw(make, rng, held_out):
 def a_value(thing, rng, held_out):
     """A made-up value of the thing: a number ("42"), a name ("Talvor Bri"), a noun ("a bluck") or words ("ni
     corst and tavo"). One in ten has other capitals, drawn anew for each word ("Foo-Tri FOO"). Its kind suits
-    the thing in nine cases of ten. If `held_out`, it always does if the thing ends with "name", "age" or
-    "job": so we still measure with the same dialogues as before training had other values of these."""
+    the thing in nine cases of ten. If `held_out`, that of a name, an age or a job always does: training once
+    had only such values, and we keep the measurement as it was."""
     kind = next((kind for kind, endings in KINDS.items() if thing.endswith(endings)), "word")
     if rng.random() < 0.15 and not (held_out and thing.endswith(("name", "age", "job"))):
         kind = rng.choice(["name", "number", "noun", "word"])
@@ -175,9 +176,9 @@ def a_value(thing, rng, held_out):
 
 
 def suits(value, thing):
-    """May the value stand in a sentence that does not name the thing, such as "I'm {value}"? There only the
-    value shows what it is: a number is the age, "a bluck" the job, anything else the name. So for these
-    three it must look so. For other things any value may."""
+    """May the value stand in a sentence of TELL_THING or CHANGE_THING? In "I'm {value}" only the value shows
+    what it is: a number is the age, "a bluck" the job, anything else the name. So for these three it must
+    look so. For other things any value may."""
     number, article = value.isdigit(), value.split()[0].lower() in ARTICLES
     return {"name": not number and not article, "age": number, "job": article}.get(thing.split()[-1], True)
 
@@ -217,8 +218,8 @@ class Dialogue:
         # notes (None: of all).
         self.alike, self.alike_to = 0.25, None
         self.last = None                    # the thing that the turn before told or asked
-        self.casual = rng.random() < 0.3    # the user writes no capitals
-        # If casual: does the user write values without capitals, too? Apostrophes?
+        self.casual = rng.random() < 0.3    # the user writes no capitals, except perhaps in values
+        # Does a casual user write values, too, without capitals? With apostrophes? (Training draws both.)
         self.lower_values, self.apostrophes = True, True
         # Does the user write color and favorite when telling, when asking? A few mix both spellings.
         self.tells_american = rng.random() < 0.3
@@ -455,12 +456,12 @@ class Dialogue:
     def without_thing(self, thing, value):
         """A sentence that tells the thing of the turn before. "She is {value}" only if the thing is a
         relative's name, age or job and the value shows which: "Sister's age?" "She is 5"."""
-        correct = thing in self.facts
+        known = thing in self.facts
         if self.relative in RELATIVES and thing.endswith(("name", "age", "job")) and suits(value, thing) \
                 and self.rng.random() < 0.4:
             she = "she" if self.relative in WOMEN else "he"
-            return ("No, " if correct else "") + she + self.rng.choice([" is", "'s"]) + " {value}"
-        return self.rng.choice(CORRECT if correct else SUPPLY)
+            return ("No, " if known else "") + she + self.rng.choice([" is", "'s"]) + " {value}"
+        return self.rng.choice(CORRECT if known else SUPPLY)
 
     def sounds_like_a_change(self, known):
         """True if the sentence is drawn from CHANGE ("Actually, ..."), False if from TELL. In training it is
@@ -484,7 +485,7 @@ class Dialogue:
         return said, f"Your {spelt} is {self.facts[thing]}."
 
     def list_notes(self):
-        """The user asks for all notes; in training, half of the sentences begin with random words."""
+        """The user asks for all notes; in training, half of the sentences begin with `idle_words`."""
         said = self.rng.choice(LIST[self.split])
         if self.split == "train" and self.rng.random() < 0.5:
             endings = [""] * len(LIST_ENDINGS) + [f" {ending}" for ending in LIST_ENDINGS]

@@ -155,8 +155,8 @@ OPENINGS = ["btw", "btw", "by the way", "so", "so", "ok", "okay", "well", "well"
             "also", "yes", "yeah", "sorry", "actually", "right", "listen", "look", "fyi", "hmm", "ah", "um",
             "please note", "please remember", "just so you know", "for the record", "no", "no", "wait",
             "correction", "update", "as I said", "you know", "I think", "I believe", "I'd say", "and", "then"]
-# What users say before or after a fact, and what is no fact itself: "I'm late, so my hobby is chess". Here
-# nobody is "a ...": "I'm a slow typist" would tell the job.
+# What users say before or after a fact: "I'm late, so my hobby is chess". Many begin as a fact does ("I love
+# how this works"), so the model must read on. None begins "I'm a ...": that would tell the job.
 ASIDES = (
     "I'm stuck at work, I'm late, I'm in a hurry, I'm on the train, I'm on my phone, I'm at work, I'm so "
     "bored, I'm really tired today, I'm bad at this, I'm terrible with details, I'm filling in a form, I'm "
