@@ -332,6 +332,27 @@ def test_some_messages_say_something_else_first():
     assert sum(said.startswith(aside) for said, _ in told("shoe size") for aside in ASIDES) > 10
 
 
+def test_a_new_fact_shows_where_its_thing_ends():
+    """Nobody knows it in "Make my kosh blaup tri"."""
+    assert not [said for said, value in told("kosh blaup", 4000)
+                if f"my kosh blaup {value} " in f"{said} "]
+
+
+def test_some_facts_end_with_a_question_mark():
+    assert sum(said.endswith("?") for said, _ in told("shoe size", 2000)) > 5         # "Did I mention ...?"
+
+
+def test_she_tells_only_what_the_value_shows():
+    """After "What is my sister's age?", "She is Kosh" might be the age or the name."""
+    rng, ages = random.Random(9), []
+    for _ in range(500):
+        chat = TrainingDialogue(rng, 256)
+        chat.casual, chat.last = False, "sister's age"
+        said, _ = chat.tell("sister's age")
+        ages += [chat.facts["sister's age"]] if said.startswith("she is ") else []
+    assert len(ages) > 20 and all(age.isdigit() for age in ages)
+
+
 def test_casual_users_write_few_capitals_and_apostrophes():
     said = {said for said, _ in told("name", casual=True)}
     for pattern in ("i'm [A-Z]", "im [A-Z]", "i'm [a-z]", "im [a-z]"):
