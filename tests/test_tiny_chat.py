@@ -350,6 +350,8 @@ def test_she_tells_only_what_the_value_shows():
         chat.casual, chat.last = False, "sister's age"
         said, _ = chat.tell("sister's age")
         ages += [chat.facts["sister's age"]] if said.startswith("she is ") else []
+        chat.last = "sister's language"
+        assert not chat.tell("sister's language")[0].startswith(("she is ", "she's "))
     assert len(ages) > 20 and all(age.isdigit() for age in ages)
 
 

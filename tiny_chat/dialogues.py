@@ -457,8 +457,8 @@ class Dialogue:
         """A sentence that tells the thing of the turn before. "She is {value}" only if the thing is a
         relative's name, age or job and the value shows which: "Sister's age?" "She is 5"."""
         known = thing in self.facts
-        if self.relative in RELATIVES and thing.endswith(("name", "age", "job")) and suits(value, thing) \
-                and self.rng.random() < 0.4:
+        person = self.relative in RELATIVES and thing.split()[-1] in ("name", "age", "job")
+        if person and suits(value, thing) and self.rng.random() < 0.4:
             she = "she" if self.relative in WOMEN else "he"
             return ("No, " if known else "") + she + self.rng.choice([" is", "'s"]) + " {value}"
         return self.rng.choice(CORRECT if known else SUPPLY)
