@@ -475,10 +475,9 @@ class Dialogue:
     def ask(self, thing):
         """The user asks for a fact. In training, one question in four is only its thing: "Hobby?"."""
         spelt = spelling(thing, self.asks_american)
-        said = question(self.sentence(ASK, ASK_THING, thing))
-        if self.split == "train" and self.rng.random() < 0.25:
-            said = "{thing}?"
-        said = self.fill_in(said, thing=spelt)
+        bare = self.split == "train" and self.rng.random() < 0.25
+        sentence = "{thing}?" if bare else question(self.sentence(ASK, ASK_THING, thing))
+        said = self.fill_in(sentence, thing=spelt)
         self.last = thing
         if thing not in self.facts:
             return said, f"Your {spelt}? I don't know that yet."

@@ -3,7 +3,7 @@
 sentences.json has most of the sentences with which users tell or change a fact, ask for one, or ask for all
 notes. For each of these kinds it has four lists. We train on "plain", which very many people would say, and
 on "odd", which few would. Training draws a plain sentence three times as often as an odd one. We measured
-with "choice" while we chose the recipe, and with "final" after that. (It then helped us to choose, too: see
+with "choice" while we chose the settings, and with "final" after that. (It then helped us to choose, too: see
 the README.) Those of "final" are by a language model that saw none of the others. Some lists below have an
 entry twice, so that dialogues.py draws it twice as often.
 """

@@ -9,7 +9,7 @@ learn the sentences that you have added to its sentences.json: this script takes
     torchrun --nproc-per-node 2 tiny_chat/train.py --directory my_chat      # on two cores, or two GPUs
     torchrun --nproc-per-node 1 tiny_chat/train.py --directory my_chat      # on one GPU
     torchrun --nproc-per-node 2 my_sentences/train.py --tune                # train a copy's weights further
-    python tiny_chat/train.py --evaluate choice             # measure: sentences for choosing a recipe
+    python tiny_chat/train.py --evaluate choice             # measure: sentences for choosing settings
     python tiny_chat/train.py --evaluate final              # measure: sentences kept back
 
 All processes train one model: each computes the gradients of its own dialogues, and all take a step along
@@ -413,7 +413,7 @@ def evaluate(directory, split, samples=200):
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     columns = ["words", "numbers", "real words", "changed", "never told", "list"]
-    print("| tokens in between | " + " | ".join(columns) + " |\n|---:" + "|---:" * len(columns) + "|")
+    print("| distance | " + " | ".join(columns) + " |\n|---:" + "|---:" * len(columns) + "|")
     for distance in [0, 1000, 2500, 3900]:
         shares = []
         for column in columns:
