@@ -176,10 +176,16 @@ def test_training_made_up_none_of_most_values_below():
         "my dog is called Max": "Your dog's name becomes note 3: your dog's name is Max.",
         "whats my dogs name?": "Your dog's name is Max."}),
     ("", {
-        "I'm Priya, I'm a software engineer and I live in Pune.":
+        "I'm Priya and I work as a software engineer. I live in Pune.":
             "Your name becomes note 1: your name is Priya. Your job becomes note 2: your job is a software "
             "engineer. Your home city becomes note 3: your home city is Pune.",
         "What do I do for a living?": "Your job is a software engineer."}),
+    # Values that begin with a number, or have "on" or "May" in them. An earlier model noted "19" and "3pm".
+    ("", {
+        "My birthday is 19 May.": "Your birthday becomes note 1: your birthday is 19 May.",
+        "My address is 120 High Lane.": "Your address becomes note 2: your address is 120 High Lane.",
+        "My meeting is 3pm on Friday.": "Your meeting becomes note 3: your meeting is 3pm on Friday.",
+        "When is my birthday?": "Your birthday is 19 May."}),
     # Twelve facts in a row: a model that we turned down called the ninth "note 7" or "note 8".
     ("", {f"My {thing} is 58{note:02}.": f"Your {thing} becomes note {note}: your {thing} is 58{note:02}."
           for note, thing in enumerate(THINGS[:12], 1)}),
@@ -296,6 +302,13 @@ def test_some_values_begin_alike():
     chat = Dialogue(random.Random(6))
     chat.facts = {"lucky number": "5828"}
     assert sum(chat.value("shoe size").startswith("58") for _ in range(300)) > 15
+
+
+def test_some_values_are_as_dates_addresses_and_times():
+    rng = random.Random(9)
+    values = " | ".join(a_value("birthday", rng, held_out=False) for _ in range(3000))
+    for form in (r"\| \d+ [a-z]+ \|", r"\| [a-z]+ \d+ \|", " on ", " may ", r"\d:\d"):
+        assert re.search(form, values), form
 
 
 def test_some_users_name_the_old_value_too():

@@ -77,8 +77,8 @@ NOT_LAST_IN_THINGS = ({ending.split()[0] for ending in ASK_ENDINGS}
                       | {core.split("{thing} ")[1].split()[0] for core in ASK_CORES if "{thing} " in core}
                       | {notes.split()[-1] for notes in ALL_NOTES if notes.startswith("my ")}
                       | set(COMMON) - {"people", "time", "year", "work", "day", "thing"})
-# One of these may stand before the last word of a value: "kosh and blaup", "kosh in blaup".
-JOINERS = "and and and as at for from in of to with".split()
+# One of these may stand before the last word of a value: "kosh and blaup", "3 may 42".
+JOINERS = "and and and as at by for from in may of on on past the to with".split()
 ARTICLES = "a a a an the two".split()       # a noun has one: "a bluck"
 # The words that stand right before or after a value in five or more of our sentences: "add", "happens"
 BESIDE_VALUES = {word for word, times in Counter(re.findall(
@@ -119,9 +119,9 @@ def any_word(rng):
     if (chance := rng.random()) < 0.1:
         return rng.choice(COMMON)
     if chance < 0.14:
-        parts = [rng.choice(["", *".@-_&/"]) + rng.choice([any_word, any_word, any_word, any_number])(rng)
+        parts = [rng.choice(["", *".@-_&/:"]) + rng.choice([any_word, any_word, any_word, any_number])(rng)
                  for _ in range(rng.choice([2, 2, 3]))]
-        return "".join(parts).lstrip(".@-_&/")          # without the sign before the first part
+        return "".join(parts).lstrip(".@-_&/:")         # without the sign before the first part
     if chance < 0.26:
         first, last = rng.choice(ENGLISH), rng.choice(ENGLISH)
         return first[:rng.randint(1, len(first))] + last[rng.randrange(len(last)):]
@@ -153,9 +153,10 @@ def draw(make, rng, held_out):
 
 def a_value(thing, rng, held_out):
     """A made-up value of the thing: a number ("42"), a name ("Talvor Bri"), a noun ("a bluck") or words ("ni
-    corst and tavo"). One in ten has other capitals, drawn anew for each word ("Foo-Tri FOO"). Its kind suits
-    the thing in nine cases of ten. If `held_out`, that of a name, an age or a job always does: training once
-    had only such values, and we keep the measurement as it was."""
+    corst and tavo"), a quarter of them with a number ("12 corst"). One in ten has other capitals, drawn anew
+    for each word ("Foo-Tri FOO"). Its kind suits the thing in nine cases of ten. If `held_out`, that of a
+    name, an age or a job always does: training once had only such values, and we keep the measurement as it
+    was."""
     kind = next((kind for kind, endings in KINDS.items() if thing.endswith(endings)), "word")
     if rng.random() < 0.15 and not (held_out and thing.endswith(("name", "age", "job"))):
         kind = rng.choice(["name", "number", "noun", "word"])
@@ -170,8 +171,8 @@ def a_value(thing, rng, held_out):
         words.insert(-1, rng.choice(JOINERS))
     if kind == "noun":
         words.insert(0, rng.choice(ARTICLES))
-    if kind == "word" and rng.random() < 0.1:
-        words.append(draw(any_number, rng, held_out))
+    if kind == "word" and rng.random() < 0.25:
+        words.insert(rng.choice([0, 0, len(words)]), draw(any_number, rng, held_out))
     return " ".join(words)
 
 
@@ -179,8 +180,9 @@ def suits(value, thing):
     """May the value stand in a sentence of TELL_THING or CHANGE_THING? In "I'm {value}" only the value shows
     what it is: a number is the age, "a bluck" the job, anything else the name. So for these three it must
     look so. For other things any value may."""
-    number, article = value.isdigit(), value.split()[0].lower() in ARTICLES
-    return {"name": not number and not article, "age": number, "job": article}.get(thing.split()[-1], True)
+    first = value.split()[0].lower()
+    name = not first.isdigit() and first not in ARTICLES
+    return {"name": name, "age": value.isdigit(), "job": first in ARTICLES}.get(thing.split()[-1], True)
 
 
 def spelling(thing, american):

@@ -43,7 +43,7 @@ LONGEST = 5120      # tokens of the longest dialogue: above CONTEXT, so that dis
 # step have one length; the lengths take turns.
 MIXED = [512, 1024, 512, 2048, 1024, LONGEST]
 PHASES = [(1600, 4096, [256]), (5900, 8192, [512, 512, 1024]), (2100, 8192, MIXED)]
-TUNING = [(4000, 8192, [512, 1024, 2048, LONGEST])]    # of --tune
+TUNING = [(4000, 8192, [512, 512, 1024, 512, 512, LONGEST])]       # of --tune
 PEAKS = 0.01, 0.003                 # highest learning rates of Muon and AdamW
 WARM_UP, COOL_DOWN = 100, 0.35      # steps; the share of all steps in which the learning rate falls
 SAVE_EVERY = 200                    # steps
