@@ -340,6 +340,12 @@ def test_a_job_need_not_have_an_article():
     assert len(bare) > 20 and all(re.search(r"\bjob\b", said.lower()) for said in bare)
 
 
+def test_only_ages_are_told_as_numbers_alone_are():
+    """"I'm 42" tells the age. So if a name begins with a number, the message says that it is the name."""
+    odd = [said for said, name in told("name", 4000) if name.split()[0].isdigit()]
+    assert len(odd) > 10 and all(re.search(r"\bname\b", said.lower()) for said in odd)
+
+
 def test_some_messages_say_something_else_first():
     """Of "I'm stuck in traffic and bored, so here's a fact: my pet is Rex" a model noted the user's name."""
     assert sum(said.startswith(aside) for said, _ in told("shoe size") for aside in ASIDES) > 10

@@ -155,8 +155,7 @@ def a_value(thing, rng, held_out):
     """A made-up value of the thing: a number ("42"), a name ("Talvor Bri"), a noun ("a bluck") or words ("ni
     corst and tavo"), a quarter of them with a number ("12 corst"). One in ten has other capitals, drawn anew
     for each word ("Foo-Tri FOO"). Its kind suits the thing in nine cases of ten. If `held_out`, that of a
-    name, an age or a job always does: training once had only such values, and we keep the measurement as it
-    was."""
+    name, an age or a job always does: training once had only such values, and we still measure with them."""
     kind = next((kind for kind, endings in KINDS.items() if thing.endswith(endings)), "word")
     if rng.random() < 0.15 and not (held_out and thing.endswith(("name", "age", "job"))):
         kind = rng.choice(["name", "number", "noun", "word"])
