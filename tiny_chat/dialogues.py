@@ -12,32 +12,31 @@ A user tells facts, the assistant notes them, and much later the user asks:
                                     empty.
 
 A fact is a thing ("home city") and its value ("Rome"). Every answer follows from the dialogue so far. In
-training, `any_word` makes up the words of values, so the model cannot learn them by heart: it must find the
+training, `any_word` makes up most words of values, so the model cannot learn them by heart: it must find the
 note and copy it, token by token. An answer about one fact repeats the thing first ("Your home city"). The
 token after it says whether there is a note: "is" or "?" after a question, "has" or "becomes" after a fact.
 
 Of eight words (or numbers) that we could make up, training has seven, in values and things; a hash tells
-which. We measure with the eighth, in values. sentences.py and sentences.json have what users say, in three
-sets: we train on "train", and measure with "choice" and "final".
+which. We measure with the eighth, in values. sentences.json has what users say about facts, in three sets: we
+train on "train", and measure with "choice" and "final". sentences.py has what else users say.
 """
 import re
 import zlib
 from collections import Counter
 
 from sentences import (ALL_NOTES, ASIDES, ASK, ASK_ENDINGS, ASK_THING, CHANGE, CHANGE_THING, CHEERFUL,
-                       CONTRAST, CORRECT, HELD_OUT, LIST, LIST_ENDINGS, MORE_THINGS, NOT_UNDERSTOOD, OPENINGS,
-                       RELATIVE_THINGS, RELATIVES, SMALL_TALK, STRANGE, SUMS, SUPPLY, SYSTEM, TELL,
+                       CONTRAST, CORRECT, HELD_OUT, LIST, LIST_ENDINGS, MEN, MORE_THINGS, NOT_UNDERSTOOD,
+                       OPENINGS, RELATIVE_THINGS, RELATIVES, SMALL_TALK, STRANGE, SUMS, SUPPLY, SYSTEM, TELL,
                        TELL_THING, THINGS, VALUE_ENDINGS, WHO_ARE_YOU, WOMEN)
 
 # ---------------------------------------------------------------------------------------------------------
 # Made-up values
 
-# The usual kind of a value, by how its thing ends: a pet is a "noun", such as "a bluck". The first line that
-# fits counts, so the value of "language" is capitalised, as a "name" is, although the thing ends with "age".
-# The value of any other thing is a "word".
-KINDS = {"name": ("name", "home city", "best friend", "school", "language", "film", "book", "song"),
-         "number": ("number", "age", "size"),
-         "noun": ("pet", "job", "animal", "car")}
+# The usual kind of a value, by the last word of its thing: a pet is a "noun", such as "a bluck". The value of
+# any other thing is a "word".
+KINDS = {"name": "name nickname surname username city friend school language film book song".split(),
+         "number": ["number", "age", "size"],
+         "noun": ["pet", "job", "animal", "car"]}
 # A syllable has one of each. The empty ones: it may lack the onset, or the coda.
 ONSETS = ("b c d f g h j k l m n p r s t v w z "
           "br ch cl cr dr fl gr kn kr pl pr qu sh sk sm sn sp st str sw th tr wh").split() + [""] * 4
@@ -49,8 +48,8 @@ COMMON = ("the be to of and a in that have it for on with he as you do at this b
           "its over think also back after use two our work first well way even new want because any give "
           "day most us must let please very long thing need tell remember nothing myself "
           "correct").split()
-# The words of COMMON and of our sentences ("doesn't" gives "doesn" and "t"). The words of things and of the
-# assistant's notes stand in it five more times, so that their tokens are frequent in values.
+# The words of COMMON and of most of our sentences ("doesn't" gives "doesn" and "t"). Words that the assistant
+# often writes stand in it five more times, so that values have their tokens, too.
 ENGLISH = sorted({word for sentences in (COMMON, ALL_NOTES, SMALL_TALK, SMALL_TALK.values(), MORE_THINGS,
                                          TELL["train"], CHANGE["train"], ASK["train"], LIST["train"])
                   for word in re.findall("[a-z]+", " ".join(sentences).lower())})
@@ -59,17 +58,20 @@ ENGLISH += 5 * (" ".join(THINGS + RELATIVES).split()
 # "I" and contractions, for `random_word`
 CONTRACTIONS = ("I I I I'm I've I'd I'll don't can't haven't isn't didn't let's it's that's what's here's "
                 "you've there's me").split()
-# Cores: the parts of our sentences that have the thing and the value. From "my" to the value, if the thing is
-# first: "my {thing} is {value}", or of "Change my {thing} to {value}" the part "my {thing} to {value}". Else
-# the end of the sentence, from two words before the value on: "I have {value} as my {thing}", "{value} is my
-# {thing}".
-TELL_CORES, CHANGE_CORES = ([re.search(r"my \{thing\}.*\{value\}|(\S+ ){,2}\{value\}.*",
-                                       sentence.replace("My {thing}", "my {thing}"))[0]
-                             for sentence in sentences["train"]] for sentences in (TELL, CHANGE))
-# The ends of our questions, from three words before "my" on: "you still know my {thing}", "what was my
+
+
+def core_of(sentence):
+    """The part of a sentence that has the thing and the value. If the thing is first, from "my" to the value:
+    of "Change my {thing} to {value} please" the part "my {thing} to {value}". Else the end of the sentence,
+    from up to two words before the value on: "{value} is my {thing}", "I have {value} as my {thing}"."""
+    return re.search(r"[Mm]y \{thing\}.*\{value\}|(\S+ ){,2}\{value\}.*", sentence)[0].replace("My {", "my {")
+
+
+TELL_CORES, CHANGE_CORES = ([core_of(sentence) for sentence in ways["train"]] for ways in (TELL, CHANGE))
+# The ends of our questions, from up to three words before "my" on: "you still know my {thing}", "what was my
 # {thing} again". They show that the user asks. If random words took the place of these three, "kosh is my
 # hobby" would be a question, too.
-ASK_CORES = [re.search(r"(\S+ ){,3}[Mm]y \{thing\}.*", sentence)[0] for sentence in ASK["train"]]
+ASK_CORES = [re.search(r"(\S+ ){,3}[Mm]y \{thing\}.*", ask)[0] for ask in ASK["train"]]
 # No made-up thing ends with one of these words. They may follow a thing ("again" in "What was my hobby
 # again?"), or end what the user calls all notes ("my list"), or are in COMMON, except for six of COMMON that
 # are fine as things, such as "work".
@@ -77,9 +79,14 @@ NOT_LAST_IN_THINGS = ({ending.split()[0] for ending in ASK_ENDINGS}
                       | {core.split("{thing} ")[1].split()[0] for core in ASK_CORES if "{thing} " in core}
                       | {notes.split()[-1] for notes in ALL_NOTES if notes.startswith("my ")}
                       | set(COMMON) - {"people", "time", "year", "work", "day", "thing"})
-# One of these may stand before the last word of a value: "kosh and blaup", "3 may 42".
-JOINERS = "and and and as at by for from in may of on on past the to with".split()
+# What may stand between two words of a value: "kosh and blaup", "3 may 42"
+JOINERS = ("and, and, and, and the, as, at, by, de, for, from, in, in, in the, may, near, of, of, of the, "
+           "on, on, past, the, to, upon, van, with").split(", ")
 ARTICLES = "a a a an the two".split()       # a noun has one: "a bluck"
+TITLES = "The The Dr. Mr. St.".split()      # a few names have one: "The Kosh", "Dr. Kosh"
+SIGNS = ".@-_&/:,+#'"                       # may join the parts of a word: "foo@tri.be"
+WORD_FORMS = "o'{} d'{} {}'s {}'{} {}+ {}++ {}# #{} ({})".split()           # "o'kosh", "kosh++"
+AMOUNTS = "{}.{} {},{} {}:{} {}-{} {}/{} ${} £{} €{} {}% #{} {}+".split()   # "14.5", "$40"
 # The words that stand right before or after a value in five or more of our sentences: "add", "happens"
 BESIDE_VALUES = {word for word, times in Counter(re.findall(
     r"\b[a-z][a-z']*(?= \{value\})|(?<=\{value\} )[a-z][a-z']*",
@@ -90,39 +97,56 @@ BESIDE_VALUES = {word for word, times in Counter(re.findall(
 # too. So the model must read on: "chess in Rome" is a value, but of "chess in case you need it" only "chess".
 NEVER_MADE_UP = ({"what", "who", "which", "where", "when", "how"} | BESIDE_VALUES
                  | {words.split()[0].lower() for words in OPENINGS + VALUE_ENDINGS}) - {*JOINERS, *ARTICLES}
-# Parts of our sentences, of two words or more, for `idle_words`: what stands beside "my {thing}" and
+# English words of values, "barnacle" or "watching": words of more than three letters that only one or two of
+# our sentences have. So users hardly ever say them beside a value.
+RARE = sorted(word for word, times in Counter(
+    word for sentences in (TELL, CHANGE, ASK, LIST) for sentence in set(sentences["train"])
+    for word in set(re.findall("[a-z]{4,}", re.sub(r"{.*?}", "", sentence.lower())))).items()
+    if times < 3 and word not in NEVER_MADE_UP)
+# When we measure, no made-up word is one of these. We have REAL_VALUES for English values, and if "note for"
+# were a value, nobody could find it in "note for as my hobby".
+NEVER_MEASURED = NEVER_MADE_UP.union(COMMON, RARE)
+# Parts of our sentences, of two words or more, for `part`: what stands beside "my {thing}" and
 # "{value}" ("don't lose this one ok"), and whole sentences that have neither.
 PARTS = [words for sentences in (TELL, CHANGE, ASK, LIST) for sentence in sentences["train"]
          for part in re.split(r"[Mm]y \{thing\}|\{value\}", sentence)
          if len(words := part.strip(" ,.:;?!-").split()) > 1]
-# What a made-up thing may end with: "blood type", at times "blood doesn"
+# English words at the end of made-up things: "type", at times "doesn"
 THING_WORDS = sorted(word for word in set(ENGLISH) - NOT_LAST_IN_THINGS if len(word) > 3)
-# Facts about oneself: after a turn about one, `pick_thing` more often picks another.
-ABOUT_ONESELF = ["name", "age", "home city", "job", "hobby", "pet"]
-# What may stand between a question, or a value, and the words after it
-QUESTION_SIGNS = [",", ",", ".", "?", "??", "...", " -"]
+# Facts about oneself, the commonest twice. After a turn about one, `pick_thing` more often picks another.
+ABOUT_ONESELF = ["name", "name", "age", "age", "job", "job", "home city", "hobby", "pet"]
+# What may stand between a value and words after it, and between any other end of a sentence and such words
 VALUE_SIGNS = [",", ",", ".", "!", "...", " -"]
+END_SIGNS = [",", ",", ".", "?", "??", "...", " -"]
 
 
 def is_held_out(word):
     """True if training never makes up this word, neither in a value nor in a thing: one word in eight, by a
-    hash, and the last word of each of REAL_VALUES. (Other parts of a sentence may have it.)"""
+    hash, and the last word of each of REAL_VALUES. (Words that we do not make up, such as "for", may have
+    such a hash and still occur.)"""
     return zlib.crc32(word.casefold().encode()) % 8 == 0 or word.casefold() in HELD_OUT
 
 
 def any_word(rng):
-    """A made-up word. In the order of the code: 10% are common English words (`draw` turns most of these
-    down), and 4% two or three words or numbers, mostly joined by signs ("foo@tri.be", "kle-42"). 12% are the
-    beginning of an English word and the end of another: "plus" and "number" give "plumber". So values have
-    tokens, such as "mber", that no syllable has. 61% have one to four syllables ("skaubrie"). 13% are one to
-    eight letters, and in a fifth of those one letter is foreign."""
-    if (chance := rng.random()) < 0.1:
+    """A made-up word. In the order of the code: 5% are common English words (`draw` turns most of these
+    down), and 13% rare ones. 4% are two or three words or numbers, mostly joined by signs ("foo@tri.be",
+    "kle-42"), and 2% have another form ("o'kosh", "$40"). 10% are the beginning of an English word and the
+    end of another: "plus" and "number" give "plumber". So values have tokens, such as "mber", that no
+    syllable has. 53% have one to four syllables ("skaubrie"). 13% are one to eight letters, and in a fifth of
+    those one letter is foreign."""
+    if (chance := rng.random()) < 0.05:
         return rng.choice(COMMON)
-    if chance < 0.14:
-        parts = [rng.choice(["", *".@-_&/:"]) + rng.choice([any_word, any_word, any_word, any_number])(rng)
+    if chance < 0.18:
+        return rng.choice(RARE)
+    if chance < 0.22:
+        parts = [rng.choice(["", *SIGNS]) + rng.choice([any_word, any_word, any_word, any_number])(rng)
                  for _ in range(rng.choice([2, 2, 3]))]
-        return "".join(parts).lstrip(".@-_&/:")         # without the sign before the first part
-    if chance < 0.26:
+        return "".join(parts).lstrip(SIGNS)             # without the sign before the first part
+    if chance < 0.23:
+        return rng.choice(WORD_FORMS).format(any_word(rng), any_word(rng))
+    if chance < 0.24:
+        return any_amount(rng)
+    if chance < 0.34:
         first, last = rng.choice(ENGLISH), rng.choice(ENGLISH)
         return first[:rng.randint(1, len(first))] + last[rng.randrange(len(last)):]
     if chance < 0.87:
@@ -140,11 +164,15 @@ def any_number(rng):
     return str(rng.randrange(10 ** rng.choice([1, 2, 2, 2, 3, 3, 4, 5, 6])))
 
 
+def any_amount(rng):
+    return rng.choice(AMOUNTS).format(any_number(rng), any_number(rng))
+
+
 def draw(make, rng, held_out):
     """A word or number from `make` that is not in NEVER_MADE_UP. If `held_out`, training never makes it up,
-    and it is no common word: in "note for as my hobby", nobody could find the value. We compare the words as
-    if they had been in capitals, because a user may write so: "ı" becomes "I"."""
-    avoid = NEVER_MADE_UP | set(COMMON) if held_out else NEVER_MADE_UP
+    and it is not in NEVER_MEASURED. We compare the words as if they had been in capitals, because a user may
+    write so. (A Turkish "ı" then becomes "I".)"""
+    avoid = NEVER_MEASURED if held_out else NEVER_MADE_UP
     while True:
         made = make(rng)
         if made.upper().lower() not in avoid and is_held_out(made) == held_out:
@@ -152,36 +180,45 @@ def draw(make, rng, held_out):
 
 
 def a_value(thing, rng, held_out):
-    """A made-up value of the thing: a number ("42"), a name ("Talvor Bri"), a noun ("a bluck") or words ("ni
-    corst and tavo"), a quarter of them with a number ("12 corst"). One in ten has other capitals, drawn anew
-    for each word ("Foo-Tri FOO"). Its kind suits the thing in nine cases of ten. If `held_out`, that of a
-    name, an age or a job always does: training once had only such values, and we still measure with them."""
-    kind = next((kind for kind, endings in KINDS.items() if thing.endswith(endings)), "word")
-    if rng.random() < 0.15 and not (held_out and thing.endswith(("name", "age", "job"))):
+    """A made-up value of the thing: a number ("42", or "14.5" if it is no age), a name ("Talvor Bri", "The
+    Bri"), a noun ("a bluck"), or words ("ni corst"), a quarter of these with a number ("12 corst"). Of values
+    of several words, one in ten has a comma ("ni, corst") and three in ten have a joiner ("ni and corst").
+    One value in ten has other capitals, drawn anew for each word ("Foo-Tri FOO"). Its kind suits the thing in
+    nine cases of ten. If `held_out`, that of a name, an age or a job always does: training once had only such
+    values, and we still measure with them."""
+    last = thing.split()[-1]
+    kind = next((kind for kind, things in KINDS.items() if last in things), "word")
+    if rng.random() < 0.15 and not (held_out and last in ("name", "age", "job")):
         kind = rng.choice(["name", "number", "noun", "word"])
+    number = any_number if last == "age" else rng.choice([any_number] * 4 + [any_amount])
     if kind == "number":
-        return draw(any_number, rng, held_out)
+        return draw(number, rng, held_out)
     words = [draw(any_word, rng, held_out) for _ in range(rng.choice([1, 1, 1, 1, 1, 2, 2, 3, 6]))]
     if kind == "name":
         words = [word.capitalize() for word in words]
     if rng.random() < 0.1:
         words = [rng.choice([str.lower, str.capitalize, str.title, str.upper])(word) for word in words]
-    if len(words) > 1 and rng.random() < 0.2:
-        words.insert(-1, rng.choice(JOINERS))
+    if len(words) > 1 and rng.random() < 0.1:
+        words[rng.randrange(len(words) - 1)] += ","
+    if len(words) > 1 and rng.random() < 0.3:
+        words.insert(rng.randrange(1, len(words)), rng.choice(JOINERS))
     if kind == "noun":
         words.insert(0, rng.choice(ARTICLES))
+    if kind == "name" and rng.random() < 0.1:
+        words.insert(0, rng.choice(TITLES))
     if kind == "word" and rng.random() < 0.25:
-        words.insert(rng.choice([0, 0, len(words)]), draw(any_number, rng, held_out))
+        words.insert(rng.choice([0, 0, len(words)]), draw(number, rng, held_out))
     return " ".join(words)
 
 
 def suits(value, thing):
     """May the value stand in a sentence of TELL_THING or CHANGE_THING? In "I'm {value}" only the value shows
     what it is: a number is the age, "a bluck" the job, anything else the name. So for these three it must
-    look so. For other things any value may."""
+    look so, and have no comma, which would end the fact: "I'm Ada, a nurse". For other things any may."""
     first = value.split()[0].lower()
-    name = not first.isdigit() and first not in ARTICLES
-    return {"name": name, "age": value.isdigit(), "job": first in ARTICLES}.get(thing.split()[-1], True)
+    looks = {"name": first[0].isalpha() and first not in ARTICLES, "age": value.isdigit(),
+             "job": first in ARTICLES}
+    return looks.get(thing.split()[-1], True) and not (thing.split()[-1] in looks and "," in value)
 
 
 def spelling(thing, american):
@@ -212,21 +249,23 @@ class Dialogue:
     held_out: in things are no made-up words, and in values only those that training never makes up."""
 
     def __init__(self, rng, split="train", held_out=False):
-        self.rng, self.split, self.held_out = rng, split, held_out
+        self.rng, self.split, self.held_out, self.training = rng, split, held_out, split == "train"
         self.facts = {}                     # thing -> its latest value, in the order of the notes
         self.changed = set()
         # The probability that a new thing takes a word from a thing with a note: one of the first `alike_to`
         # notes (None: of all).
         self.alike, self.alike_to = 0.25, None
         self.last = None                    # the thing that the turn before told or asked
+        self.introducing = False            # the user tells facts about one person: see `tell_new`
         self.casual = rng.random() < 0.3    # the user writes no capitals, except perhaps in values
-        # Does a casual user write values, too, without capitals? With apostrophes? (Training draws both.)
+        # Of a casual user: are values in small letters, too? Do sentences have apostrophes? (Training draws
+        # both.)
         self.lower_values, self.apostrophes = True, True
         # Does the user write color and favorite when telling, when asking? A few mix both spellings.
         self.tells_american = rng.random() < 0.3
         self.asks_american = self.tells_american if rng.random() < 0.8 else rng.random() < 0.5
         self.bot, self.text = "Tiny", ""
-        self.stop = "."                     # of the assistant's sentences; "!" if it is cheerful
+        self.cheerful = False               # the assistant ends its sentences with "!"
 
     def system(self):
         """Begin with a system message; some give the assistant another name, or make it cheerful."""
@@ -238,33 +277,42 @@ class Dialogue:
             self.bot = self.word().capitalize()
             message = message.format(self.bot)
         if rng.random() < 0.3:
-            self.stop = "!"
+            self.cheerful = True
             message = f"{message} {rng.choice(CHEERFUL)}".lstrip()
         self.text = f"<|system|>{message}<|end|>"
 
     def say(self, said, answer):
-        """Add a turn. Three messages in ten end without a sign. A cheerful assistant ends its sentences with
-        "!"."""
+        """Add a turn. Three messages in ten end without a sign."""
         said = said if self.casual else capital(said)
         if self.rng.random() < 0.3:
             said = said.removesuffix("?")
         elif not said.endswith("?"):
             said += self.rng.choice("...!")     # three full stops to one exclamation mark
-        if self.stop == "!":
-            answer = answer.removesuffix(".").replace(". ", "! ") + "!"
+        if self.cheerful:
+            sentences = re.split(r"\. (?=(?:Your|Note|I|Try)\b)", answer.removesuffix("."))  # not "Dr."
+            answer = "! ".join(sentences) + "!"
         self.text += f"<|user|>{said}<|end|><|assistant|>{answer}<|end|>"
 
     def fill_in(self, sentence, *words, **blanks):
-        """The sentence as this user writes it: "I'm {value}" may become "I'm Ada", "i'm Ada" or "im ada"."""
-        if not self.casual:
-            return sentence.format(*words, **blanks)
-        said = sentence.lower().format(*words, **blanks)
-        return said if self.apostrophes else said.replace("'", "")      # no value has an apostrophe
+        """The sentence as this user writes it: "I'm {value}" may become "I'm Ada", "i'm Ada" or "im Ada"."""
+        if self.casual:
+            sentence = sentence.lower()
+        if self.casual and not self.apostrophes:        # but values keep theirs: "o'kosh"
+            sentence = sentence.replace("'", "")
+            if "thing" in blanks:
+                blanks["thing"] = blanks["thing"].replace("'s ", "s ")
+        return sentence.format(*words, **blanks)
 
     @property
     def relative(self):
-        """"sister", if the turn before was about the sister's job."""
+        """The relative of the turn before: "sister", if it was about the sister's job. Else ""."""
         return (self.last or "").rpartition("'s ")[0]
+
+    def pronoun(self):
+        """What the user calls the relative of the turn before. A dog, a boss or a "kosh" may be either."""
+        if self.relative in WOMEN:
+            return "she"
+        return "he" if self.relative in MEN else self.rng.choice(["she", "he"])
 
     def word(self):
         return draw(any_word, self.rng, self.held_out)
@@ -274,31 +322,35 @@ class Dialogue:
         both with a capital, or both without), one in six begins as that does: "5807" after "5828". The model
         must not mistake one for the other."""
         value = a_value(thing, self.rng, self.held_out)
-        alike = [other for other in self.facts.values() if " " not in other + value
-                 and (other.isdigit(), other[0].isupper()) == (value.isdigit(), value[0].isupper())]
-        if alike and self.rng.random() < 1 / 6:
-            beginning = self.rng.choice(alike)[:self.rng.randint(1, 4)]
+        same_sort = [other for other in self.facts.values() if " " not in other + value
+                     and (other.isdigit(), other[0].isupper()) == (value.isdigit(), value[0].isupper())]
+        if same_sort and self.rng.random() < 1 / 6:
+            beginning = self.rng.choice(same_sort)[:self.rng.randint(1, 4)]
             rest = any_number if value.isdigit() else any_word
             value = draw(lambda rng: beginning + rest(rng), self.rng, self.held_out)
         return value.lower() if self.casual and self.lower_values else value
 
     def pick_thing(self):
-        """A thing: in 30% of the cases one of THINGS, in 15% of MORE_THINGS, in 20% a relative's ("sister's
-        job"), in 35% made up: one or two words, half of the time after "favourite" or "first". If `held_out`,
-        none is made up, and the others keep their proportions. Until there is a fact, a quarter of the picks
-        is the user's name. In training, after a turn about a relative, 30% are about the same relative, and
-        after a turn about one of ABOUT_ONESELF, 30% are drawn from these: "I'm Ada and I live in Oslo"."""
+        """A thing. Until there is a fact, a quarter are the user's name. In training, after a turn about a
+        relative, 30% are about the same relative, and after a turn about one of ABOUT_ONESELF, 30% are drawn
+        from these: "I'm Ada and I live in Oslo". While the user introduces somebody it is 80%, and the first
+        thing is such a one, too. Of the rest, 30% are one of THINGS, 15% of MORE_THINGS, 20% a relative's
+        ("sister's job", one in six "kosh's job"), and 35% are made up: one or two words, half of the time
+        after "favourite" or "first". If `held_out`, none is made up, and the others keep their
+        proportions."""
         rng = self.rng
         if not self.facts and rng.random() < 0.25:
             return "name"
-        if self.relative in RELATIVES and self.split == "train" and rng.random() < 0.3:
+        same = 0.8 if self.introducing else 0.3 if self.training else 0
+        if self.relative and rng.random() < same:
             return f"{self.relative}'s {rng.choice(RELATIVE_THINGS)}"
-        if self.last in ABOUT_ONESELF and self.split == "train" and rng.random() < 0.3:
+        if (self.introducing or self.last in ABOUT_ONESELF) and rng.random() < same:
             return rng.choice(ABOUT_ONESELF)
         if (chance := rng.random() * (0.65 if self.held_out else 1)) < 0.45:
             return rng.choice(THINGS if chance < 0.3 else MORE_THINGS)
         if chance < 0.65:
-            return f"{rng.choice(RELATIVES)}'s {rng.choice(RELATIVE_THINGS)}"
+            made_up = not self.held_out and rng.random() < 1 / 6
+            return f"{self.word() if made_up else rng.choice(RELATIVES)}'s {rng.choice(RELATIVE_THINGS)}"
         while (thing := self.thing_word()) in NOT_LAST_IN_THINGS:
             pass
         if chance > 0.85:
@@ -338,7 +390,7 @@ class Dialogue:
         """What follows a question, or a fact that does not end with its value: with the probability `chance`
         a sign and a part of one of our sentences, else nothing. (Random words would not do. In "what was my
         hobby, kosh" the "kosh" could be a value, as it is in "my hobby, kosh".)"""
-        return self.suffix(QUESTION_SIGNS, self.part()) if self.rng.random() < chance else ""
+        return self.suffix(END_SIGNS, self.part()) if self.rng.random() < chance else ""
 
     def before_value(self):
         """What may stand before a value that begins its sentence: "", "btw " or "it my mof don't, "."""
@@ -389,24 +441,25 @@ class Dialogue:
         suit one thing only, or {} if the value does not suit them.
 
         When we measure, it is one of `general`. In training, 40% of the sentences are special, if there are
-        such. (After a turn about the sister, half of these say "She" instead of "My sister".) Of the others,
-        nine in ten questions, and three in four of those that tell or change, are one of `general`. The rest
-        consist of `idle_words`, then a core, and at times more words: "it my mof don't, my {thing} is
-        {value}", or in a question: "it my mof don't, what was my {thing} again". If a core begins with the
+        such, and nearly all while the user introduces somebody, half of these "I'm {value}" if that will do.
+        (After a turn about the sister, half of those about her may say "she" instead of "my sister".) Of the
+        others, nine in ten questions, and three in four of those that tell or change, are one of `general`.
+        The rest consist of `idle_words`, then a core, and at times more words: "it my mof don't, my {thing}
+        is {value}", or in a question: "it my mof don't, what was my {thing} again". If a core begins with the
         value, often nothing stands before it. In some questions the core is "what you have noted as my
-        {thing}" or the like. So the model learns to understand sentences that it never saw. (Once, twice as
-        many had random words. But the model missed as many of the plain sentences that it trained with as of
-        new ones, so now more are ours as they are.)"""
+        {thing}" or the like. So the model learns to understand sentences that it never saw."""
         rng = self.rng
-        if self.split != "train":
+        if not self.training:
             return rng.choice(general[self.split])
         relative, of, owned = thing.rpartition("'s ")
         suited = special.get(of + owned)        # "sister's name" is looked up as "'s name"
-        if suited and rng.random() < 0.4:
-            said = rng.choice(suited).replace("{relative}", relative)
-            if relative and relative == self.relative and rng.random() < 0.5:
-                said = re.sub(f"^My {relative}", "She" if relative in WOMEN else "He", said)
-            return said
+        if self.introducing and suited and "I'm {value}" in suited and rng.random() < 0.5:
+            return "I'm {value}"
+        if suited and rng.random() < (0.9 if self.introducing else 0.4):
+            again = relative and relative == self.relative and rng.random() < 0.5
+            she = self.pronoun() if again else f"my {relative}"
+            said = rng.choice(suited).replace("{she}", she).replace("{relative}", relative)
+            return said.replace("he is ", rng.choice(["he is ", "he's "]))      # also of "she is"
         if rng.random() < (0.9 if general is ASK else 0.75):
             return rng.choice(general["train"])
         if general is ASK:
@@ -422,18 +475,20 @@ class Dialogue:
 
     def tell(self, thing, value=None):
         """The user tells a fact, or changes it if there is a note of it, and the assistant notes it. Returns
-        both messages: "My hobby is chess" and "Your hobby becomes note 1: your hobby is chess.". value: None
-        makes one up. (A given value stays as it is, so set `casual` to False: some casual users would write
-        "ada".)"""
+        both messages: "My hobby is chess" and "Your hobby becomes note 1: your hobby is chess.". value: if
+        None, one is made up. A given one stays as it is, apart from a capital at the beginning of a message:
+        so who gives one sets `casual` to False, as some casual users would write "ada"."""
         rng, old = self.rng, self.facts.get(thing)
-        known, training = old is not None, self.split == "train"
+        known, training = old is not None, self.training
         value = value or self.value(thing)
         if thing == self.last and training and rng.random() < 0.5:
-            sentence = self.without_thing(thing, value)
+            sentence = self.without_thing(value)
         elif known and training and rng.random() < 0.1:
             sentence = rng.choice(CONTRAST)
         else:
-            change = self.sounds_like_a_change(known)
+            # In training, sentences such as "Actually, ..." change facts and tell new ones, and those of TELL
+            # do, too. So the model must look whether there is a note.
+            change = rng.random() < (0.5 if known else 0.3) if training else known
             general, special = (CHANGE, CHANGE_THING) if change else (TELL, TELL_THING)
             special = special if suits(value, thing) else {}
             sentence = self.sentence(general, special, thing)
@@ -454,29 +509,19 @@ class Dialogue:
         return (self.fill_in(sentence, thing=spelt, value=value, old=old),
                 f"Your {spelt} {note}: your {spelt} is {value}.")
 
-    def without_thing(self, thing, value):
+    def without_thing(self, value):
         """A sentence that tells the thing of the turn before. "She is {value}" only if the thing is a
         relative's name, age or job and the value shows which: "Sister's age?" "She is 5"."""
-        known = thing in self.facts
-        person = self.relative in RELATIVES and thing.split()[-1] in ("name", "age", "job")
-        if person and suits(value, thing) and self.rng.random() < 0.4:
-            she = "she" if self.relative in WOMEN else "he"
-            return ("No, " if known else "") + she + self.rng.choice([" is", "'s"]) + " {value}"
+        known = self.last in self.facts
+        person = self.relative and self.last.split()[-1] in ("name", "age", "job")
+        if person and suits(value, self.last) and self.rng.random() < 0.4:
+            return ("No, " if known else "") + self.pronoun() + self.rng.choice([" is", "'s"]) + " {value}"
         return self.rng.choice(CORRECT if known else SUPPLY)
-
-    def sounds_like_a_change(self, known):
-        """True if the sentence is drawn from CHANGE ("Actually, ..."), False if from TELL. In training it is
-        True for half of the changes, and for three in ten of the new facts. So the words of these sentences
-        do not tell whether there is a note, and the model must look for it. When we measure, users change
-        facts with CHANGE, and tell them with TELL."""
-        if self.split != "train":
-            return known
-        return self.rng.random() < (0.5 if known else 0.3)
 
     def ask(self, thing):
         """The user asks for a fact. In training, one question in four is only its thing: "Hobby?"."""
         spelt = spelling(thing, self.asks_american)
-        bare = self.split == "train" and self.rng.random() < 0.25
+        bare = self.training and self.rng.random() < 0.25
         sentence = "{thing}?" if bare else question(self.sentence(ASK, ASK_THING, thing))
         said = self.fill_in(sentence, thing=spelt)
         self.last = thing
@@ -487,7 +532,7 @@ class Dialogue:
     def list_notes(self):
         """The user asks for all notes; in training, half of the sentences begin with `idle_words`."""
         said = self.rng.choice(LIST[self.split])
-        if self.split == "train" and self.rng.random() < 0.5:
+        if self.training and self.rng.random() < 0.5:
             endings = [""] * len(LIST_ENDINGS) + [f" {ending}" for ending in LIST_ENDINGS]
             ending = self.rng.choice(endings) + self.after(0.4)
             opening, phrases = self.prefix(), self.rng.choice([ALL_NOTES, ALL_NOTES, LIST["train"]])
@@ -498,14 +543,14 @@ class Dialogue:
         return self.fill_in(question(said)), " ".join([*notes, f"Note {len(notes) + 1} is still empty."])
 
     def small_talk(self):
-        if self.rng.random() < (0.1 if self.bot == "Tiny" else 0.4):
-            return self.introduction()
+        if self.rng.random() < (0.1 if self.bot == "Tiny" else 0.4):    # users try out the name they gave
+            return self.who_are_you()
         said, answer = self.rng.choice(list(SMALL_TALK.items()))
         you = f", {self.facts['name']}" if "name" in self.facts else ""
-        thing = self.rng.choice([*self.facts, self.pick_thing()])       # for "Forget my {thing}"
+        thing = spelling(self.rng.choice([*self.facts, self.pick_thing()]), self.tells_american)
         return self.fill_in(self.rng.choice(said.split("|")), thing=thing), answer.format(you=you)
 
-    def introduction(self):
+    def who_are_you(self):
         """The user asks who the assistant is."""
         return self.fill_in(self.rng.choice(WHO_ARE_YOU)), f"I'm {self.bot}, a very small language model."
 
@@ -514,7 +559,7 @@ class Dialogue:
         return self.fill_in(question(self.rng.choice(SUMS)), a=a, b=b), f"{a} plus {b} is {a + b}."
 
     def strange(self):
-        sentences = ASIDES if self.split == "train" and self.rng.random() < 0.2 else STRANGE
+        sentences = ASIDES if self.training and self.rng.random() < 0.2 else STRANGE
         return self.fill_in(self.rng.choice(sentences), *(self.word() for _ in range(5))), NOT_UNDERSTOOD
 
     def chatter(self):
@@ -524,7 +569,7 @@ class Dialogue:
         return self.small_talk() if chance < 0.6 else self.plus() if chance < 0.85 else self.strange()
 
 
-LISTS = "lists"     # a key of `rests_until` beside the things: lists of all notes rest, too
+LISTS = None        # a key of `rests_until` beside the things: lists of all notes rest, too
 
 
 class TrainingDialogue(Dialogue):
@@ -536,7 +581,7 @@ class TrainingDialogue(Dialogue):
         if rng.random() < 0.3:
             self.system()
             if rng.random() < 0.3:
-                self.say(*self.introduction())
+                self.say(*self.who_are_you())
         # The user's other habits: how many facts at most, and the probabilities in `turn`
         self.most_facts = rng.choice([1, 1, 2, 2, 3, 4, 6, 8, 12])
         self.telling = rng.choice([0.1, 0.3, 1])
@@ -564,15 +609,13 @@ class TrainingDialogue(Dialogue):
             share = self.rng.uniform(0.6, 1) if self.rng.random() < self.far else self.rng.random() ** 2 / 4
             self.rests_until[thing] = now + share * (self.end - now)
 
-    def rested(self):
-        """The things whose rest is over, and LISTS if theirs is."""
-        return [thing for thing, until in self.rests_until.items() if until <= len(self.text)]
-
     def turn(self):
-        """Add a turn: the user tells a new fact, chats, changes a fact, asks for all notes, for one, or for a
-        fact without a note. We try these in this order. So with a `listing` of 0.9 the user asks for lists in
-        0.9 of the turns for which nothing before was chosen. With more than 12 notes, there are no lists."""
-        rng, rested = self.rng, self.rested()
+        """Add a turn. We try in this order: the user tells a new fact, chats, changes a fact, asks for all
+        notes if there are at most 12, for a fact with a note, or for one without. If nothing is chosen, the
+        user chats. Each probability is a share of the turns that come to it: with a `listing` of 0.9, lists
+        are 0.9 of the turns for which nothing before was chosen, and that find lists rested."""
+        rng = self.rng
+        rested = [thing for thing, until in self.rests_until.items() if until <= len(self.text)]
         ready = [thing for thing in rested if thing != LISTS]
         at_hand = self.last in self.facts       # the turn before was about a fact with a note
         if len(self.facts) < self.most_facts and rng.random() < (self.telling if self.facts else 0.5):
@@ -597,25 +640,38 @@ class TrainingDialogue(Dialogue):
             self.say(*self.chatter())
 
     def tell_new(self):
-        """The user tells a new fact, and in two messages of five a second one, and so on, until the user has
-        told `most_facts`: "I'm Ada and my hobby is chess". If the user has just asked for a fact without a
-        note, the first new fact is that one in two cases of five."""
+        """The user tells a new fact, with a probability of 0.4 a second one, and so on, until the user has
+        told `most_facts`: "I'm Ada and my hobby is chess". With one message in six the user introduces
+        somebody, and this probability is 0.75: "I'm Ada, a nurse, and I live in Oslo". If the user has just
+        asked for a fact without a note, the first new fact is that one in two cases of five."""
         rng = self.rng
+        self.introducing = rng.random() < 1 / 6
+        another = 0.75 if self.introducing else 0.4
         asked = self.last if self.last not in self.facts and rng.random() < 0.4 else None
         thing = asked or self.pick_unknown()
         said, answer = self.tell(thing)
         self.rest(thing)
-        while rng.random() < 0.4 and len(self.facts) < self.most_facts:
+        i_am_before = self.i_am(thing, said)
+        while rng.random() < another and len(self.facts) < self.most_facts:
             thing = self.pick_unknown()
             more, noted = self.tell(thing)
-            joint = rng.choice([" and ", " and ", ". ", ", and ", ", "])
-            if joint == ". ":
+            i_am = self.i_am(thing, more)
+            joint = rng.choice([" and ", " and ", ", and ", ", ", ", ", ". ", ". ", "; ", " but "])
+            if i_am_before and i_am and rng.random() < 0.6:
+                joint, more = ", ", more[i_am.end():]       # "I'm Ada" and "I'm a nurse": "I'm Ada, a nurse"
+            elif joint == ". ":
                 more = more if self.casual else capital(more)
-            elif not re.match(rf"I\b|{re.escape(self.facts[thing])}", more):
-                more = more[0].lower() + more[1:]       # "I" and a value, which the note copies, stay
-            said, answer = said + joint + more, f"{answer} {noted}"
+            elif not re.match(rf"I\b|[A-Z]{{2}}|{re.escape(self.facts[thing])}", more):
+                more = more[0].lower() + more[1:]       # "I", "FYI" and a value, which the note copies, stay
+            said, answer = said.removesuffix("?") + joint + more, f"{answer} {noted}"
+            i_am_before = i_am
             self.rest(thing)
+        self.introducing = False
         return said, answer
+
+    def i_am(self, thing, said):
+        """A match of "I'm " before the value, or before "from" and the value, if the message has that."""
+        return re.search(rf"(^|[,!] )[Ii]'?m (?=(from )?{re.escape(self.facts[thing])})", said)
 
 
 def dialogue(rng, length):

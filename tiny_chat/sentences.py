@@ -67,13 +67,16 @@ MORE_THINGS = (
     "wine, workplace, yoga class, youth club, zip code, zodiac sign").split(", ")
 # The user also tells facts about these, "my boss's name", of the kinds in RELATIVE_THINGS.
 RELATIVES = ["sister", "brother", "mother", "father", "wife", "husband", "son", "daughter", "boss",
-             "neighbour", "dog", "cat", "uncle", "aunt", "grandma", "grandpa", "girlfriend", "boyfriend"]
-WOMEN = {"sister", "mother", "wife", "daughter", "aunt", "grandma", "girlfriend"}    # the others are "he"
+             "neighbour", "dog", "cat", "uncle", "aunt", "grandma", "grandpa", "girlfriend", "boyfriend",
+             "mum", "mom", "dad", "friend", "cousin", "partner", "teacher", "doctor"]
+WOMEN = {"sister", "mother", "wife", "daughter", "aunt", "grandma", "girlfriend", "mum", "mom"}
+MEN = {"brother", "father", "husband", "son", "uncle", "grandpa", "boyfriend", "dad"}
 RELATIVE_THINGS = ["name", "name", "name", "age", "age", "job", "home city", "hobby"]
 
 # In TELL_THING, CHANGE_THING and ASK_THING: sentences that suit one thing only. ("I'm {value}" suits three: a
-# number is the age, "a bluck" the job, and anything else the name. The same goes for "My {relative} is
-# {value}".) "'s name" is the name of any relative. dialogues.py adds question marks.
+# number is the age, "a bluck" the job, and anything else the name. The same goes for "{she} is {value}".)
+# "'s name" is the name of any relative. {she} becomes "my sister", or "she" if the turn before was about her.
+# dialogues.py adds question marks.
 TELL_THING = {
     "name": ["I'm {value}", "I am {value}", "Call me {value}", "Hi, I'm {value}", "Hello, I'm {value}",
              "Hi, my name is {value}", "Please call me {value}", "Hello, my name is {value}",
@@ -102,17 +105,17 @@ TELL_THING = {
     "instrument": ["I play the {value}"],
     "team": ["I support {value}"],
     "weight": ["I weigh {value}"],
-    "'s name": ["My {relative} is called {value}", "{value} is my {relative}",
-                "I have a {relative} called {value}", "My {relative} is {value}",
+    "'s name": ["{she} is called {value}", "{value} is my {relative}",
+                "I have a {relative} called {value}", "{she} is {value}",
                 "I have a {relative} named {value}", "I have a {relative}, {value}",
                 "I've got a {relative} called {value}", "I've got a {relative} named {value}"],
-    "'s age": ["My {relative} is {value} years old", "My {relative} turned {value}",
-               "My {relative} is {value}"],
-    "'s home city": ["My {relative} lives in {value}", "My {relative} comes from {value}",
-                     "My {relative} is from {value}"],
-    "'s job": ["My {relative} works as {value}", "My {relative} is {value}"],
-    "'s hobby": ["My {relative} likes {value}", "My {relative} loves {value}",
-                 "My {relative} enjoys {value}"],
+    "'s age": ["{she} is {value} years old", "{she} turned {value}",
+               "{she} is {value}"],
+    "'s home city": ["{she} lives in {value}", "{she} comes from {value}",
+                     "{she} is from {value}"],
+    "'s job": ["{she} works as {value}", "{she} is {value}"],
+    "'s hobby": ["{she} likes {value}", "{she} loves {value}",
+                 "{she} enjoys {value}"],
 }
 CHANGE_THING = {
     "name": ["Call me {value} instead", "I'm called {value} now", "Now I'm {value}"],
@@ -156,7 +159,8 @@ OPENINGS = ["btw", "btw", "by the way", "so", "so", "ok", "okay", "well", "well"
             "please note", "please remember", "just so you know", "for the record", "no", "no", "wait",
             "correction", "update", "as I said", "you know", "I think", "I believe", "I'd say", "and", "then"]
 # What users say before or after a fact: "I'm late, so my hobby is chess". Many begin as a fact does ("I love
-# how this works"), so the model must read on. None begins "I'm a ...": that would tell the job.
+# how this works", "my back hurts"), so the model must read on. None begins "I'm a ...": that would tell the
+# job.
 ASIDES = (
     "I'm stuck at work, I'm late, I'm in a hurry, I'm on the train, I'm on my phone, I'm at work, I'm so "
     "bored, I'm really tired today, I'm bad at this, I'm terrible with details, I'm filling in a form, I'm "
@@ -165,24 +169,46 @@ ASIDES = (
     "meeting, I'm half asleep, I'm back again, I'm home at last, I'm happy to share this, I'm sorry to "
     "bother you, I'm glad you asked, I'm getting old, I'm always losing things, I'm quite forgetful, I'm "
     "supposed to tell you, I'm told you remember things, I'm going to say this once, I'm trying to be "
-    "organised, I'm just about to leave, I'm sitting in the garden, I'm out of breath, I'm walking the dog, "
-    "I'm sick of forms, I'm cold and hungry, I am in a rush, I am on holiday, I am running out of time, I "
-    "am so busy today, I am not good with names, I was asleep, I was told to write this down, I was wrong "
-    "about you, I've had a long day, I've just got home, I've got five minutes, I've got news, I've been "
-    "busy, I've forgotten everything, I've never done this before, I've got a cold, I have a headache, I "
-    "have to run, I have a lot on my mind, I have no pen here, I like talking to you, I love how this "
-    "works, I live a busy life, I work too much, I come here a lot, I drive everyone mad with this, I need "
-    "your help, I can't find anything, I don't have much time, I hope you're well, I just got back, I keep "
-    "losing bits of paper, I should have said this before, I thought about it all night, it's raining here, "
-    "it's late, it's been a long week, it's me again, it's nothing special, it's a bit silly, it's hot "
-    "today, it's Monday again, we're in the car, we're having lunch, we're moving house, they're asking for "
-    "it here, you're a machine, you're new to me, you are so helpful, this is important, this is a bit "
-    "private, this is for the form, that's life, the battery is nearly empty, the baby is crying, the "
-    "kettle is on, the dog ate the list, there's so much going on, there is a queue behind me, lunch is "
-    "nearly over, work is crazy, time flies, nobody listens to me, somebody has to know, two things today, "
-    "one more thing, first things first, long story short, before I forget, while I think of it, if you "
-    "have a second, when you have a moment, after a lot of thought, between you and me, for what it's "
-    "worth, as far as I know, in case I get hit by a bus").split(", ")
+    "organised, I'm just about to leave, I'm sitting in the garden, I'm out of breath, I'm walking the "
+    "dog, I'm sick of forms, I'm cold and hungry, I am in a rush, I am on holiday, I am running out of "
+    "time, I am so busy today, I am not good with names, I was asleep, I was told to write this down, I "
+    "was wrong about you, I've had a long day, I've just got home, I've got five minutes, I've got news, "
+    "I've been busy, I've forgotten everything, I've never done this before, I've got a cold, I have a "
+    "headache, I have to run, I have a lot on my mind, I have no pen here, I like talking to you, I love "
+    "how this works, I live a busy life, I work too much, I come here a lot, I drive everyone mad with "
+    "this, I need your help, I can't find anything, I don't have much time, I hope you're well, I just got "
+    "back, I keep losing bits of paper, I should have said this before, I thought about it all night, it's "
+    "raining here, it's late, it's been a long week, it's me again, it's nothing special, it's a bit "
+    "silly, it's hot today, it's Monday again, we're in the car, we're having lunch, we're moving house, "
+    "they're asking for it here, you're a machine, you're new to me, you are so helpful, this is "
+    "important, this is a bit private, this is for the form, that's life, the battery is nearly empty, the "
+    "baby is crying, the kettle is on, the dog ate the list, there's so much going on, there is a queue "
+    "behind me, lunch is nearly over, work is crazy, time flies, nobody listens to me, somebody has to "
+    "know, two things today, one more thing, first things first, long story short, before I forget, while "
+    "I think of it, if you have a second, when you have a moment, after a lot of thought, between you and "
+    "me, for what it's worth, as far as I know, in case I get hit by a bus, at my age you forget things, "
+    "at my desk again, for my own sanity, for my own records, for my peace of mind, in my opinion it "
+    "matters, in my family we write things down, in my line of work you learn to be exact, on my way home, "
+    "on my lunch break, on my second coffee, to my surprise you work, sorry for my English, sorry about my "
+    "spelling, excuse my typing, pardon my manners, forgive my bluntness, my doctor told me to write "
+    "things down, my daughter set this up for me, my son says you remember things, my wife wants you to "
+    "know this, my husband sent me here, my boss keeps asking, my friends laugh about it, my mother always "
+    "asks, my teacher wants to know, my colleagues know this already, my memory fails me, my head hurts, "
+    "my phone keeps ringing, my cat just walked over the keyboard, my dog wants out, my train leaves soon, "
+    "my tea went cold, my glasses broke, my shift starts soon, my back hurts, my kids won't stop shouting, "
+    "my neighbour gave me this app, my sister recommended you, my grandson helps me type, I can't feel my "
+    "fingers, I lost my notebook, I left my glasses at home, I dropped my phone, I never remember my own "
+    "things, I'm not in my office, I'm between my meetings, I'm on my break, I've got my hands full, I've "
+    "lost my pen, let me finish my coffee first, while my code compiles, while my dinner cooks, before my "
+    "next meeting, before my battery dies, after my long day, with my luck I'd forget it, all my notes are "
+    "gone, thanks for your patience with my questions, don't laugh at my spelling, don't mind my typos, in "
+    "my humble opinion you need this, from my side just this, here's one from my list, add this to my "
+    "file, this goes on my list, one for my profile, something about my life, something from my past, the "
+    "answer to your question, for the form at my office, ngl, lowkey, no cap, honestly, to be fair, hand "
+    "on heart, good news, guess what, quick one, fun fact, true story, here's the thing, chef here, nurse "
+    "here, it's dad again, hi from the hostel, sorry I'm late to this, got a minute, got a second, just a "
+    "thought, since you ask, since we're talking, as promised, as you asked, for the trip, for the "
+    "paperwork, should anyone ask, if anyone asks, not that it matters, believe it or not").split(", ")
 # What may follow a value: "My hobby is chess btw"
 VALUE_ENDINGS = ["lol", "lol", "btw", "btw", "btw", "by the way", "by the way", "thanks", "thanks", "haha",
                  "please", "please", "pls", "thx", "thank you", "tbh", "fyi", "ok", "okay", "yeah", "though",
@@ -232,13 +258,13 @@ ASK_THING = {
     "instrument": ["What do I play", "Which instrument do I play"],
     "team": ["Which team do I support"],
     "weight": ["How much do I weigh"],
-    "'s name": ["What is my {relative} called", "Who is my {relative}", "Who's my {relative}",
+    "'s name": ["What is {she} called", "Who is {she}", "Who's my {relative}",
                 "What's my {relative} called", "What's the name of my {relative}"],
-    "'s age": ["How old is my {relative}"],
-    "'s home city": ["Where does my {relative} live", "Where is my {relative} from"],
-    "'s job": ["What does my {relative} do for a living", "What does my {relative} work as",
-               "What does my {relative} do"],
-    "'s hobby": ["What does my {relative} like", "What does my {relative} enjoy"],
+    "'s age": ["How old is {she}"],
+    "'s home city": ["Where does {she} live", "Where is {she} from"],
+    "'s job": ["What does {she} do for a living", "What does {she} work as",
+               "What does {she} do"],
+    "'s hobby": ["What does {she} like", "What does {she} enjoy"],
 }
 # What users call all their notes: "Show me your notes", "Tell me about me"
 ALL_NOTES = ["your notes", "everything", "what you know", "everything you know", "what you know about me",
