@@ -176,7 +176,7 @@ def test_training_made_up_none_of_most_values_below():
         "my dog is called Max": "Your dog's name becomes note 3: your dog's name is Max.",
         "whats my dogs name?": "Your dog's name is Max."}),
     ("", {
-        "I'm Priya and I work as a software engineer. I live in Pune.":
+        "I'm Priya, I'm a software engineer and I live in Pune.":
             "Your name becomes note 1: your name is Priya. Your job becomes note 2: your job is a software "
             "engineer. Your home city becomes note 3: your home city is Pune.",
         "What do I do for a living?": "Your job is a software engineer."}),
@@ -186,6 +186,22 @@ def test_training_made_up_none_of_most_values_below():
         "My address is 120 High Lane.": "Your address becomes note 2: your address is 120 High Lane.",
         "My meeting is 3pm on Friday.": "Your meeting becomes note 3: your meeting is 3pm on Friday.",
         "When is my birthday?": "Your birthday is 19 May."}),
+    # Values with signs, and a cousin. An earlier model noted "your rent is mode" and "your cousin is Lorenzo".
+    ("", {
+        "My programming language is C++.":
+            "Your programming language becomes note 1: your programming language is C++.",
+        "My rent is $1,250 a month.": "Your rent becomes note 2: your rent is $1,250 a month.",
+        "My cousin's name is Lorenzo.": "Your cousin's name becomes note 3: your cousin's name is Lorenzo.",
+        "My vet is Dr. Mbeki.": "Your vet becomes note 4: your vet is Dr. Mbeki.",
+        "What is my rent?": "Your rent is $1,250 a month.",
+        "What do you know about me?":
+            "Note 1: your programming language is C++. Note 2: your rent is $1,250 a month. "
+            "Note 3: your cousin's name is Lorenzo. Note 4: your vet is Dr. Mbeki. Note 5 is still empty."}),
+    ("", {
+        "My sister is called Ada and she's 37.":
+            "Your sister's name becomes note 1: your sister's name is Ada. "
+            "Your sister's age becomes note 2: your sister's age is 37.",
+        "How old is she?": "Your sister's age is 37."}),
     # Twelve facts in a row: a model that we turned down called the ninth "note 7" or "note 8".
     ("", {f"My {thing} is 58{note:02}.": f"Your {thing} becomes note {note}: your {thing} is 58{note:02}."
           for note, thing in enumerate(THINGS[:12], 1)}),
@@ -383,6 +399,14 @@ def test_some_users_introduce_themselves_and_others():
     said = "\n".join(TrainingDialogue(rng, 256).tell_new()[0] for _ in range(8000))
     for form in (r"[Ii]'m \w+, (a|an|the|two) \w", r"[Ii]'m \w+, \d+\b", r"[,.;d] (she|he)('s| is) \d+\b"):
         assert re.search(form, said), form
+
+
+def test_a_thing_is_no_person():
+    """"My address is 12 Elm Road" tells no age: once a model noted "your address's age"."""
+    said = [said.lower() for said, _ in told("kosh's age", 4000) + told("kosh's name", 4000)]
+    assert any("my kosh is called" in one for one in said) and any("my kosh is" in one for one in said)
+    odd = re.compile(r"is my kosh$|my kosh is (?!called |\d+ years)")
+    assert not [one for one in said if odd.search(one)]
 
 
 def test_she_tells_only_what_the_value_shows():

@@ -452,8 +452,10 @@ class Dialogue:
         if not self.training:
             return rng.choice(general[self.split])
         relative, of, owned = thing.rpartition("'s ")
-        suited = special.get(of + owned)        # "sister's name" is looked up as "'s name"
-        if self.introducing and suited and "I'm {value}" in suited and rng.random() < 0.5:
+        suited = special.get(of + owned, [])        # "sister's name" is looked up as "'s name"
+        if relative and relative not in RELATIVES:      # "My kosh is 42" would tell the kosh, not its age
+            suited = [said for said in suited if said not in ("{she} is {value}", "{value} is my {relative}")]
+        if self.introducing and "I'm {value}" in suited and rng.random() < 0.5:
             return "I'm {value}"
         if suited and rng.random() < (0.9 if self.introducing else 0.4):
             again = relative and relative == self.relative and rng.random() < 0.5
