@@ -186,7 +186,7 @@ def test_training_made_up_none_of_most_values_below():
         "My address is 120 High Lane.": "Your address becomes note 2: your address is 120 High Lane.",
         "My meeting is 3pm on Friday.": "Your meeting becomes note 3: your meeting is 3pm on Friday.",
         "When is my birthday?": "Your birthday is 19 May."}),
-    # Values with signs, and a cousin. An earlier model noted "your rent is mode" and "your cousin is Lorenzo".
+    # Values with signs, and a cousin. An earlier model noted "your rent is mode", and "your cousin".
     ("", {
         "My programming language is C++.":
             "Your programming language becomes note 1: your programming language is C++.",
