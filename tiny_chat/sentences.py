@@ -109,13 +109,10 @@ TELL_THING = {
                 "I have a {relative} called {value}", "{she} is {value}",
                 "I have a {relative} named {value}", "I have a {relative}, {value}",
                 "I've got a {relative} called {value}", "I've got a {relative} named {value}"],
-    "'s age": ["{she} is {value} years old", "{she} turned {value}",
-               "{she} is {value}"],
-    "'s home city": ["{she} lives in {value}", "{she} comes from {value}",
-                     "{she} is from {value}"],
+    "'s age": ["{she} is {value} years old", "{she} turned {value}", "{she} is {value}"],
+    "'s home city": ["{she} lives in {value}", "{she} comes from {value}", "{she} is from {value}"],
     "'s job": ["{she} works as {value}", "{she} is {value}"],
-    "'s hobby": ["{she} likes {value}", "{she} loves {value}",
-                 "{she} enjoys {value}"],
+    "'s hobby": ["{she} likes {value}", "{she} loves {value}", "{she} enjoys {value}"],
 }
 CHANGE_THING = {
     "name": ["Call me {value} instead", "I'm called {value} now", "Now I'm {value}"],
@@ -262,8 +259,7 @@ ASK_THING = {
                 "What's my {relative} called", "What's the name of my {relative}"],
     "'s age": ["How old is {she}"],
     "'s home city": ["Where does {she} live", "Where is {she} from"],
-    "'s job": ["What does {she} do for a living", "What does {she} work as",
-               "What does {she} do"],
+    "'s job": ["What does {she} do for a living", "What does {she} work as", "What does {she} do"],
     "'s hobby": ["What does {she} like", "What does {she} enjoy"],
 }
 # What users call all their notes: "Show me your notes", "Tell me about me"
