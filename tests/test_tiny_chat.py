@@ -17,8 +17,8 @@ sys.path.append(str(TINY_CHAT))                 # as its scripts find each other
 import train
 from dialogues import (ARTICLES, COMMON, JOINERS, NEVER_MADE_UP, NOT_LAST_IN_THINGS, Dialogue,
                        TrainingDialogue, a_value, dialogue, is_held_out, question, spelling)
-from sentences import (ASIDES, ASK, CHANGE, LIST, MORE_THINGS, REAL_VALUES, RELATIVE_THINGS, RELATIVES, TELL,
-                       THINGS, check)
+from sentences import (ASIDES, ASK, CHANGE, LIST, MORE_THINGS, PETS, REAL_VALUES, RELATIVE_THINGS,
+                       RELATIVES, TELL, THINGS, check)
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -238,7 +238,7 @@ def test_every_answer_follows_from_the_dialogue():
                 if changed:
                     changes.add(thing)
                 words = {*value.replace(", ", " ").split()} - {*ARTICLES, *" ".join(JOINERS).split()}
-                assert not any(map(is_held_out, words))
+                assert value in PETS or not any(map(is_held_out, words))
                 notes[thing] = value
                 seen["changed" if changed else "noted"] += 1
             if asked and not told:
@@ -325,7 +325,7 @@ def test_some_values_begin_alike():
     ("birthday", [r"\| \d+ [a-z]+ \|", r"\| [a-z]+ \d+ \|", " on ", " may ", r"\d:\d"]),       # 19 may
     ("rent", [r"\$\d", r"\d,\d", r"\d\.\d", r"\d%"]),                                      # $1,250
     ("language", [r"[A-Z][a-z]+\+\+", "#", "O'[a-z]", "[a-z]'s", r"\(", r"Dr\. [A-Z]", r"\| The [A-Z]"]),
-    ("hobby", ["[a-z], [a-z]+ and [a-z]", " of the ", " in the ", "watching"]),
+    ("hobby", ["[a-z], [a-z]+ and [a-z]", " of the ", " in the ", "watching|climbing|dancing|swimming"]),
 ])
 def test_values_have_the_forms_of_real_ones(thing, forms):
     """Once none had "on" or "$" in it, so of "3pm on Friday" a model noted "3pm", and of "$40" "mode0"."""
@@ -394,11 +394,14 @@ def test_anybody_may_be_named():
 
 
 def test_some_users_introduce_themselves_and_others():
-    """"I'm Ada, a nurse" and "My sister is called Ada, she's 12"."""
+    """"I'm Ada, a nurse", "My sister is called Ada, she's 12", "i like chess i'm ada", "Our cat"."""
     rng = random.Random(3)
-    said = "\n".join(TrainingDialogue(rng, 256).tell_new()[0] for _ in range(8000))
-    for form in (r"[Ii]'m \w+, (a|an|the|two) \w", r"[Ii]'m \w+, \d+\b", r"[,.;d] (she|he)('s| is) \d+\b"):
-        assert re.search(form, said), form
+    told = "\n".join(" => ".join(TrainingDialogue(rng, 256).tell_new()) for _ in range(8000))
+    for form in (r"[Ii]'m \w+, (a|an|the|two) \w", r"[Ii]'m \w+, \d+\b", r"[,.;d] (she|he)('s| is) \d+\b",
+                 r"[Ii]'m \w+ from \w", r" (\w+) i'?m .* => .* is \1\. Your", r"([Hh]er|[Hh]is) age is \d",
+                 r"\b[Oo]ur job is \w", r"\b[Oo]ur (sister|mother|son) \w", r"I have a dog\b",
+                 r"(^|\n)job: \w"):
+        assert re.search(form, told), form
 
 
 def test_a_thing_is_no_person():
@@ -423,7 +426,7 @@ def test_she_tells_only_what_the_value_shows():
 
 
 def test_casual_users_write_few_capitals_and_apostrophes():
-    said = {said for said, _ in told("name", casual=True)}
+    said = {said for said, _ in told("name", 3000, casual=True)}
     for pattern in ("i'm [A-Z]", "im [A-Z]", "i'm [a-z]", "im [a-z]"):
         assert any(re.match(pattern, one) for one in said), pattern
     assert any("my sisters name is" in said for said, _ in told("sister's name", casual=True))

@@ -17,17 +17,19 @@ note and copy it, token by token. An answer about one fact repeats the thing fir
 token after it says whether there is a note: "is" or "?" after a question, "has" or "becomes" after a fact.
 
 Of eight words (or numbers) that we could make up, training has seven, in values and things; a hash tells
-which. We measure with the eighth, in values. sentences.json has what users say about facts, in three sets: we
-train on "train", and measure with "choice" and "final". sentences.py has what else users say.
+which. We measure with the eighth, in values. sentences.json has what users say about facts: the lists "plain"
+and "odd" make up the set "train", and we measure with "choice" and "final". sentences.py has what else users
+say.
 """
 import re
 import zlib
 from collections import Counter
 
 from sentences import (ALL_NOTES, ASIDES, ASK, ASK_ENDINGS, ASK_THING, CHANGE, CHANGE_THING, CHEERFUL,
-                       CONTRAST, CORRECT, HELD_OUT, LIST, LIST_ENDINGS, MEN, MORE_THINGS, NOT_UNDERSTOOD,
-                       OPENINGS, RELATIVE_THINGS, RELATIVES, SMALL_TALK, STRANGE, SUMS, SUPPLY, SYSTEM, TELL,
-                       TELL_THING, THINGS, VALUE_ENDINGS, WHO_ARE_YOU, WOMEN)
+                       CONTRAST, CORRECT, FORM, HELD_OUT, LIST, LIST_ENDINGS, MEN, MORE_RELATIVES,
+                       MORE_THINGS, NOT_UNDERSTOOD, OPENINGS, PETS, RELATIVES, RELATIVE_THINGS, SMALL_TALK,
+                       STRANGE, SUMS, SUPPLY, SYSTEM, TELL, TELL_THING, THINGS, VALUE_ENDINGS, WHO_ARE_YOU,
+                       WOMEN)
 
 # ---------------------------------------------------------------------------------------------------------
 # Made-up values
@@ -37,7 +39,7 @@ from sentences import (ALL_NOTES, ASIDES, ASK, ASK_ENDINGS, ASK_THING, CHANGE, C
 KINDS = {"name": "name nickname surname username city friend school language film book song".split(),
          "number": ["number", "age", "size"],
          "noun": ["pet", "job", "animal", "car"]}
-# A syllable has one of each. The empty ones: it may lack the onset, or the coda.
+# A syllable has one of each. Onset and coda may be empty.
 ONSETS = ("b c d f g h j k l m n p r s t v w z "
           "br ch cl cr dr fl gr kn kr pl pr qu sh sk sm sn sp st str sw th tr wh").split() + [""] * 4
 VOWELS = "a e i o u y a e i o u ai au ee ea ie oo ou".split()
@@ -55,7 +57,7 @@ ENGLISH = sorted({word for sentences in (COMMON, ALL_NOTES, SMALL_TALK, SMALL_TA
                   for word in re.findall("[a-z]+", " ".join(sentences).lower())})
 ENGLISH += 5 * (" ".join(THINGS + RELATIVES).split()
                 + "becomes note has changed again still empty favorite color plus".split())
-# "I" and contractions, for `random_word`
+# For `random_word`
 CONTRACTIONS = ("I I I I'm I've I'd I'll don't can't haven't isn't didn't let's it's that's what's here's "
                 "you've there's me").split()
 
@@ -69,9 +71,10 @@ def core_of(sentence):
 
 TELL_CORES, CHANGE_CORES = ([core_of(sentence) for sentence in ways["train"]] for ways in (TELL, CHANGE))
 # The ends of our questions, from up to three words before "my" on: "you still know my {thing}", "what was my
-# {thing} again". They show that the user asks. If random words took the place of these three, "kosh is my
+# {thing} again". Most show that the user asks. If random words took the place of these three, "kosh is my
 # hobby" would be a question, too.
-ASK_CORES = [re.search(r"(\S+ ){,3}[Mm]y \{thing\}.*", ask)[0] for ask in ASK["train"]]
+ASK_CORES = [re.search(r"(\S+ ){,3}[Mm]y \{thing\}.*", ask)[0].replace("My {", "my {")
+             for ask in ASK["train"]]
 # No made-up thing ends with one of these words. They may follow a thing ("again" in "What was my hobby
 # again?"), or end what the user calls all notes ("my list"), or are in COMMON, except for six of COMMON that
 # are fine as things, such as "work".
@@ -79,14 +82,14 @@ NOT_LAST_IN_THINGS = ({ending.split()[0] for ending in ASK_ENDINGS}
                       | {core.split("{thing} ")[1].split()[0] for core in ASK_CORES if "{thing} " in core}
                       | {notes.split()[-1] for notes in ALL_NOTES if notes.startswith("my ")}
                       | set(COMMON) - {"people", "time", "year", "work", "day", "thing"})
-# What may stand between two words of a value: "kosh and blaup", "3 may 42"
+# What may stand between two words of a value: "kosh and blaup", "3 kosh may blaup"
 JOINERS = ("and, and, and, and the, as, at, by, de, for, from, in, in, in the, may, near, of, of, of the, "
-           "on, on, past, the, to, upon, van, with").split(", ")
+           "on, on, past, the, to, to the, upon, van, with").split(", ")
 ARTICLES = "a a a an the two".split()       # a noun has one: "a bluck"
-TITLES = "The The Dr. Mr. St.".split()      # a few names have one: "The Kosh", "Dr. Kosh"
+TITLES = "The The Dr. Mr. Mrs. Ms. St.".split()     # a few names have one: "The Kosh", "Dr. Kosh"
 SIGNS = ".@-_&/:,+#'"                       # may join the parts of a word: "foo@tri.be"
 WORD_FORMS = "o'{} d'{} {}'s {}'{} {}+ {}++ {}# #{} ({})".split()           # "o'kosh", "kosh++"
-AMOUNTS = "{}.{} {},{} {}:{} {}-{} {}/{} ${} £{} €{} {}% #{} {}+".split()   # "14.5", "$40"
+AMOUNTS = "{}.{} {},{} {}:{} {}-{} {}/{} ${} £{} €{} {}% #{} {}+ {}'{}\"".split()    # "14.5", "$40"
 # The words that stand right before or after a value in five or more of our sentences: "add", "happens"
 BESIDE_VALUES = {word for word, times in Counter(re.findall(
     r"\b[a-z][a-z']*(?= \{value\})|(?<=\{value\} )[a-z][a-z']*",
@@ -105,7 +108,7 @@ RARE = sorted(word for word, times in Counter(
     if times < 3 and word not in NEVER_MADE_UP)
 # When we measure, no made-up word is one of these. We have REAL_VALUES for English values, and if "note for"
 # were a value, nobody could find it in "note for as my hobby".
-NEVER_MEASURED = NEVER_MADE_UP.union(COMMON, RARE)
+NEVER_MEASURED = NEVER_MADE_UP.union(COMMON, RARE, " ".join(PETS).split())
 # Parts of our sentences, of two words or more, for `part`: what stands beside "my {thing}" and
 # "{value}" ("don't lose this one ok"), and whole sentences that have neither.
 PARTS = [words for sentences in (TELL, CHANGE, ASK, LIST) for sentence in sentences["train"]
@@ -124,14 +127,20 @@ def is_held_out(word):
     """True if training never makes up this word, neither in a value nor in a thing: one word in eight, by a
     hash, and the last word of each of REAL_VALUES. (Words that we do not make up, such as "for", may have
     such a hash and still occur.)"""
-    return zlib.crc32(word.casefold().encode()) % 8 == 0 or word.casefold() in HELD_OUT
+    word = small(word)
+    return zlib.crc32(word.encode()) % 8 == 0 or word in HELD_OUT
+
+
+def small(word):
+    """The word in small letters, and the same ones if a user has written it in capitals (as Turkish "ı")."""
+    return word.upper().lower()
 
 
 def any_word(rng):
     """A made-up word. In the order of the code: 5% are common English words (`draw` turns most of these
     down), and 13% rare ones. 4% are two or three words or numbers, mostly joined by signs ("foo@tri.be",
     "kle-42"), and 2% have another form ("o'kosh", "$40"). 10% are the beginning of an English word and the
-    end of another: "plus" and "number" give "plumber". So values have tokens, such as "mber", that no
+    end of another: "clear" and "number" give "clember". So values have tokens, such as "mber", that no
     syllable has. 53% have one to four syllables ("skaubrie"). 13% are one to eight letters, and in a fifth of
     those one letter is foreign."""
     if (chance := rng.random()) < 0.05:
@@ -170,12 +179,11 @@ def any_amount(rng):
 
 def draw(make, rng, held_out):
     """A word or number from `make` that is not in NEVER_MADE_UP. If `held_out`, training never makes it up,
-    and it is not in NEVER_MEASURED. We compare the words as if they had been in capitals, because a user may
-    write so. (A Turkish "ı" then becomes "I".)"""
+    and it is not in NEVER_MEASURED."""
     avoid = NEVER_MEASURED if held_out else NEVER_MADE_UP
     while True:
         made = make(rng)
-        if made.upper().lower() not in avoid and is_held_out(made) == held_out:
+        if small(made) not in avoid and is_held_out(made) == held_out:
             return made
 
 
@@ -213,12 +221,15 @@ def a_value(thing, rng, held_out):
 
 def suits(value, thing):
     """May the value stand in a sentence of TELL_THING or CHANGE_THING? In "I'm {value}" only the value shows
-    what it is: a number is the age, "a bluck" the job, anything else the name. So for these three it must
-    look so, and have no comma, which would end the fact: "I'm Ada, a nurse". For other things any may."""
-    first = value.split()[0].lower()
+    what it is: a number is the age, "a bluck" the job, anything else that begins with a letter the name. So
+    for these three it must look so, and have no comma, which would end the fact: "I'm Ada, a nurse". For
+    other things any may."""
+    first, last = value.split()[0].lower(), thing.split()[-1]
+    if last not in ("name", "age", "job"):
+        return True
     looks = {"name": first[0].isalpha() and first not in ARTICLES, "age": value.isdigit(),
              "job": first in ARTICLES}
-    return looks.get(thing.split()[-1], True) and not (thing.split()[-1] in looks and "," in value)
+    return looks[last] and "," not in value
 
 
 def spelling(thing, american):
@@ -231,7 +242,7 @@ def capital(sentence):
 
 def question(sentence):
     """The sentence, with a question mark if it begins with one of the words below ("And my hobby?") or says
-    "what is". Others, such as "Tell me my hobby", get none."""
+    "what is". "Tell me my hobby" gets none, nor do a few real questions ("Did I tell you my hobby")."""
     asks = re.search(r"^(what|who|what's|who's|which|where|when|how|do|can|could|would|have|and|so) |what is",
                      sentence.lower())
     return f"{sentence}?" if asks else sentence
@@ -245,11 +256,11 @@ class Dialogue:
     """A user, and an assistant that takes notes.
 
     `tell`, `ask`, `list_notes` and `chatter` return the user's message, without its full stop, and the
-    answer; `say` adds both to `text`. split: "train", "choice" or "final".
-    held_out: in things are no made-up words, and in values only those that training never makes up."""
+    answer; `say` adds both to `text`. split: "train", or "choice" or "final" to measure. When we measure, no
+    thing is made up, and the values have only words that training never makes up."""
 
-    def __init__(self, rng, split="train", held_out=False):
-        self.rng, self.split, self.held_out, self.training = rng, split, held_out, split == "train"
+    def __init__(self, rng, split="train"):
+        self.rng, self.split, self.training = rng, split, split == "train"
         self.facts = {}                     # thing -> its latest value, in the order of the notes
         self.changed = set()
         # The probability that a new thing takes a word from a thing with a note: one of the first `alike_to`
@@ -268,7 +279,8 @@ class Dialogue:
         self.cheerful = False               # the assistant ends its sentences with "!"
 
     def system(self):
-        """Begin with a system message; some give the assistant another name, or make it cheerful."""
+        """Begin with a system message. Some give the assistant another name, or make it cheerful, and one in
+        ten has random words."""
         rng = self.rng
         message = rng.choice(SYSTEM)
         if rng.random() < 0.1:
@@ -294,7 +306,10 @@ class Dialogue:
         self.text += f"<|user|>{said}<|end|><|assistant|>{answer}<|end|>"
 
     def fill_in(self, sentence, *words, **blanks):
-        """The sentence as this user writes it: "I'm {value}" may become "I'm Ada", "i'm Ada" or "im Ada"."""
+        """The sentence as this user writes it: "I'm {value}" may become "I'm Ada", "i'm Ada" or "im Ada". In
+        training some say "our hobby", which the notes call "your hobby", too."""
+        if self.training and self.rng.random() < 0.05:
+            sentence = sentence.replace("my {thing}", "our {thing}").replace("My {thing}", "Our {thing}")
         if self.casual:
             sentence = sentence.lower()
         if self.casual and not self.apostrophes:        # but values keep theirs: "o'kosh"
@@ -305,8 +320,9 @@ class Dialogue:
 
     @property
     def relative(self):
-        """The relative of the turn before: "sister", if it was about the sister's job. Else ""."""
-        return (self.last or "").rpartition("'s ")[0]
+        """Whom the turn before was about: "sister", if about the "sister's job". Else ""."""
+        relative, _, owned = (self.last or "").rpartition("'s ")
+        return relative if owned in RELATIVE_THINGS else ""     # "new" of the "new year's resolution" is none
 
     def pronoun(self):
         """What the user calls the relative of the turn before. A dog, a boss or a "kosh" may be either."""
@@ -315,52 +331,53 @@ class Dialogue:
         return "he" if self.relative in MEN else self.rng.choice(["she", "he"])
 
     def word(self):
-        return draw(any_word, self.rng, self.held_out)
+        return draw(any_word, self.rng, not self.training)
 
     def value(self, thing):
-        """A made-up value. If it is one word, and an earlier value is one word of the same sort (a number, or
-        both with a capital, or both without), one in six begins as that does: "5807" after "5828". The model
-        must not mistake one for the other."""
-        value = a_value(thing, self.rng, self.held_out)
+        """A made-up value, or in training at times one of PETS. If it is one word, and an earlier value is
+        one word of the same sort (a number, or both with a capital, or both without), one in six begins as
+        that does: "5807" after "5828". The model must not mistake one for the other."""
+        if thing == "pet" and self.training and self.rng.random() < 0.3:
+            return self.rng.choice(PETS)
+        value = a_value(thing, self.rng, not self.training)
         same_sort = [other for other in self.facts.values() if " " not in other + value
                      and (other.isdigit(), other[0].isupper()) == (value.isdigit(), value[0].isupper())]
         if same_sort and self.rng.random() < 1 / 6:
             beginning = self.rng.choice(same_sort)[:self.rng.randint(1, 4)]
-            rest = any_number if value.isdigit() else any_word
-            value = draw(lambda rng: beginning + rest(rng), self.rng, self.held_out)
+            make = any_number if value.isdigit() else any_word
+            value = draw(lambda rng: beginning + make(rng), self.rng, not self.training)
         return value.lower() if self.casual and self.lower_values else value
 
     def pick_thing(self):
-        """A thing. Until there is a fact, a quarter are the user's name. In training, after a turn about a
-        relative, 30% are about the same relative, and after a turn about one of ABOUT_ONESELF, 30% are drawn
-        from these: "I'm Ada and I live in Oslo". While the user introduces somebody it is 80%, and the first
-        thing is such a one, too. Of the rest, 30% are one of THINGS, 15% of MORE_THINGS, 20% a relative's
-        ("sister's job", one in six "kosh's job"), and 35% are made up: one or two words, half of the time
-        after "favourite" or "first". If `held_out`, none is made up, and the others keep their
-        proportions."""
+        """A thing: one of THINGS or MORE_THINGS, a relative's, or in training also a made-up one."""
         rng = self.rng
         if not self.facts and rng.random() < 0.25:
             return "name"
+        # After a turn about a relative many things are about the same one, and after a turn about one of
+        # ABOUT_ONESELF many are drawn from these: "I'm Ada and I live in Oslo".
         same = 0.8 if self.introducing else 0.3 if self.training else 0
         if self.relative and rng.random() < same:
             return f"{self.relative}'s {rng.choice(RELATIVE_THINGS)}"
         if (self.introducing or self.last in ABOUT_ONESELF) and rng.random() < same:
             return rng.choice(ABOUT_ONESELF)
-        if (chance := rng.random() * (0.65 if self.held_out else 1)) < 0.45:
+        # Of the others, 30% are one of THINGS, 15% of MORE_THINGS, 20% a relative's, and 35% made up. When we
+        # measure, none is made up, and the rest keep their proportions.
+        if (chance := rng.random() * (1 if self.training else 0.65)) < 0.45:
             return rng.choice(THINGS if chance < 0.3 else MORE_THINGS)
         if chance < 0.65:
-            made_up = not self.held_out and rng.random() < 1 / 6
-            return f"{self.word() if made_up else rng.choice(RELATIVES)}'s {rng.choice(RELATIVE_THINGS)}"
+            anybody = self.training and rng.random() < 1 / 6
+            whose = rng.choice([self.word(), rng.choice(MORE_RELATIVES)] if anybody else RELATIVES)
+            return f"{whose}'s {rng.choice(RELATIVE_THINGS)}"
         while (thing := self.thing_word()) in NOT_LAST_IN_THINGS:
             pass
-        if chance > 0.85:
-            thing = f"{self.word()} {thing}"
+        if chance > 0.85:       # "kosh type", "kosh blaup type" or "kosh of the type"
+            thing = f"{self.word()} {rng.choice(['', '', '', 'of the ', self.word() + ' '])}{thing}"
         return rng.choice(["", "", "favourite ", "first "]) + thing
 
     def thing_word(self):
         """A word for the end of a made-up thing: English in half of the cases."""
         make = any_word if self.rng.random() < 0.5 else lambda rng: rng.choice(THING_WORDS)
-        return draw(make, self.rng, self.held_out)
+        return draw(make, self.rng, not self.training)
 
     def pick_unknown(self, avoid=()):
         """A thing without a note. With probability `alike` it takes its first or last word from a thing with
@@ -386,11 +403,11 @@ class Dialogue:
         words = re.sub(r"\b[Mm]y ", "", words)      # the last "my" must be that of the thing
         return f"{sign} {capital(words) if sign[-1] in '.?!' else words}"
 
-    def after(self, chance):
-        """What follows a question, or a fact that does not end with its value: with the probability `chance`
-        a sign and a part of one of our sentences, else nothing. (Random words would not do. In "what was my
-        hobby, kosh" the "kosh" could be a value, as it is in "my hobby, kosh".)"""
-        return self.suffix(END_SIGNS, self.part()) if self.rng.random() < chance else ""
+    def more_words(self, probability):
+        """What follows a question, or a fact that does not end with its value: a sign and a part of one of
+        our sentences, or nothing. (Random words would not do. In "what was my hobby, kosh" the "kosh" could
+        be a value, as it is in "my hobby, kosh".)"""
+        return self.suffix(END_SIGNS, self.part()) if self.rng.random() < probability else ""
 
     def before_value(self):
         """What may stand before a value that begins its sentence: "", "btw " or "it my mof don't, "."""
@@ -402,7 +419,8 @@ class Dialogue:
         return self.idle_words() + rng.choice([", ", ": ", ". ", "... ", " - "])
 
     def after_value(self):
-        """What follows a value: mostly nothing, else " btw" or the like, or a sign and some words."""
+        """What follows a value: mostly nothing, else " btw" or the like, or a sign and some words, at times
+        random ones. (After "my hobby is chess", "kosh" is hardly a second value.)"""
         if (chance := self.rng.random()) < 0.72:
             return ""
         if chance < 0.86:
@@ -425,8 +443,8 @@ class Dialogue:
         return " ".join(words[start:start + 8])
 
     def random_word(self):
-        """Half of these are common words, one in eight is of CONTRACTIONS, and one in ten begins with
-        "my"."""
+        """A common word in half of the cases. One in eight is of CONTRACTIONS, one in ten begins with "my",
+        and the others are made up."""
         rng = self.rng
         if (chance := rng.random()) < 0.5:
             return rng.choice(COMMON)
@@ -441,67 +459,64 @@ class Dialogue:
         suit one thing only, or {} if the value does not suit them.
 
         When we measure, it is one of `general`. In training, 40% of the sentences are special, if there are
-        such, and nearly all while the user introduces somebody, half of these "I'm {value}" if that will do.
-        (After a turn about the sister, half of those about her may say "she" instead of "my sister".) Of the
-        others, nine in ten questions, and three in four of those that tell or change, are one of `general`.
-        The rest consist of `idle_words`, then a core, and at times more words: "it my mof don't, my {thing}
-        is {value}", or in a question: "it my mof don't, what was my {thing} again". If a core begins with the
-        value, often nothing stands before it. In some questions the core is "what you have noted as my
-        {thing}" or the like. So the model learns to understand sentences that it never saw."""
+        such, and nearly all while the user introduces somebody. Of the others, nine in ten questions, and
+        three in four of those that tell or change, are one of `general`; the rest are `composed`. If the turn
+        before was about the same relative, half of the sentences have "she" or "her job" for "my sister" or
+        "my sister's job"."""
         rng = self.rng
         if not self.training:
             return rng.choice(general[self.split])
         relative, of, owned = thing.rpartition("'s ")
+        her = self.pronoun() if relative and relative == self.relative and rng.random() < 0.5 else None
         suited = special.get(of + owned, [])        # "sister's name" is looked up as "'s name"
+        if suited and rng.random() < (0.9 if self.introducing else 0.4):
+            return self.special(suited, relative, her)
+        plain = rng.random() < (0.9 if general is ASK else 0.75)
+        said = rng.choice(general["train"]) if plain else self.composed(general)
+        if her and owned in RELATIVE_THINGS:
+            hers = {"she": "her ", "he": "his "}[her] + owned
+            said = said.replace("my {thing}", hers).replace("My {thing}", capital(hers))
+        return said
+
+    def special(self, suited, relative, pronoun):
+        """One of the sentences that suit a thing. relative: whose thing it is, or "".
+        pronoun: "she", "he", or None if the sentence must name the relative."""
+        rng = self.rng
         if relative and relative not in RELATIVES:      # "My kosh is 42" would tell the kosh, not its age
             suited = [said for said in suited if said not in ("{she} is {value}", "{value} is my {relative}")]
         if self.introducing and "I'm {value}" in suited and rng.random() < 0.5:
             return "I'm {value}"
-        if suited and rng.random() < (0.9 if self.introducing else 0.4):
-            again = relative and relative == self.relative and rng.random() < 0.5
-            she = self.pronoun() if again else f"my {relative}"
-            said = rng.choice(suited).replace("{she}", she).replace("{relative}", relative)
-            return said.replace("he is ", rng.choice(["he is ", "he's "]))      # also of "she is"
-        if rng.random() < (0.9 if general is ASK else 0.75):
-            return rng.choice(general["train"])
+        she = pronoun or f"{rng.choice(['my'] * 9 + ['our'])} {relative}"
+        said = rng.choice(suited).replace("{she}", she).replace("{relative}", relative)
+        return said.replace("he is ", rng.choice(["he is ", "he's "]))      # also of "she is"
+
+    def composed(self, general):
+        """Idle words, then a core, and at times more words: "it my mof don't, my {thing} is {value}", or in a
+        question: "it my mof don't, what was my {thing} again". If a core begins with the value, often nothing
+        stands before it. In some questions the core is "what you have noted as my {thing}" or the like. So
+        the model learns to understand sentences that it never saw."""
+        rng = self.rng
         if general is ASK:
             core = rng.choice(ASK_CORES)
             if rng.random() < 0.15:     # asks for one note only: "what you have noted as my hobby"
                 core = f"{rng.choice(ALL_NOTES)}{rng.choice(['', ' as', ' for', ' about'])} my {{thing}}"
             if core.endswith("{thing}") and rng.random() < 0.3:
                 core += f" {rng.choice(ASK_ENDINGS)}"
-            return f"{self.prefix()} {core}{self.after(0.2)}"
+            return f"{self.prefix()} {core}{self.more_words(0.2)}"
         core = rng.choice(CHANGE_CORES if general is CHANGE else TELL_CORES)
         said = self.before_value() + core if core.startswith("{value}") else f"{self.prefix()} {core}"
-        return said if said.endswith("{value}") else said + self.after(0.4)
+        return said if said.endswith("{value}") else said + self.more_words(0.4)
 
     def tell(self, thing, value=None):
         """The user tells a fact, or changes it if there is a note of it, and the assistant notes it. Returns
         both messages: "My hobby is chess" and "Your hobby becomes note 1: your hobby is chess.". value: if
-        None, one is made up. A given one stays as it is, apart from a capital at the beginning of a message:
-        so who gives one sets `casual` to False, as some casual users would write "ada"."""
-        rng, old = self.rng, self.facts.get(thing)
-        known, training = old is not None, self.training
-        value = value or self.value(thing)
-        if thing == self.last and training and rng.random() < 0.5:
-            sentence = self.without_thing(value)
-        elif known and training and rng.random() < 0.1:
-            sentence = rng.choice(CONTRAST)
-        else:
-            # In training, sentences such as "Actually, ..." change facts and tell new ones, and those of TELL
-            # do, too. So the model must look whether there is a note.
-            change = rng.random() < (0.5 if known else 0.3) if training else known
-            general, special = (CHANGE, CHANGE_THING) if change else (TELL, TELL_THING)
-            special = special if suits(value, thing) else {}
-            sentence = self.sentence(general, special, thing)
-            while "my {thing} {value}" in sentence and training and not known:
-                sentence = self.sentence(general, special, thing)   # nobody could know where the thing ends
+        None, one is made up. A given one is not put into small letters, so a caller that gives one sets
+        `casual` to False. At the beginning of a message a value gets a capital."""
+        known = thing in self.facts
+        value, old = value or self.value(thing), self.facts.get(thing)
+        sentence = self.telling_sentence(thing, value)
         if sentence.startswith("{value}") and not self.casual:
-            value = capital(value)      # it begins the message, and the note copies it
-        if sentence.endswith("{value}") and training:
-            sentence += self.after_value()
-        if training and re.match("(did|have|do|can|could|would|will) (i|you) [^.?!]*$", sentence.lower()):
-            sentence += rng.choice(["?", ""])       # "Did I mention my hobby is chess?"
+            value = capital(value)      # the note copies it
         again = " again" if thing in self.changed else ""
         if known:
             self.changed.add(thing)
@@ -510,6 +525,34 @@ class Dialogue:
         spelt = spelling(thing, self.tells_american)
         return (self.fill_in(sentence, thing=spelt, value=value, old=old),
                 f"Your {spelt} {note}: your {spelt} is {value}.")
+
+    def telling_sentence(self, thing, value):
+        """A sentence that tells or changes the fact. In training it may be of any form, so that the model
+        must look whether there is a note: "Actually, ..." also tells new facts, and those of TELL also change
+        some."""
+        rng, known = self.rng, thing in self.facts
+        if not self.training:
+            return self.sentence(CHANGE if known else TELL, {}, thing)
+        if thing == self.last and rng.random() < 0.5:
+            sentence = self.without_thing(value)
+        elif known and rng.random() < 0.1:
+            sentence = rng.choice(CONTRAST)
+        elif rng.random() < 0.03:
+            sentence = rng.choice(FORM)
+        elif value in PETS and rng.random() < 0.5:
+            sentence = rng.choice(["I have {value}", "I've got {value}"])   # "I have a kosh" tells no pet
+        else:
+            change = rng.random() < (0.5 if known else 0.3)
+            general, special = (CHANGE, CHANGE_THING) if change else (TELL, TELL_THING)
+            special = special if suits(value, thing) else {}
+            sentence = self.sentence(general, special, thing)
+            while "my {thing} {value}" in sentence and not known:
+                sentence = self.sentence(general, special, thing)   # nobody could know where the thing ends
+        if sentence.endswith("{value}"):
+            sentence += self.after_value()
+        if re.match("(did|have|do|can|could|would|will) (i|you) [^.?!]*$", sentence.lower()):
+            sentence += rng.choice(["?", ""])       # "Did I mention my hobby is chess?"
+        return sentence
 
     def without_thing(self, value):
         """A sentence that tells the thing of the turn before. "She is {value}" only if the thing is a
@@ -532,13 +575,15 @@ class Dialogue:
         return said, f"Your {spelt} is {self.facts[thing]}."
 
     def list_notes(self):
-        """The user asks for all notes; in training, half of the sentences begin with `idle_words`."""
-        said = self.rng.choice(LIST[self.split])
-        if self.training and self.rng.random() < 0.5:
-            endings = [""] * len(LIST_ENDINGS) + [f" {ending}" for ending in LIST_ENDINGS]
-            ending = self.rng.choice(endings) + self.after(0.4)
-            opening, phrases = self.prefix(), self.rng.choice([ALL_NOTES, ALL_NOTES, LIST["train"]])
-            said = f"{opening} {self.rng.choice(phrases)}{ending}"
+        """The user asks for all notes. In training, half of the sentences consist of `prefix`, a name for all
+        notes or a whole sentence, and at times more words."""
+        rng = self.rng
+        if self.training and rng.random() < 0.5:
+            phrase = rng.choice(rng.choice([ALL_NOTES, ALL_NOTES, LIST["train"]]))
+            ending = f" {rng.choice(LIST_ENDINGS)}" if rng.random() < 0.5 else ""
+            said = f"{self.prefix()} {phrase}{ending}{self.more_words(0.4)}"
+        else:
+            said = rng.choice(LIST[self.split])
         notes = [f"Note {number}: your {spelling(thing, self.tells_american)} is {value}."
                  for number, (thing, value) in enumerate(self.facts.items(), 1)]
         self.last = None
@@ -571,7 +616,7 @@ class Dialogue:
         return self.small_talk() if chance < 0.6 else self.plus() if chance < 0.85 else self.strange()
 
 
-LISTS = None        # a key of `rests_until` beside the things: lists of all notes rest, too
+LISTS = "all notes"     # a key of `rests_until` beside the things: lists of all notes rest, too
 
 
 class TrainingDialogue(Dialogue):
@@ -614,11 +659,11 @@ class TrainingDialogue(Dialogue):
     def turn(self):
         """Add a turn. We try in this order: the user tells a new fact, chats, changes a fact, asks for all
         notes if there are at most 12, for a fact with a note, or for one without. If nothing is chosen, the
-        user chats. Each probability is a share of the turns that come to it: with a `listing` of 0.9, lists
-        are 0.9 of the turns for which nothing before was chosen, and that find lists rested."""
+        user chats. (Before the first fact, half of the turns tell one.) Each probability is a share of the
+        turns that come to it: with a `listing` of 0.9, lists are 0.9 of the turns for which nothing before
+        was chosen, and that find lists rested."""
         rng = self.rng
-        rested = [thing for thing, until in self.rests_until.items() if until <= len(self.text)]
-        ready = [thing for thing in rested if thing != LISTS]
+        ready = [thing for thing in self.facts if self.rests_until[thing] <= len(self.text)]
         at_hand = self.last in self.facts       # the turn before was about a fact with a note
         if len(self.facts) < self.most_facts and rng.random() < (self.telling if self.facts else 0.5):
             self.say(*self.tell_new())
@@ -629,7 +674,8 @@ class TrainingDialogue(Dialogue):
             thing = self.last if right_away else rng.choice(ready or [self.last])
             self.say(*self.tell(thing))
             self.rest(thing)
-        elif LISTS in rested and len(self.facts) <= 12 and rng.random() < self.listing:
+        elif (self.rests_until[LISTS] <= len(self.text) and len(self.facts) <= 12
+              and rng.random() < self.listing):
             self.say(*self.list_notes())
             self.rest(*self.rests_until)        # all things with a note, and LISTS
         elif ready and rng.random() < 0.8:
@@ -645,7 +691,7 @@ class TrainingDialogue(Dialogue):
         """The user tells a new fact, with a probability of 0.4 a second one, and so on, until the user has
         told `most_facts`: "I'm Ada and my hobby is chess". With one message in six the user introduces
         somebody, and this probability is 0.75: "I'm Ada, a nurse, and I live in Oslo". If the user has just
-        asked for a fact without a note, the first new fact is that one in two cases of five."""
+        asked for a fact without a note, it is with a probability of 0.4 the first new fact."""
         rng = self.rng
         self.introducing = rng.random() < 1 / 6
         another = 0.75 if self.introducing else 0.4
@@ -658,18 +704,27 @@ class TrainingDialogue(Dialogue):
             thing = self.pick_unknown()
             more, noted = self.tell(thing)
             i_am = self.i_am(thing, more)
-            joint = rng.choice([" and ", " and ", ", and ", ", ", ", ", ". ", ". ", "; ", " but "])
-            if i_am_before and i_am and rng.random() < 0.6:
-                joint, more = ", ", more[i_am.end():]       # "I'm Ada" and "I'm a nurse": "I'm Ada, a nurse"
-            elif joint == ". ":
-                more = more if self.casual else capital(more)
-            elif not re.match(rf"I\b|[A-Z]{{2}}|{re.escape(self.facts[thing])}", more):
-                more = more[0].lower() + more[1:]       # "I", "FYI" and a value, which the note copies, stay
-            said, answer = said.removesuffix("?") + joint + more, f"{answer} {noted}"
+            elided = more[i_am.end():] if i_am_before and i_am and rng.random() < 0.6 else None
+            said, answer = self.joined(said.removesuffix("?"), more, elided, thing), f"{answer} {noted}"
             i_am_before = i_am
             self.rest(thing)
         self.introducing = False
         return said, answer
+
+    def joined(self, said, more, elided, thing):
+        """Two parts of a message as one. elided: what is left of `more` without its "I'm", or None.
+        thing: what `more` tells."""
+        rng = self.rng
+        if elided:                      # "I'm Ada" and "I'm from Oslo": "I'm Ada from Oslo"
+            return said + rng.choice([", ", " "] if elided.startswith("from") else [", "]) + elided
+        if self.casual and rng.random() < 0.2 and re.match(r"(i|i'?m|my|s?he|s?he'?s) ", more):
+            return f"{said} {more}"     # "my sister is called ada she's 5"
+        joint = rng.choice([" and ", " and ", ", and ", ", ", ", ", ". ", ". ", "; ", " but "])
+        if joint == ". ":
+            more = more if self.casual else capital(more)
+        elif not re.match(rf"I\b|[A-Z]{{2}}|{re.escape(self.facts[thing])}", more):
+            more = more[0].lower() + more[1:]       # "I", "FYI" and a value, which the note copies, stay
+        return said + joint + more
 
     def i_am(self, thing, said):
         """A match of "I'm " before the value, or before "from" and the value, if the message has that."""

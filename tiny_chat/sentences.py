@@ -42,46 +42,62 @@ THINGS = ["name", "age", "home city", "job", "hobby", "pet", "car", "birthday", 
           "favourite film", "favourite book", "favourite song", "favourite animal", "favourite sport"]
 # More things of everyday life
 MORE_THINGS = (
-    "address, alarm code, allergy, anniversary, badge number, bank, bank pin, barber, bedtime, "
-    "best subject, birthplace, blood type, booking code, breakfast, budget, bus, bus stop, "
-    "cabin number, calendar, car key, career, case number, church, citizenship, clinic, club, "
-    "coffee order, commute, company, country, course, curfew, customer number, daily goal, date "
-    "of birth, department, desk, desk number, destination, diagnosis, diet, door code, dress "
-    "size, email, employer, favourite artist, favourite author, favourite city, favourite "
-    "fruit, favourite number, favourite place, favourite singer, favourite word, first "
-    "language, first name, fitness goal, floor, garage, garden, gate, gender, goal, grade, "
-    "guitar, gym, hair colour, hat size, holiday, hometown, hotel, hotel name, hotel room, "
-    "house, instrument, insurance number, internet provider, keyboard, landline, laptop, laptop "
-    "model, last name, lesson, library card number, locker code, lunch, maiden name, major, "
-    "marital status, medicine, meeting, meeting room, middle name, model, monitor, motto, "
-    "mountain, museum, nationality, native country, native language, newspaper, nickname, "
-    "number plate, office, office number, order, order number, parking spot, password, pension "
-    "number, pharmacy, phone, phone model, pizza order, platform, policy number, position, "
-    "postcode, printer, programming language, project name, religion, rent, repair shop, "
-    "reservation, restaurant, river, router password, salary, sandwich, shift, ski pass, skill, "
-    "smartphone, snack, social security number, sofa, specialty, spirit animal, star sign, "
-    "state, store, street, student number, study subject, suitcase, superpower, surgery date, "
-    "surname, table number, tax number, tea, team, telephone number, thesis topic, title, "
-    "token, town, tracking number, tractor, train platform, tree, username, vaccine, vehicle, "
-    "video game, village shop, visa number, website, weekday, weight, wifi name, wifi password, "
-    "wine, workplace, yoga class, youth club, zip code, zodiac sign").split(", ")
+    "address, alarm code, allergy, anniversary, badge number, bank, bank pin, barber, bedtime, best "
+    "subject, best time, biggest fear, bike, bike lock code, birthplace, blood pressure, blood type, "
+    "boat, booking code, breakfast, budget, bus, bus line, bus stop, cabin number, calendar, car key, "
+    "career, case number, character class, church, citizenship, clinic, club, coffee machine, coffee "
+    "order, collar size, college, commute, company, country, course, curfew, customer number, daily goal, "
+    "date of birth, deadline, degree, dentist, department, desk, desk number, destination, "
+    "diagnosis, diet, doctor's appointment, door code, dream job, dress size, due date, electric bill, "
+    "email, emergency contact, employer, exam date, eye colour, favourite artist, favourite author, "
+    "favourite band, favourite city, favourite cocktail, favourite coffee, favourite day of the week, "
+    "favourite dessert, favourite flower, favourite fruit, favourite game, favourite holiday, favourite "
+    "ice cream, favourite movie, favourite number, favourite place, favourite season, favourite singer, "
+    "favourite snack, favourite spice, favourite teacher, favourite word, first car, first job, first "
+    "language, first name, first pet, fitness goal, flight number, floor, full name, garage, garden, "
+    "gate, gate number, gender, goal, grade, guild, guitar, gym, gym membership number, hair colour, half "
+    "marathon time, hat size, height, holiday, home address, hometown, hotel, hotel name, hotel room, "
+    "house, ice cream flavour, instrument, insurance number, internet provider, jacket size, keyboard, "
+    "landline, laptop, laptop model, last name, lesson, library card number, locker code, locker number, "
+    "lunch, lunch order, maiden name, major, marital status, medicine, meeting, meeting room, middle "
+    "name, mobile number, model, monitor, motorbike, motto, mountain, museum, nationality, native "
+    "country, native language, new year's resolution, newspaper, next appointment, nickname, number "
+    "plate, office, office number, old school, order, order number, parking spot, password, pension "
+    "number, personal best, pet peeve, pharmacy, phone, phone model, phone number, piano teacher, pizza "
+    "order, pizza topping, platform, policy number, position, postcode, printer, programming language, "
+    "project name, pulse, quest, religion, rent, repair shop, reservation, restaurant, ring size, river, "
+    "router password, running club, safe word, salary, sandwich, savings goal, scooter, seat number, "
+    "shift, side job, side project, ski pass, skill, smartphone, snack, social security number, sofa, "
+    "specialty, spirit animal, star sign, state, store, street, student number, study subject, suitcase, "
+    "superpower, surgery date, surname, table number, tattoo, tax number, tea, team, telephone number, "
+    "thesis topic, title, token, town, tracking number, tractor, train platform, train time, tree, "
+    "university, user id, username, vaccine, van, vehicle, video game, village shop, visa number, wake up "
+    "time, website, wedding date, weekday, weekend plan, weight, wifi code, wifi name, wifi password, "
+    "wine, work email, workplace, yoga class, youth club, zip code, zodiac sign").split(", ")
 # The user also tells facts about these, "my boss's name", of the kinds in RELATIVE_THINGS.
 RELATIVES = ["sister", "brother", "mother", "father", "wife", "husband", "son", "daughter", "boss",
              "neighbour", "dog", "cat", "uncle", "aunt", "grandma", "grandpa", "girlfriend", "boyfriend",
              "mum", "mom", "dad", "friend", "cousin", "partner", "teacher", "doctor"]
 WOMEN = {"sister", "mother", "wife", "daughter", "aunt", "grandma", "girlfriend", "mum", "mom"}
 MEN = {"brother", "father", "husband", "son", "uncle", "grandpa", "boyfriend", "dad"}
+MORE_RELATIVES = ["best friend", "best mate", "pet", "niece", "nephew", "fiancé", "ex", "flatmate",
+                  "roommate", "colleague", "manager", "landlord", "dentist", "therapist", "coach", "puppy",
+                  "kitten", "horse", "parrot", "rabbit", "boat", "company", "stepdad", "stepmum", "baby",
+                  "little sister", "older brother", "eldest son", "mother-in-law", "godson", "twin"]
+# Users tell these with "I have a dog", too. Training makes up other pets, and the tests have yet others.
+PETS = ["a dog", "a cat", "two cats", "two dogs", "a puppy", "a kitten", "a poodle", "a labrador", "a budgie",
+        "a guinea pig", "a horse", "a pony", "a tortoise", "an old cat", "a black cat", "a gecko"]
 RELATIVE_THINGS = ["name", "name", "name", "age", "age", "job", "home city", "hobby"]
 
 # In TELL_THING, CHANGE_THING and ASK_THING: sentences that suit one thing only. ("I'm {value}" suits three: a
 # number is the age, "a bluck" the job, and anything else the name. The same goes for "{she} is {value}".)
-# "'s name" is the name of any relative. {she} becomes "my sister", or "she" if the turn before was about her.
-# dialogues.py adds question marks.
+# "'s name" is the name of any relative. {she} becomes "my sister", or at times "our sister", or "she" if the
+# turn before was about her. dialogues.py adds question marks.
 TELL_THING = {
     "name": ["I'm {value}", "I am {value}", "Call me {value}", "Hi, I'm {value}", "Hello, I'm {value}",
              "Hi, my name is {value}", "Please call me {value}", "Hello, my name is {value}",
              "Hey, I'm {value}", "Hi! I'm {value}", "I'm called {value}", "My name's {value}",
-             "You can call me {value}", "I go by {value}"],
+             "You can call me {value}", "I go by {value}", "{value} here", "This is {value}"],
     "age": ["I'm {value} years old", "I am {value} years old", "I turned {value}", "I'm {value}"],
     "home city": ["I live in {value}", "I'm from {value}", "I come from {value}", "I live in {value}",
                   "My home is in {value}", "I moved to {value}"],
@@ -92,7 +108,10 @@ TELL_THING = {
     "pet": ["I have {value} as a pet", "I have a pet, {value}", "I have {value} at home",
             "I've got {value} as a pet"],
     "car": ["I drive {value}", "I bought {value}"],
-    "birthday": ["I was born on {value}", "I have my birthday on {value}"],
+    "birthday": ["I was born on {value}", "I have my birthday on {value}",
+                 "My birthday is on {value}"],
+    "anniversary": ["My anniversary is on {value}"],
+    "meeting": ["My meeting is on {value}", "My meeting is at {value}", "I have a meeting at {value}"],
     "language": ["I speak {value}"],
     "school": ["I go to {value} school", "I study at {value}"],
     "favourite food": ["I love to eat {value}", "I love eating {value}", "I like to eat {value}"],
@@ -108,6 +127,8 @@ TELL_THING = {
     "'s name": ["{she} is called {value}", "{value} is my {relative}",
                 "I have a {relative} called {value}", "{she} is {value}",
                 "I have a {relative} named {value}", "I have a {relative}, {value}",
+                "I have a little {relative} called {value}", "I have one {relative}, {value}",
+                "We have a {relative} called {value}", "We've got a lovely {relative} called {value}",
                 "I've got a {relative} called {value}", "I've got a {relative} named {value}"],
     "'s age": ["{she} is {value} years old", "{she} turned {value}", "{she} is {value}"],
     "'s home city": ["{she} lives in {value}", "{she} comes from {value}", "{she} is from {value}"],
@@ -135,6 +156,9 @@ CONTRAST = ["My {thing} isn't {old}, it's {value}", "My {thing} is not {old}, it
             "My {thing} isn't {old} but {value}", "My {thing} is {value}, not {old}",
             "It's {value} and not {old}, my {thing}", "Not {old}, my {thing} is {value}",
             "My {thing} was {old}, now it's {value}", "I said my {thing} is {old}, but it's {value}"]
+# In these the user fills in a form: "Job: a nurse"
+FORM = ["{thing}: {value}", "{thing}: {value}", "{thing} = {value}", "{thing} - {value}",
+        "{thing} is {value}"]
 # What may follow the thing in a question: "What is my hobby again?"
 ASK_ENDINGS = ["is", "is", "is", "was", "was", "was", "again", "now", "for me", "please", "once more",
                "at all", "with me", "in your notes", "on record", "noted down", "by any chance",
@@ -155,9 +179,9 @@ OPENINGS = ["btw", "btw", "by the way", "so", "so", "ok", "okay", "well", "well"
             "also", "yes", "yeah", "sorry", "actually", "right", "listen", "look", "fyi", "hmm", "ah", "um",
             "please note", "please remember", "just so you know", "for the record", "no", "no", "wait",
             "correction", "update", "as I said", "you know", "I think", "I believe", "I'd say", "and", "then"]
-# What users say before or after a fact: "I'm late, so my hobby is chess". Many begin as a fact does ("I love
-# how this works", "my back hurts"), so the model must read on. None begins "I'm a ...": that would tell the
-# job.
+# What users say before or after something else, or alone: "I'm late, so my hobby is chess". Many begin as a
+# fact does ("I love how this works", "my back hurts"), so the model must read on. None begins "I'm a ...":
+# that would tell the job.
 ASIDES = (
     "I'm stuck at work, I'm late, I'm in a hurry, I'm on the train, I'm on my phone, I'm at work, I'm so "
     "bored, I'm really tired today, I'm bad at this, I'm terrible with details, I'm filling in a form, I'm "
@@ -245,10 +269,18 @@ ASK_THING = {
     "pet": ["Which pet do I have", "What pet do I have"],
     "best friend": ["Who is my best friend"],
     "favourite colour": ["What colour do I like", "Which colour do I like", "What colour do I like best"],
-    "favourite food": ["What do I love to eat", "What do I like to eat"],
-    "favourite drink": ["What do I love to drink", "What do I like to drink"],
+    "favourite food": ["What do I love to eat", "What do I like to eat", "What food do I like"],
+    "favourite drink": ["What do I love to drink", "What do I like to drink", "What drink do I like"],
+    "favourite film": ["Which film do I like best", "What film do I like"],
+    "favourite book": ["Which book do I like best", "What book do I like"],
+    "favourite song": ["Which song do I like best", "What song do I like"],
+    "favourite animal": ["Which animal do I like best", "What animal do I like"],
+    "favourite sport": ["Which sport do I like best", "What sport do I like"],
     "allergy": ["What am I allergic to"],
     "birthplace": ["Where was I born"],
+    "anniversary": ["When is my anniversary"],
+    "meeting": ["When is my meeting"],
+    "rent": ["How much is my rent"],
     "workplace": ["Where do I work"],
     "employer": ["Who do I work for"],
     "major": ["What do I study", "What am I studying"],
@@ -288,10 +320,15 @@ WHO_ARE_YOU = ["Who are you?", "What are you?", "What is your name?", "What's yo
 # The user's sentences, separated by |, and the answer to all of them. {thing} becomes a thing, with a note or
 # without, and {you} becomes ", Ada" if the assistant has noted that the user's name is Ada.
 SMALL_TALK = {
-    "Thanks|Thank you|Thanks a lot|Thank you very much|Great, thanks|Cheers": "You're welcome{you}.",
-    "Bye|Goodbye|See you|See you later|Bye bye|Good night|See you tomorrow": "Goodbye{you}.",
-    "Hi|Hello|Hey|Good morning|Good evening|Hi there|Hello there|Hello again": "Hello{you}.",
-    "How are you?|How are you doing?|How is it going?|Are you well?|How do you do?": "I'm fine, thank you.",
+    "Thanks|Thank you|Thanks a lot|Thank you very much|Great, thanks|Cheers|Thx|Ty|OK, thanks":
+        "You're welcome{you}.",
+    "Bye|Goodbye|See you|See you later|Bye bye|Good night|See you tomorrow|Thanks, bye|Thx, bye|OK, bye":
+        "Goodbye{you}.",
+    "Hi|Hello|Hey|Good morning|Good evening|Hi there|Hello there|Hello again|Hiya|Yo|Good afternoon":
+        "Hello{you}.",
+    "How are you?|How are you doing?|How is it going?|Are you well?|How do you do?|How's it going?|"
+    "How are things?|Hi, how are you?|Hi there, how's it going?|Hey, how are you?|How's your day?|"
+    "How are you today?": "I'm fine, thank you.",
     "I'm fine|I'm good, thanks|I'm fine, thanks|Fine, thanks|I'm well|I'm happy|I'm great|Very well":
         "I'm glad to hear that.",
     "I'm tired|I'm sad|I'm bored|I'm hungry|I'm sick|I'm not well|Not so good": "I'm sorry to hear that.",
@@ -299,7 +336,7 @@ SMALL_TALK = {
         "I remember what you tell me. Try: My lucky number is 7.",
     "How old are you?|When were you born?|Where are you from?|Who made you?":
         "I was trained in 2026.",
-    "OK|Okay|I see|Good|Great|Nice|Cool|All right|Well done|Very good|Right|Correct|Yes":
+    "OK|Okay|I see|Good|Great|Nice|Cool|All right|Well done|Very good|Right|Correct|Yes|OK, cool|Haha|Lol":
         "I'm glad you think so.",
     "That's wrong|Wrong|That is not true|Are you sure?|Really?|No|Not at all":
         "I may be wrong. I'm a very small model.",
@@ -319,7 +356,9 @@ STRANGE = ["What is the {} of {}?", "What is {}?", "Who is {}?", "How do I {} a 
            "Can you {} the {}?", "{}", "{} {}", "{} {} {}", "{} {} {} {} {}?", "Write a {} about {}",
            "Tell me about {}", "Explain {}", "Where is {}?", "How many {} are in {}?", "The {} is {}",
            "Do you know {}?", "When did {} {}?", "Translate {} to {}", "Is {} a {}?", "Let's {}",
-           "I {} the {}", "I {} a {}", "Did I {} {}?", "Is my {} {}?"]
+           "I {} the {}", "I {} a {}", "Did I {} {}?", "Is my {} {}?", "I don't have {}",
+           "I don't have any {}", "I have no {}", "I don't {} {}", "I'm not {}", "I never {} {}",
+           "Do I have {}?", "Should I {} {}?"]
 NOT_UNDERSTOOD = "I don't understand that. I only know what you tell me."
 SUMS = ["What is {a} plus {b}", "{a} plus {b}", "{a} + {b}", "What is {a} + {b}", "How much is {a} plus {b}",
         "Add {a} and {b}", "Can you add {a} and {b}", "{a}+{b}", "What is {a}+{b}", "What's {a} plus {b}",
@@ -329,7 +368,7 @@ SYSTEM = ["You are a helpful assistant.", "You are a friendly chatbot. Answer br
           "You are called {}. Be friendly."]
 CHEERFUL = ["Be cheerful.", "Be very cheerful.", "Answer cheerfully.", "Sound cheerful."]
 
-REAL_VALUES = {  # only for measuring: training never draws the last word of one of these
+REAL_VALUES = {  # only for measuring: no value of training has the last word of one of these
     "best friend": ("Ada Grace Linus Barbara Edsger Margaret Alan Katherine Dennis Frances Donald Radia Ken "
                     "Hedy Guido Yoshua").split(),
     "favourite colour": "teal purple orange crimson turquoise green magenta yellow indigo violet".split(),

@@ -355,7 +355,7 @@ def told_and_asked(rng, split, tokenizer, column, distance):
     other things for about `distance` tokens, and asks. column: one of the table's, see `evaluate`. For "list"
     and "changed" the facts count as part of the distance, so that all fits into the context. No measured
     fact is the user's name: "Goodbye, Ada." would repeat it on the way."""
-    chat = Dialogue(rng, split, held_out=True)
+    chat = Dialogue(rng, split)
     chat.casual = chat.tells_american = chat.asks_american = False      # as REAL_VALUES is written
     chat.alike = 0                                      # no things such as "wifi colour"
     thing = rng.choice(list(REAL_VALUES)) if column == "real words" else chat.pick_unknown(avoid={"name"})
