@@ -109,6 +109,8 @@ RARE = sorted(word for word, times in Counter(
 # When we measure, no made-up word is one of these. We have REAL_VALUES for English values, and if "note for"
 # were a value, nobody could find it in "note for as my hobby".
 NEVER_MEASURED = NEVER_MADE_UP.union(COMMON, RARE, " ".join(PETS).split())
+# A sentence that names one of these does not call another relative "she".
+SOMEBODY = re.compile(rf"\b({'|'.join(RELATIVES + MORE_RELATIVES)})\b")
 # Parts of our sentences, of two words or more, for `part`: what stands beside "my {thing}" and
 # "{value}" ("don't lose this one ok"), and whole sentences that have neither.
 PARTS = [words for sentences in (TELL, CHANGE, ASK, LIST) for sentence in sentences["train"]
@@ -222,14 +224,14 @@ def a_value(thing, rng, held_out):
 def suits(value, thing):
     """May the value stand in a sentence of TELL_THING or CHANGE_THING? In "I'm {value}" only the value shows
     what it is: a number is the age, "a bluck" the job, anything else that begins with a letter the name. So
-    for these three it must look so, and have no comma, which would end the fact: "I'm Ada, a nurse". For
-    other things any may."""
+    for these three it must look so, and have no comma and no "from", which would end the fact: "I'm Ada, a
+    nurse", "I'm Ada from Oslo". For other things any may."""
     first, last = value.split()[0].lower(), thing.split()[-1]
     if last not in ("name", "age", "job"):
         return True
     looks = {"name": first[0].isalpha() and first not in ARTICLES, "age": value.isdigit(),
              "job": first in ARTICLES}
-    return looks[last] and "," not in value
+    return looks[last] and "," not in value and " from " not in value.lower()
 
 
 def spelling(thing, american):
@@ -462,32 +464,39 @@ class Dialogue:
         such, and nearly all while the user introduces somebody. Of the others, nine in ten questions, and
         three in four of those that tell or change, are one of `general`; the rest are `composed`. If the turn
         before was about the same relative, half of the sentences have "she" or "her job" for "my sister" or
-        "my sister's job"."""
+        "my sister's job", unless they name somebody else."""
         rng = self.rng
         if not self.training:
             return rng.choice(general[self.split])
         relative, of, owned = thing.rpartition("'s ")
-        her = self.pronoun() if relative and relative == self.relative and rng.random() < 0.5 else None
+        again = relative and relative == self.relative and rng.random() < 0.5
+        pronoun = self.pronoun() if again else None
         suited = special.get(of + owned, [])        # "sister's name" is looked up as "'s name"
+        if relative in THINGS + MORE_THINGS:        # "Who is my best friend?" asks for a "best friend"
+            suited = []
         if suited and rng.random() < (0.9 if self.introducing else 0.4):
-            return self.special(suited, relative, her)
+            return self.special_sentence(suited, relative, pronoun)
         plain = rng.random() < (0.9 if general is ASK else 0.75)
         said = rng.choice(general["train"]) if plain else self.composed(general)
-        if her and owned in RELATIVE_THINGS:
-            hers = {"she": "her ", "he": "his "}[her] + owned
+        if pronoun and not SOMEBODY.search(said.lower()):
+            hers = ("her " if pronoun == "she" else "his ") + owned
             said = said.replace("my {thing}", hers).replace("My {thing}", capital(hers))
         return said
 
-    def special(self, suited, relative, pronoun):
+    def special_sentence(self, suited, relative, pronoun):
         """One of the sentences that suit a thing. relative: whose thing it is, or "".
         pronoun: "she", "he", or None if the sentence must name the relative."""
         rng = self.rng
         if relative and relative not in RELATIVES:      # "My kosh is 42" would tell the kosh, not its age
             suited = [said for said in suited if said not in ("{she} is {value}", "{value} is my {relative}")]
-        if self.introducing and "I'm {value}" in suited and rng.random() < 0.5:
-            return "I'm {value}"
+        i_am = [said for said in suited if said in ("I'm {value}", "I'm from {value}")]
+        if self.introducing and i_am and rng.random() < 0.8:
+            return i_am[0]
         she = pronoun or f"{rng.choice(['my'] * 9 + ['our'])} {relative}"
-        said = rng.choice(suited).replace("{she}", she).replace("{relative}", relative)
+        said = rng.choice(suited).replace("{she}", she)
+        if relative.startswith(tuple("aeiou")):
+            said = said.replace("a {relative}", "an {relative}")
+        said = said.replace("{relative}", relative)
         return said.replace("he is ", rng.choice(["he is ", "he's "]))      # also of "she is"
 
     def composed(self, general):
@@ -511,9 +520,10 @@ class Dialogue:
         """The user tells a fact, or changes it if there is a note of it, and the assistant notes it. Returns
         both messages: "My hobby is chess" and "Your hobby becomes note 1: your hobby is chess.". value: if
         None, one is made up. A given one is not put into small letters, so a caller that gives one sets
-        `casual` to False. At the beginning of a message a value gets a capital."""
-        known = thing in self.facts
-        value, old = value or self.value(thing), self.facts.get(thing)
+        `casual` to False. At the beginning of a sentence a value gets a capital."""
+        known, old = thing in self.facts, self.facts.get(thing)
+        while value is None or value == old:
+            value = self.value(thing)
         sentence = self.telling_sentence(thing, value)
         if sentence.startswith("{value}") and not self.casual:
             value = capital(value)      # the note copies it
@@ -539,15 +549,14 @@ class Dialogue:
             sentence = rng.choice(CONTRAST)
         elif rng.random() < 0.03:
             sentence = rng.choice(FORM)
-        elif value in PETS and rng.random() < 0.5:
-            sentence = rng.choice(["I have {value}", "I've got {value}"])   # "I have a kosh" tells no pet
+        elif thing == "pet" and value in PETS and rng.random() < 0.5:
+            return rng.choice(["I have {value}", "I've got {value}"])   # and not ", kosh": that is its name
         else:
-            change = rng.random() < (0.5 if known else 0.3)
+            change = not self.introducing and rng.random() < (0.5 if known else 0.3)
             general, special = (CHANGE, CHANGE_THING) if change else (TELL, TELL_THING)
             special = special if suits(value, thing) else {}
-            sentence = self.sentence(general, special, thing)
-            while "my {thing} {value}" in sentence and not known:
-                sentence = self.sentence(general, special, thing)   # nobody could know where the thing ends
+            while "my {thing} {value}" in (sentence := self.sentence(general, special, thing)) and not known:
+                pass        # nobody could know where the thing ends
         if sentence.endswith("{value}"):
             sentence += self.after_value()
         if re.match("(did|have|do|can|could|would|will) (i|you) [^.?!]*$", sentence.lower()):
@@ -575,8 +584,8 @@ class Dialogue:
         return said, f"Your {spelt} is {self.facts[thing]}."
 
     def list_notes(self):
-        """The user asks for all notes. In training, half of the sentences consist of `prefix`, a name for all
-        notes or a whole sentence, and at times more words."""
+        """The user asks for all notes. In training, half of the sentences consist of `prefix`, one of
+        ALL_NOTES or LIST, and at times one of LIST_ENDINGS and `more_words`."""
         rng = self.rng
         if self.training and rng.random() < 0.5:
             phrase = rng.choice(rng.choice([ALL_NOTES, ALL_NOTES, LIST["train"]]))
@@ -659,9 +668,8 @@ class TrainingDialogue(Dialogue):
     def turn(self):
         """Add a turn. We try in this order: the user tells a new fact, chats, changes a fact, asks for all
         notes if there are at most 12, for a fact with a note, or for one without. If nothing is chosen, the
-        user chats. (Before the first fact, half of the turns tell one.) Each probability is a share of the
-        turns that come to it: with a `listing` of 0.9, lists are 0.9 of the turns for which nothing before
-        was chosen, and that find lists rested."""
+        user chats. (Before the first fact, half of the turns tell one.) A probability counts once its turn
+        comes: a `listing` of 0.9 means nine in ten of the turns that get as far and may ask for a list."""
         rng = self.rng
         ready = [thing for thing in self.facts if self.rests_until[thing] <= len(self.text)]
         at_hand = self.last in self.facts       # the turn before was about a fact with a note
@@ -670,8 +678,8 @@ class TrainingDialogue(Dialogue):
         elif rng.random() < self.chatting:
             self.say(*self.chatter())
         elif (ready or at_hand) and rng.random() < self.changing:
-            right_away = at_hand and rng.random() < 0.5
-            thing = self.last if right_away else rng.choice(ready or [self.last])
+            right_away = at_hand and (not ready or rng.random() < 0.5)
+            thing = self.last if right_away else rng.choice(ready)
             self.say(*self.tell(thing))
             self.rest(thing)
         elif (self.rests_until[LISTS] <= len(self.text) and len(self.facts) <= 12
@@ -691,12 +699,12 @@ class TrainingDialogue(Dialogue):
         """The user tells a new fact, with a probability of 0.4 a second one, and so on, until the user has
         told `most_facts`: "I'm Ada and my hobby is chess". With one message in six the user introduces
         somebody, and this probability is 0.75: "I'm Ada, a nurse, and I live in Oslo". If the user has just
-        asked for a fact without a note, it is with a probability of 0.4 the first new fact."""
+        asked for a fact without a note, four times in ten that one comes first."""
         rng = self.rng
         self.introducing = rng.random() < 1 / 6
         another = 0.75 if self.introducing else 0.4
-        asked = self.last if self.last not in self.facts and rng.random() < 0.4 else None
-        thing = asked or self.pick_unknown()
+        asked = self.last and self.last not in self.facts
+        thing = self.last if asked and rng.random() < 0.4 else self.pick_unknown()
         said, answer = self.tell(thing)
         self.rest(thing)
         i_am_before = self.i_am(thing, said)
@@ -704,31 +712,31 @@ class TrainingDialogue(Dialogue):
             thing = self.pick_unknown()
             more, noted = self.tell(thing)
             i_am = self.i_am(thing, more)
-            elided = more[i_am.end():] if i_am_before and i_am and rng.random() < 0.6 else None
-            said, answer = self.joined(said.removesuffix("?"), more, elided, thing), f"{answer} {noted}"
-            i_am_before = i_am
+            if i_am_before and i_am and thing != "name" and rng.random() < 0.8:
+                rest = more[i_am.end():]        # of "I'm a nurse" and "I'm from Oslo"
+                said += (" " if rest.startswith("from ") and rng.random() < 0.5 else ", ") + rest
+            else:
+                said = self.joined(said.removesuffix("?"), more, self.facts[thing])
+            answer, i_am_before = f"{answer} {noted}", i_am
             self.rest(thing)
         self.introducing = False
         return said, answer
 
-    def joined(self, said, more, elided, thing):
-        """Two parts of a message as one. elided: what is left of `more` without its "I'm", or None.
-        thing: what `more` tells."""
+    def joined(self, said, more, value):
+        """Two parts of a message as one. value: that of the second part."""
         rng = self.rng
-        if elided:                      # "I'm Ada" and "I'm from Oslo": "I'm Ada from Oslo"
-            return said + rng.choice([", ", " "] if elided.startswith("from") else [", "]) + elided
         if self.casual and rng.random() < 0.2 and re.match(r"(i|i'?m|my|s?he|s?he'?s) ", more):
             return f"{said} {more}"     # "my sister is called ada she's 5"
         joint = rng.choice([" and ", " and ", ", and ", ", ", ", ", ". ", ". ", "; ", " but "])
         if joint == ". ":
             more = more if self.casual else capital(more)
-        elif not re.match(rf"I\b|[A-Z]{{2}}|{re.escape(self.facts[thing])}", more):
+        elif not re.match(rf"I\b|[A-Z]{{2}}|{re.escape(value)}", more):
             more = more[0].lower() + more[1:]       # "I", "FYI" and a value, which the note copies, stay
         return said + joint + more
 
     def i_am(self, thing, said):
-        """A match of "I'm " before the value, or before "from" and the value, if the message has that."""
-        return re.search(rf"(^|[,!] )[Ii]'?m (?=(from )?{re.escape(self.facts[thing])})", said)
+        """A match of "I'm " if the message ends with it and the value, or with "from" between these."""
+        return re.search(rf"(^|[,!] )[Ii]'?m (?=(from )?{re.escape(self.facts[thing])}$)", said)
 
 
 def dialogue(rng, length):

@@ -78,8 +78,10 @@ MORE_THINGS = (
 RELATIVES = ["sister", "brother", "mother", "father", "wife", "husband", "son", "daughter", "boss",
              "neighbour", "dog", "cat", "uncle", "aunt", "grandma", "grandpa", "girlfriend", "boyfriend",
              "mum", "mom", "dad", "friend", "cousin", "partner", "teacher", "doctor"]
-WOMEN = {"sister", "mother", "wife", "daughter", "aunt", "grandma", "girlfriend", "mum", "mom"}
-MEN = {"brother", "father", "husband", "son", "uncle", "grandpa", "boyfriend", "dad"}
+WOMEN = {"sister", "mother", "wife", "daughter", "aunt", "grandma", "girlfriend", "mum", "mom", "niece",
+         "stepmum", "little sister", "mother-in-law"}
+MEN = {"brother", "father", "husband", "son", "uncle", "grandpa", "boyfriend", "dad", "nephew", "stepdad",
+       "older brother", "eldest son", "godson"}
 MORE_RELATIVES = ["best friend", "best mate", "pet", "niece", "nephew", "fiancé", "ex", "flatmate",
                   "roommate", "colleague", "manager", "landlord", "dentist", "therapist", "coach", "puppy",
                   "kitten", "horse", "parrot", "rabbit", "boat", "company", "stepdad", "stepmum", "baby",
