@@ -519,8 +519,8 @@ class Dialogue:
     def tell(self, thing, value=None):
         """The user tells a fact, or changes it if there is a note of it, and the assistant notes it. Returns
         both messages: "My hobby is chess" and "Your hobby becomes note 1: your hobby is chess.". value: if
-        None, one is made up. A given one is not put into small letters, so a caller that gives one sets
-        `casual` to False. At the beginning of a sentence a value gets a capital."""
+        None, or if the note has it already, one is made up. A given one is not put into small letters, so a
+        caller that gives one sets `casual` to False. At the beginning of a sentence it gets a capital."""
         known, old = thing in self.facts, self.facts.get(thing)
         while value is None or value == old:
             value = self.value(thing)
