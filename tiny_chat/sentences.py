@@ -82,6 +82,7 @@ WOMEN = {"sister", "mother", "wife", "daughter", "aunt", "grandma", "girlfriend"
          "stepmum", "little sister", "mother-in-law"}
 MEN = {"brother", "father", "husband", "son", "uncle", "grandpa", "boyfriend", "dad", "nephew", "stepdad",
        "older brother", "eldest son", "godson"}
+# Training has these, too; some are things as well ("best friend"). When we measure, only those of RELATIVES.
 MORE_RELATIVES = ["best friend", "best mate", "pet", "niece", "nephew", "fiancé", "ex", "flatmate",
                   "roommate", "colleague", "manager", "landlord", "dentist", "therapist", "coach", "puppy",
                   "kitten", "horse", "parrot", "rabbit", "boat", "company", "stepdad", "stepmum", "baby",
