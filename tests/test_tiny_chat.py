@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 TINY_CHAT = Path(__file__).resolve().parent.parent / "tiny_chat"
 sys.path.append(str(TINY_CHAT))                 # as its scripts find each other
 import train
-from dialogues import (ARTICLES, COMMON, JOINERS, NEVER_MADE_UP, NOT_LAST_IN_THINGS, Dialogue,
-                       TrainingDialogue, a_value, dialogue, is_held_out, question, spelling)
+from dialogues import (ARTICLES, COMMON, JOINERS, NEVER_MADE_UP, NEVER_MEASURED, NOT_LAST_IN_THINGS,
+                       Dialogue, TrainingDialogue, a_value, dialogue, is_held_out, question, spelling)
 from sentences import (ASIDES, ASK, CHANGE, LIST, MORE_THINGS, PETS, REAL_VALUES, RELATIVE_THINGS,
                        RELATIVES, TELL, THINGS, check)
 
@@ -102,6 +102,7 @@ def test_training_made_up_none_of_most_values_below():
     """But "French" and "German" it may have, though hardly ever."""
     values = ["Quildane", "5828", "42", "teal", "Oslo", "Ada", "chess", "Pip", "Rex", "ada@example.com"]
     assert all(map(is_held_out, values))
+    assert {*" ".join(PETS).split()} <= NEVER_MEASURED    # training has these, although a hash may keep them
 
 
 @pytest.mark.parametrize("system, turns", [
@@ -238,7 +239,7 @@ def test_every_answer_follows_from_the_dialogue():
                 if changed:
                     changes.add(thing)
                 words = {*value.replace(", ", " ").split()} - {*ARTICLES, *" ".join(JOINERS).split()}
-                assert value in PETS or not any(map(is_held_out, words))
+                assert thing == "pet" and value in PETS or not any(map(is_held_out, words))
                 notes[thing] = value
                 seen["changed" if changed else "noted"] += 1
             if asked and not told:
@@ -325,12 +326,12 @@ def test_some_values_begin_alike():
     ("birthday", [r"\| \d+ [a-z]+ \|", r"\| [a-z]+ \d+ \|", " on ", " may ", r"\d:\d"]),       # 19 may
     ("rent", [r"\$\d", r"\d,\d", r"\d\.\d", r"\d%"]),                                      # $1,250
     ("language", [r"[A-Z][a-z]+\+\+", "#", "O'[a-z]", "[a-z]'s", r"\(", r"Dr\. [A-Z]", r"\| The [A-Z]"]),
-    ("hobby", ["[a-z], [a-z]+ and [a-z]", " of the ", " in the ", "watching|climbing|dancing|swimming"]),
+    ("hobby", ["[a-z], [a-z]+ and [a-z]", " of the ", " in the ", "watching"]),
 ])
 def test_values_have_the_forms_of_real_ones(thing, forms):
     """Once none had "on" or "$" in it, so of "3pm on Friday" a model noted "3pm", and of "$40" "mode0"."""
     rng = random.Random(9)
-    values = " | ".join(a_value(thing, rng, held_out=False) for _ in range(20_000))
+    values = " | ".join(a_value(thing, rng, held_out=False) for _ in range(60_000))
     for form in forms:
         assert re.search(form, values), form
 
@@ -396,12 +397,12 @@ def test_anybody_may_be_named():
 def test_some_users_introduce_themselves_and_others():
     """"I'm Ada, a nurse", "My sister is called Ada, she's 12", "i like chess i'm ada", "Our cat"."""
     rng = random.Random(3)
-    told = "\n".join(" => ".join(TrainingDialogue(rng, 256).tell_new()) for _ in range(8000))
+    turns = "\n".join(" => ".join(TrainingDialogue(rng, 256).tell_new()) for _ in range(8000))
     for form in (r"[Ii]'m \w+, (a|an|the|two) \w", r"[Ii]'m \w+, \d+\b", r"[,.;d] (she|he)('s| is) \d+\b",
                  r"[Ii]'m \w+ from \w", r" (\w+) i'?m .* => .* is \1\. Your", r"([Hh]er|[Hh]is) age is \d",
                  r"\b[Oo]ur job is \w", r"\b[Oo]ur (sister|mother|son) \w", r"I have a dog\b",
                  r"(^|\n)job: \w"):
-        assert re.search(form, told), form
+        assert re.search(form, turns), form
 
 
 def test_a_thing_is_no_person():

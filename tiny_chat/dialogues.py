@@ -713,8 +713,8 @@ class TrainingDialogue(Dialogue):
             more, noted = self.tell(thing)
             i_am = self.i_am(thing, more)
             if i_am_before and i_am and thing != "name" and rng.random() < 0.8:
-                rest = more[i_am.end():]        # of "I'm a nurse" and "I'm from Oslo"
-                said += (" " if rest.startswith("from ") and rng.random() < 0.5 else ", ") + rest
+                elided = more[i_am.end():]      # "a nurse" of "I'm a nurse", "from Oslo"
+                said += (" " if elided.startswith("from ") and rng.random() < 0.5 else ", ") + elided
             else:
                 said = self.joined(said.removesuffix("?"), more, self.facts[thing])
             answer, i_am_before = f"{answer} {noted}", i_am

@@ -74,23 +74,23 @@ MORE_THINGS = (
     "university, user id, username, vaccine, van, vehicle, video game, village shop, visa number, wake up "
     "time, website, wedding date, weekday, weekend plan, weight, wifi code, wifi name, wifi password, "
     "wine, work email, workplace, yoga class, youth club, zip code, zodiac sign").split(", ")
-# The user also tells facts about these, "my boss's name", of the kinds in RELATIVE_THINGS.
+# The user also tells facts about RELATIVES, "my boss's name", of the kinds in RELATIVE_THINGS.
+RELATIVE_THINGS = ["name", "name", "name", "age", "age", "job", "home city", "hobby"]
 RELATIVES = ["sister", "brother", "mother", "father", "wife", "husband", "son", "daughter", "boss",
              "neighbour", "dog", "cat", "uncle", "aunt", "grandma", "grandpa", "girlfriend", "boyfriend",
              "mum", "mom", "dad", "friend", "cousin", "partner", "teacher", "doctor"]
-WOMEN = {"sister", "mother", "wife", "daughter", "aunt", "grandma", "girlfriend", "mum", "mom", "niece",
-         "stepmum", "little sister", "mother-in-law"}
-MEN = {"brother", "father", "husband", "son", "uncle", "grandpa", "boyfriend", "dad", "nephew", "stepdad",
-       "older brother", "eldest son", "godson"}
 # Training has these, too; some are things as well ("best friend"). When we measure, only those of RELATIVES.
 MORE_RELATIVES = ["best friend", "best mate", "pet", "niece", "nephew", "fiancé", "ex", "flatmate",
                   "roommate", "colleague", "manager", "landlord", "dentist", "therapist", "coach", "puppy",
                   "kitten", "horse", "parrot", "rabbit", "boat", "company", "stepdad", "stepmum", "baby",
                   "little sister", "older brother", "eldest son", "mother-in-law", "godson", "twin"]
+WOMEN = {"sister", "mother", "wife", "daughter", "aunt", "grandma", "girlfriend", "mum", "mom", "niece",
+         "stepmum", "little sister", "mother-in-law"}
+MEN = {"brother", "father", "husband", "son", "uncle", "grandpa", "boyfriend", "dad", "nephew", "stepdad",
+       "older brother", "eldest son", "godson"}
 # Users tell these with "I have a dog", too. Training makes up other pets, and the tests have yet others.
 PETS = ["a dog", "a cat", "two cats", "two dogs", "a puppy", "a kitten", "a poodle", "a labrador", "a budgie",
         "a guinea pig", "a horse", "a pony", "a tortoise", "an old cat", "a black cat", "a gecko"]
-RELATIVE_THINGS = ["name", "name", "name", "age", "age", "job", "home city", "hobby"]
 
 # In TELL_THING, CHANGE_THING and ASK_THING: sentences that suit one thing only. ("I'm {value}" suits three: a
 # number is the age, "a bluck" the job, and anything else the name. The same goes for "{she} is {value}".)
