@@ -25,11 +25,11 @@ import re
 import zlib
 from collections import Counter
 
-from sentences import (ALL_NOTES, ASIDES, ASK, ASK_ENDINGS, ASK_THING, CHANGE, CHANGE_THING, CHEERFUL,
+from sentences import (AGES, ALL_NOTES, ASIDES, ASK, ASK_ENDINGS, ASK_THING, CHANGE, CHANGE_THING, CHEERFUL,
                        CONTRAST, CORRECT, FORM, HELD_OUT, LIST, LIST_ENDINGS, MEN, MORE_RELATIVES,
-                       MORE_THINGS, NOT_UNDERSTOOD, OPENINGS, PETS, RELATIVES, RELATIVE_THINGS, SMALL_TALK,
-                       STRANGE, SUMS, SUPPLY, SYSTEM, TELL, TELL_THING, THINGS, VALUE_ENDINGS, WHO_ARE_YOU,
-                       WOMEN)
+                       MORE_THINGS, NOT_UNDERSTOOD, OPENINGS, PETS, PHRASES, RELATIVES, RELATIVE_THINGS,
+                       SMALL_TALK, STRANGE, SUMS, SUPPLY, SYSTEM, TELL, TELL_THING, THINGS, VALUE_ENDINGS,
+                       WHO_ARE_YOU, WOMEN)
 
 # ---------------------------------------------------------------------------------------------------------
 # Made-up values
@@ -108,7 +108,8 @@ RARE = sorted(word for word, times in Counter(
     if times < 3 and word not in NEVER_MADE_UP)
 # When we measure, no made-up word is one of these. We have REAL_VALUES for English values, and if "note for"
 # were a value, nobody could find it in "note for as my hobby".
-NEVER_MEASURED = NEVER_MADE_UP.union(COMMON, RARE, " ".join(PETS).split())
+NEVER_MEASURED = NEVER_MADE_UP.union(
+    COMMON, RARE, re.findall("[a-z-]+", " ".join(PETS + AGES + PHRASES).lower()))
 # A sentence that names one of these does not call another relative "she".
 SOMEBODY = re.compile(rf"\b({'|'.join(RELATIVES + MORE_RELATIVES)})\b")
 # Parts of our sentences, of two words or more, for `part`: what stands beside "my {thing}" and
@@ -179,6 +180,16 @@ def any_amount(rng):
     return rng.choice(AMOUNTS).format(any_number(rng), any_number(rng))
 
 
+def a_phrase(rng):
+    """One of PHRASES with made-up words and numbers, half of the words rare English ones: "barnacle with
+    kosh" is "{w} with {w}"."""
+    def word():
+        return draw(rng.choice([any_word, lambda rng: rng.choice(RARE)]), rng, False)
+
+    fill = {"w": word, "W": lambda: word().capitalize(), "n": lambda: draw(any_number, rng, False)}
+    return re.sub(r"\{(.)\}", lambda blank: fill[blank[1]](), rng.choice(PHRASES))
+
+
 def draw(make, rng, held_out):
     """A word or number from `make` that is not in NEVER_MADE_UP. If `held_out`, training never makes it up,
     and it is not in NEVER_MEASURED."""
@@ -229,7 +240,7 @@ def suits(value, thing):
     first, last = value.split()[0].lower(), thing.split()[-1]
     if last not in ("name", "age", "job"):
         return True
-    looks = {"name": first[0].isalpha() and first not in ARTICLES, "age": value.isdigit(),
+    looks = {"name": first[0].isalpha() and first not in ARTICLES, "age": value.isdigit() or value in AGES,
              "job": first in ARTICLES}
     return looks[last] and "," not in value and " from " not in value.lower()
 
@@ -336,12 +347,19 @@ class Dialogue:
         return draw(any_word, self.rng, not self.training)
 
     def value(self, thing):
-        """A made-up value, or in training at times one of PETS. If it is one word, and an earlier value is
-        one word of the same sort (a number, or both with a capital, or both without), one in six begins as
-        that does: "5807" after "5828". The model must not mistake one for the other."""
-        if thing == "pet" and self.training and self.rng.random() < 0.3:
-            return self.rng.choice(PETS)
-        value = a_value(thing, self.rng, not self.training)
+        """A made-up value, or in training at times one of PETS, AGES or PHRASES. If it is one word, and an
+        earlier value is one word of the same sort (a number, or both with a capital, or both without), one in
+        six begins as that does: "5807" after "5828". The model must not mistake one for the other."""
+        rng, last = self.rng, thing.split()[-1]
+        if self.training and (chance := rng.random()) < 0.3:
+            if thing == "pet":
+                return rng.choice(PETS)
+            if last == "age" and chance < 0.1:
+                return rng.choice(AGES)
+            if last not in ("name", "age") and chance < 0.15:
+                phrase = a_phrase(rng)
+                return phrase.lower() if self.casual and self.lower_values else phrase
+        value = a_value(thing, rng, not self.training)
         same_sort = [other for other in self.facts.values() if " " not in other + value
                      and (other.isdigit(), other[0].isupper()) == (value.isdigit(), value[0].isupper())]
         if same_sort and self.rng.random() < 1 / 6:
@@ -698,11 +716,11 @@ class TrainingDialogue(Dialogue):
     def tell_new(self):
         """The user tells a new fact, with a probability of 0.4 a second one, and so on, until the user has
         told `most_facts`: "I'm Ada and my hobby is chess". With one message in six the user introduces
-        somebody, and this probability is 0.75: "I'm Ada, a nurse, and I live in Oslo". If the user has just
+        somebody, and this probability is 0.85: "I'm Ada, a nurse, and I live in Oslo". If the user has just
         asked for a fact without a note, four times in ten that one comes first."""
         rng = self.rng
         self.introducing = rng.random() < 1 / 6
-        another = 0.75 if self.introducing else 0.4
+        another = 0.85 if self.introducing else 0.4
         asked = self.last and self.last not in self.facts
         thing = self.last if asked and rng.random() < 0.4 else self.pick_unknown()
         said, answer = self.tell(thing)
@@ -725,10 +743,11 @@ class TrainingDialogue(Dialogue):
     def joined(self, said, more, value):
         """Two parts of a message as one. value: that of the second part."""
         rng = self.rng
-        if self.casual and rng.random() < 0.2 and re.match(r"(i|i'?m|my|s?he|s?he'?s) ", more):
+        if self.casual and rng.random() < 0.4 and re.match(r"(i|i'?m|my|s?he|s?he'?s) ", more):
             return f"{said} {more}"     # "my sister is called ada she's 5"
-        joint = rng.choice([" and ", " and ", ", and ", ", ", ", ", ". ", ". ", "; ", " but "])
-        if joint == ". ":
+        joint = rng.choice([" and ", " and ", ", and ", ", ", ", ", ". ", ". ", "; ", " but ",
+                            f". {rng.choice(ASIDES)}. "])
+        if joint.endswith(". "):
             more = more if self.casual else capital(more)
         elif not re.match(rf"I\b|[A-Z]{{2}}|{re.escape(value)}", more):
             more = more[0].lower() + more[1:]       # "I", "FYI" and a value, which the note copies, stay

@@ -42,38 +42,56 @@ THINGS = ["name", "age", "home city", "job", "hobby", "pet", "car", "birthday", 
           "favourite film", "favourite book", "favourite song", "favourite animal", "favourite sport"]
 # More things of everyday life
 MORE_THINGS = (
-    "address, alarm code, allergy, anniversary, badge number, bank, bank pin, barber, bedtime, best "
-    "subject, best time, biggest fear, bike, bike lock code, birthplace, blood pressure, blood type, "
-    "boat, booking code, breakfast, budget, bus, bus line, bus stop, cabin number, calendar, car key, "
-    "career, case number, character class, church, citizenship, clinic, club, coffee machine, coffee "
-    "order, collar size, college, commute, company, country, course, curfew, customer number, daily goal, "
-    "date of birth, deadline, degree, dentist, department, desk, desk number, destination, "
-    "diagnosis, diet, doctor's appointment, door code, dream job, dress size, due date, electric bill, "
-    "email, emergency contact, employer, exam date, eye colour, favourite artist, favourite author, "
-    "favourite band, favourite city, favourite cocktail, favourite coffee, favourite day of the week, "
-    "favourite dessert, favourite flower, favourite fruit, favourite game, favourite holiday, favourite "
-    "ice cream, favourite movie, favourite number, favourite place, favourite season, favourite singer, "
-    "favourite snack, favourite spice, favourite teacher, favourite word, first car, first job, first "
-    "language, first name, first pet, fitness goal, flight number, floor, full name, garage, garden, "
-    "gate, gate number, gender, goal, grade, guild, guitar, gym, gym membership number, hair colour, half "
-    "marathon time, hat size, height, holiday, home address, hometown, hotel, hotel name, hotel room, "
-    "house, ice cream flavour, instrument, insurance number, internet provider, jacket size, keyboard, "
-    "landline, laptop, laptop model, last name, lesson, library card number, locker code, locker number, "
-    "lunch, lunch order, maiden name, major, marital status, medicine, meeting, meeting room, middle "
-    "name, mobile number, model, monitor, motorbike, motto, mountain, museum, nationality, native "
-    "country, native language, new year's resolution, newspaper, next appointment, nickname, number "
-    "plate, office, office number, old school, order, order number, parking spot, password, pension "
-    "number, personal best, pet peeve, pharmacy, phone, phone model, phone number, piano teacher, pizza "
-    "order, pizza topping, platform, policy number, position, postcode, printer, programming language, "
-    "project name, pulse, quest, religion, rent, repair shop, reservation, restaurant, ring size, river, "
-    "router password, running club, safe word, salary, sandwich, savings goal, scooter, seat number, "
-    "shift, side job, side project, ski pass, skill, smartphone, snack, social security number, sofa, "
-    "specialty, spirit animal, star sign, state, store, street, student number, study subject, suitcase, "
-    "superpower, surgery date, surname, table number, tattoo, tax number, tea, team, telephone number, "
-    "thesis topic, title, token, town, tracking number, tractor, train platform, train time, tree, "
-    "university, user id, username, vaccine, van, vehicle, video game, village shop, visa number, wake up "
-    "time, website, wedding date, weekday, weekend plan, weight, wifi code, wifi name, wifi password, "
-    "wine, work email, workplace, yoga class, youth club, zip code, zodiac sign").split(", ")
+    "account number, accountant, address, agent, alarm, alarm code, allergy, allergy medicine, "
+    "anniversary, aquarium, backpack, backup code, badge number, band, bank, bank pin, barber, bedtime, "
+    "bench press, best subject, best time, biggest fear, bike, bike lock, bike lock code, bin day, birth "
+    "year, birthplace, blood pressure, blood sugar, blood type, boat, booking code, breakfast, budget, "
+    "bus, bus line, bus pass, bus stop, cabin number, calendar, car colour, car key, car model, career, "
+    "case number, celebrity crush, character class, cheat day, check-in time, childhood nickname, "
+    "childhood pet, choir, cholesterol, church, citizenship, class, classroom, clinic, club, coat, coffee "
+    "machine, coffee order, collar size, college, comfort food, commute, company, confirmation code, "
+    "country, course, curfew, curtain colour, customer number, daily budget, daily goal, dance class, "
+    "date of birth, deadline, degree, delivery day, dentist, department, desk, desk number, destination, "
+    "diagnosis, diet, doctor's appointment, door code, dose, dream, dream job, dress size, due date, "
+    "editor, electric bill, electrician, email, emergency contact, employer, engine, evening snack, exam, "
+    "exam date, eye colour, family name, favourite artist, favourite author, favourite band, favourite "
+    "cheese, favourite city, favourite cocktail, favourite coffee, favourite day of the week, favourite "
+    "dessert, favourite emoji, favourite flower, favourite fruit, favourite game, favourite holiday, "
+    "favourite ice cream, favourite month, favourite movie, favourite number, favourite pen, favourite "
+    "pizza, favourite place, favourite quote, favourite season, favourite singer, favourite smell, "
+    "favourite snack, favourite soup, favourite spice, favourite tea, favourite teacher, favourite team, "
+    "favourite toy, favourite tree, favourite word, first car, first concert, first crush, first job, "
+    "first language, first name, first pet, fitness goal, flight number, floor, frequent flyer number, "
+    "front door code, full name, gamertag, garage, garden, gate, gate code, gate number, gender, gift "
+    "card, glasses prescription, goal, grade, guild, guitar, gym, gym day, gym membership number, hair "
+    "colour, haircut, half marathon time, handle, handwriting, hat size, heart rate, height, hero, "
+    "holiday, home address, hometown, hometown team, honeymoon, hotel, hotel name, hotel room, house, "
+    "house number, iban, ice cream flavour, inseam, instrument, insurance number, internet provider, "
+    "jacket, jacket size, kayak, keyboard, landline, laptop, laptop model, last name, laundry day, "
+    "lawyer, lesson, library card number, license plate, life motto, locker, locker code, locker number, "
+    "lucky charm, lucky day, lunch, lunch break, lunch order, maiden name, major, marathon time, marital "
+    "status, market day, maths teacher, mechanic, medicine, meeting, meeting room, middle name, mobile "
+    "number, model, monitor, morning routine, mother tongue, motorbike, motto, mountain, moving date, "
+    "museum, nationality, native country, native language, necklace, new address, new job, new phone "
+    "number, new year's resolution, newspaper, next appointment, next exam, next haircut, nickname, "
+    "notebook, number plate, office, office number, old car, old school, orchid, order, order number, "
+    "oven temperature, paint colour, parking spot, passcode, passport number, password, pension, pension "
+    "number, personal best, pet peeve, pharmacy, phone, phone model, phone number, phone pin, piano "
+    "teacher, pin, pizza order, pizza topping, plant, platform, plumber, policy number, position, "
+    "postcode, printer, programming language, project name, pulse, quest, reading goal, reddit name, "
+    "religion, rent, repair shop, reservation, restaurant, resting pulse, ring size, ringtone, river, "
+    "role model, route, router password, running club, safe word, salary, sandwich, savings goal, "
+    "scooter, screen name, seat, seat number, second language, secret ingredient, shift, shoes, side job, "
+    "side project, ski pass, skill, sleep goal, smartphone, snack, social security number, socks, sofa, "
+    "sort code, sourdough starter, specialty, spirit animal, star sign, state, steam name, step goal, "
+    "store, street, strength, student number, study subject, suitcase, superpower, surgery date, surname, "
+    "swimming coach, table number, tattoo, tax number, tea, team, telephone number, tent, therapist "
+    "appointment, thesis topic, title, token, town, tracking number, tractor, train pass, train platform, "
+    "train time, trainers, tree, tyre pressure, university, user id, username, vaccine, van, vehicle, "
+    "vet, vet appointment, video game, village shop, visa, visa number, voucher code, waist size, wake up "
+    "time, wake-up time, wall colour, wallet, watch, weakness, website, wedding date, wedding song, "
+    "wedding venue, weekday, weekend plan, weight, wifi code, wifi name, wifi password, wine, work "
+    "address, work email, workplace, yoga class, yoga teacher, youth club, zip code, zodiac sign").split(", ")
 # The user also tells facts about RELATIVES, "my boss's name", of the kinds in RELATIVE_THINGS.
 RELATIVE_THINGS = ["name", "name", "name", "age", "age", "job", "home city", "hobby"]
 RELATIVES = ["sister", "brother", "mother", "father", "wife", "husband", "son", "daughter", "boss",
@@ -92,6 +110,49 @@ MEN = {"brother", "father", "husband", "son", "uncle", "grandpa", "boyfriend", "
 PETS = ["a dog", "a cat", "two cats", "two dogs", "a puppy", "a kitten", "a poodle", "a labrador", "a budgie",
         "a guinea pig", "a horse", "a pony", "a tortoise", "an old cat", "a black cat", "a gecko"]
 
+# Users tell an age in these words, too: "she is six". Only training has them.
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+ONES = "one two three four five six seven eight nine".split()
+AGES = [*ONES, *"ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split(),
+        *TENS, *(f"{ten}-{one}" for ten in TENS for one in ONES)]
+# Values with the words of real ones, only for training. {w} becomes a word, {W} one with a capital, {n} a
+# number: "level 3, bay 56".
+PHRASES = [
+    "{n} and a half", "{n} {w} and a half", "half {w}, half {w}", "half past {n}", "quarter to {n}",
+    "from {n} to {n}", "from {n} to half past {n}", "between {n} and {n}", "{n} over {n}", "{n} by {n}",
+    "{n} out of {n}", "{n} {w} a {w}", "{n} a {w}", "{n} {w} every {w}", "{n} times a {w}", "{n} inches",
+    "{n} kilos", "{n} euros", "{n} million {w}", "{n} percent of the {w}", "{n} minutes and {n} seconds",
+    "{n} hours", "under {n} {w}", "about {n} {w}", "just over {n} {w}", "almost {n}", "up to {n} {w}",
+    "every other {w}", "every {w} at {n}", "every {w} night", "every second {W}", "{W} at {n}",
+    "{W} mornings", "{W} evening at {n}", "{W} and {W} nights", "{W} the {n}th", "the {n}th of {W}",
+    "{W} {n}th", "{n} {W} {n}", "the last {w} of {W}", "the first {W} in {W}", "the end of {W}",
+    "the night before {W}", "the {w} after {W}", "some time in {W}", "early in {W}", "late {W}",
+    "{w} from {n} to {n}", "at {n} in the {w}", "{w} in the {w}", "{w} before {w}", "{w} after {w}",
+    "level {n}, {w} {n}", "floor {n}, room {n}", "row {n}, seat {n}", "unit {n}, {W} Park",
+    "flat {n}, {n} {W} Road", "{n} {W} Street, {W}", "{n} {W} Avenue", "{n} Rue de {W}, {W}", "{W}, {W}",
+    "{w} opposite the {w}", "{w} next to the {w}", "{W} Lane behind the {w}", "{w} under the {w}",
+    "the {w} across the {w}", "the {w} near {W} Station", "a {w} outside {W}", "the corner of {W} and {W}",
+    "a {w} at a {w}", "a {w} in a {w}", "a {w} at the {w}", "{w} in a {w} shop", "{w} at the {w}",
+    "a part-time {w}", "a retired {w}", "head of {w}", "{w} manager", "{w} assistant at {W}",
+    "teaching {w} to {w}", "driving a {w}", "fixing old {w}", "playing the {w}", "playing {w} with {w}",
+    "watching {w} on the {w}", "making {w} out of {w}", "collecting {w}", "reading about {w}",
+    "learning {W}", "jogging {n} {w}", "singing in a {w}", "walking the {w}", "growing {w} and {w}",
+    "drink less {w}", "eat more {w}", "call {w} every {w}", "to see the {w} {w}", "to learn {w}",
+    "to {w} by {W}", "to stop {w}", "finish the {w}", "save {n} a {w}", "less {w}, more {w}",
+    "{w} but no {w}", "{w} without {w}", "{w} with {w}", "{w} with {w} and {w}",
+    "{w} with extra {w}", "{w} on {w}", "{w} on the side", "a {w} with {w} {w}", "a small {w}, no {w}",
+    "a large {w} {w}", "black with one {w}", "{w} and {w}, never {w}",
+    "grandma's {w} {w}", "a {w} called {W}", "an old {w} named {W}", "a {w} I found", "{w} {w} by {W} {W}",
+    "The {W} of {W}", "The {W} and the {W}", "{W} in the {W}", "The {W} {W}, part {n}", "{W} {n}: the {w}",
+    "{w} off", "{w} down the {w}", "{w} {w} theme", "one {w} at a time",
+    "never {w} a {w}", "always {w} {w}", "{w} and {w} wins the {w}",
+    "{w} your {w}", "being {w}",
+    "dark {w}", "a {w} shade of {w}", "{w} with {w} stripes", "{w} and white", "light {w}",
+    "a {n} {W} {W}", "an old {W}", "a red {W} {W}", "a second-hand {w}", "{W}-{n}",
+    "{w}-{w}-{n}", "{W} {n} {W}", "{W} {n}, {W}", "{n}, {n} and {n}", "{n} and {n}", "{n} or {n}",
+    "{w} or {w}", "{W} or {W}", "{w}, {w} and {w}", "{W} and {W}", "{w} plus {w}", "half a {w}",
+    "old {W} {W}", "Aunt {W}", "Mr {W}", "Dr {W} {W}", "the {w}s", "two {w} and a {w}", "{w}ish {w}"]
+
 # In TELL_THING, CHANGE_THING and ASK_THING: sentences that suit one thing only. ("I'm {value}" suits three: a
 # number is the age, "a bluck" the job, and anything else the name. The same goes for "{she} is {value}".)
 # "'s name" is the name of any relative. {she} becomes "my sister", or at times "our sister", or "she" if the
@@ -100,7 +161,8 @@ TELL_THING = {
     "name": ["I'm {value}", "I am {value}", "Call me {value}", "Hi, I'm {value}", "Hello, I'm {value}",
              "Hi, my name is {value}", "Please call me {value}", "Hello, my name is {value}",
              "Hey, I'm {value}", "Hi! I'm {value}", "I'm called {value}", "My name's {value}",
-             "You can call me {value}", "I go by {value}", "{value} here", "This is {value}"],
+             "You can call me {value}", "I go by {value}", "{value} here", "This is {value}",
+             "Good morning! I'm {value}", "Good evening, my name is {value}", "Hi bot, I'm {value}"],
     "age": ["I'm {value} years old", "I am {value} years old", "I turned {value}", "I'm {value}"],
     "home city": ["I live in {value}", "I'm from {value}", "I come from {value}", "I live in {value}",
                   "My home is in {value}", "I moved to {value}"],
@@ -323,25 +385,35 @@ WHO_ARE_YOU = ["Who are you?", "What are you?", "What is your name?", "What's yo
 # The user's sentences, separated by |, and the answer to all of them. {thing} becomes a thing, with a note or
 # without, and {you} becomes ", Ada" if the assistant has noted that the user's name is Ada.
 SMALL_TALK = {
-    "Thanks|Thank you|Thanks a lot|Thank you very much|Great, thanks|Cheers|Thx|Ty|OK, thanks":
+    "Thanks|Thank you|Thanks a lot|Thank you very much|Great, thanks|Cheers|Thx|Ty|OK, thanks|Thanks, bot|"
+    "Perfect, thanks|Thanks, that's right|Thanks for your help|Thank you so much|Good bot|Many thanks":
         "You're welcome{you}.",
-    "Bye|Goodbye|See you|See you later|Bye bye|Good night|See you tomorrow|Thanks, bye|Thx, bye|OK, bye":
+    "Bye|Goodbye|See you|See you later|Bye bye|Good night|See you tomorrow|Thanks, bye|Thx, bye|OK, bye|"
+    "OK gtg, bye|I have to go|I have to go now, bye|Have a nice day|Have a good day|Take care|Bye for now|"
+    "Thank you, bye|Talk to you later|That's all, bye":
         "Goodbye{you}.",
-    "Hi|Hello|Hey|Good morning|Good evening|Hi there|Hello there|Hello again|Hiya|Yo|Good afternoon":
+    "Hi|Hello|Hey|Good morning|Good evening|Hi there|Hello there|Hello again|Hiya|Yo|Good afternoon|"
+    "Hello bot|Hi bot|Hey there|Hey you|Hi, I'm back|I'm back|Is anybody there?|Are you there?|Heya|Hii":
         "Hello{you}.",
     "How are you?|How are you doing?|How is it going?|Are you well?|How do you do?|How's it going?|"
     "How are things?|Hi, how are you?|Hi there, how's it going?|Hey, how are you?|How's your day?|"
-    "How are you today?": "I'm fine, thank you.",
-    "I'm fine|I'm good, thanks|I'm fine, thanks|Fine, thanks|I'm well|I'm happy|I'm great|Very well":
+    "How are you today?|Hi, how are u|How are u?|Hello, how are you?|Are you OK?|How do you feel?|"
+    "Hello, how are you doing today?": "I'm fine, thank you.",
+    "I'm fine|I'm good, thanks|I'm fine, thanks|Fine, thanks|I'm well|I'm happy|I'm great|Very well|"
+    "I'm fine too|I'm fine, too|Good, you?|I'm good|Not bad|Pretty good|I'm OK":
         "I'm glad to hear that.",
-    "I'm tired|I'm sad|I'm bored|I'm hungry|I'm sick|I'm not well|Not so good": "I'm sorry to hear that.",
+    "I'm tired|I'm sad|I'm bored|I'm hungry|I'm sick|I'm not well|Not so good|I'm a bit tired|"
+    "I'm so tired today|I feel sick": "I'm sorry to hear that.",
     "What can you do?|Help|Can you help me?|How can you help me?|What should I say?|How does this work?":
         "I remember what you tell me. Try: My lucky number is 7.",
     "How old are you?|When were you born?|Where are you from?|Who made you?":
         "I was trained in 2026.",
-    "OK|Okay|I see|Good|Great|Nice|Cool|All right|Well done|Very good|Right|Correct|Yes|OK, cool|Haha|Lol":
+    "OK|Okay|I see|Good|Great|Nice|Cool|All right|Well done|Very good|Right|Correct|Yes|OK, cool|Haha|Lol|"
+    "You're good|You're smart|Wow|Awesome|Perfect|That's right|That's good for a small bot|Yep|Exactly|"
+    "Good memory|Nice one|Yes, that's right|Impressive":
         "I'm glad you think so.",
-    "That's wrong|Wrong|That is not true|Are you sure?|Really?|No|Not at all":
+    "That's wrong|Wrong|That is not true|Are you sure?|Really?|No|Not at all|No, that's wrong|Nope|"
+    "That's not right":
         "I may be wrong. I'm a very small model.",
     "What is your favourite colour?|What's your favorite color?|Do you like colours?":
         "I like blue, like the sky.",
@@ -361,7 +433,8 @@ STRANGE = ["What is the {} of {}?", "What is {}?", "Who is {}?", "How do I {} a 
            "Do you know {}?", "When did {} {}?", "Translate {} to {}", "Is {} a {}?", "Let's {}",
            "I {} the {}", "I {} a {}", "Did I {} {}?", "Is my {} {}?", "I don't have {}",
            "I don't have any {}", "I have no {}", "I don't {} {}", "I'm not {}", "I never {} {}",
-           "Do I have {}?", "Should I {} {}?"]
+           "Do I have {}?", "Should I {} {}?", "I have an {} tomorrow", "I have a {} today",
+           "I had a {}", "I need a {}", "I want {}", "I saw a {}", "I got {} {}", "She {} {}", "We {} the {}"]
 NOT_UNDERSTOOD = "I don't understand that. I only know what you tell me."
 SUMS = ["What is {a} plus {b}", "{a} plus {b}", "{a} + {b}", "What is {a} + {b}", "How much is {a} plus {b}",
         "Add {a} and {b}", "Can you add {a} and {b}", "{a}+{b}", "What is {a}+{b}", "What's {a} plus {b}",
