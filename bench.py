@@ -1,6 +1,6 @@
 """The paper's evaluation from the command line: measured on this machine, or simulated at the paper's scale.
 
-    python bench.py                      three systems on the embedded model, measured, two minutes
+    python bench.py                      three systems on the embedded model, measured, one minute
     python bench.py fig10 --simulate     a figure of the paper, simulated: a cost model takes the GPU's place
     python bench.py fig10                the same figure in small, measured on this machine
     python bench.py --help               all figures

@@ -172,7 +172,7 @@ RATES = "share", "gbytes_per_second", "tflops"
 # Times are of two cores, without a GPU.
 MORE = {
     "default": Figure(
-        default, "three systems on the embedded model, measured here (90 s)",
+        default, "three systems on the embedded model, measured here (a minute)",
         "request_rate", "normalized_latency_ms",
         bars=("mean_ttft_ms", "normalized_latency_ms", "throughput", "computed_tokens")),
     "fleet": Figure(

@@ -251,8 +251,8 @@ def panel_title(model: str, dataset: str, think: float | str | None = None, cpu_
 GPU_BYTES = 40e9        # of the GPU tier, per GPU (paper, §6.1)
 # Flags of Engine at the paper's scale: vLLM's limits of a batch.
 SIMULATED = dict(max_running=256, max_batch_tokens=2048)
-# And for the embedded model. The conversations of "many turns" need some 30,000 tokens together.
-MEASURED = dict(gpu_cache_tokens=6400, cpu_cache_tokens=25600)
+# And for the embedded model. The conversations of "many turns" need some 18,000 tokens together.
+MEASURED = dict(gpu_cache_tokens=3840, cpu_cache_tokens=15360)
 HERE = [Panel("tiny_chat", "many turns", (5.0, 10.0, 60.0), think=0.1)]        # the last one saturates
 
 

@@ -128,14 +128,14 @@ def under_way(conversations: Iterable[PlannedConversation], begin: float) -> Ite
 # ---- synthetic conversations
 
 def many_turns(limit: int, rate: float, think: Callable, seed: int) -> list[PlannedConversation]:
-    """10 users who come at random times and stay for about 11 turns of some 270 tokens.
+    """6 users who come at random times and stay for about 11 turns of some 270 tokens.
 
     At 60 turns per second all come within some 3 s. Their contexts grow to some 2,900 tokens on average.
     limit: the longest context, in tokens. rate, think: see `with_arrivals`.
     """
     rng = np.random.default_rng(seed)
     # Of each user [turns, 2]: the input and output tokens of 8 to 16 turns.
-    lengths = [rng.integers((120, 12), (360, 36), (rng.integers(8, 17), 2)).tolist() for _ in range(10)]
+    lengths = [rng.integers((120, 12), (360, 36), (rng.integers(8, 17), 2)).tolist() for _ in range(6)]
     users = numbered([PlannedTurn(*turn) for turn in turns] for turns in lengths)
     return with_arrivals(cut_to_context(users, limit), rate, seed, think)
 
