@@ -130,7 +130,7 @@ def under_way(conversations: Iterable[PlannedConversation], begin: float) -> Ite
 def many_turns(limit: int, rate: float, think: Callable, seed: int) -> list[PlannedConversation]:
     """6 users who come at random times and stay for about 11 turns of some 270 tokens.
 
-    At 60 turns per second all come within some 3 s. Their contexts grow to some 2,900 tokens on average.
+    At 60 turns per second all come within some 1 s. Their contexts grow to some 2,900 tokens on average.
     limit: the longest context, in tokens. rate, think: see `with_arrivals`.
     """
     rng = np.random.default_rng(seed)

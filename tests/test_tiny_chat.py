@@ -102,7 +102,8 @@ def test_training_made_up_none_of_most_values_below():
     """But "French" and "German" it may have, though hardly ever."""
     values = ["Quildane", "5828", "42", "teal", "Oslo", "Ada", "chess", "Pip", "Rex", "ada@example.com"]
     assert all(map(is_held_out, values))
-    assert {*re.findall("[a-z-]+", " ".join(PETS + AGES + PHRASES).lower())} <= NEVER_MEASURED       # training has these, whatever their hash
+    # Training has these, whatever their hash.
+    assert {*re.findall("[a-z-]+", " ".join(PETS + AGES + PHRASES).lower())} <= NEVER_MEASURED
 
 
 @pytest.mark.parametrize("system, turns", [
