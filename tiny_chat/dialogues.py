@@ -110,6 +110,8 @@ RARE = sorted(word for word, times in Counter(
 # were a value, nobody could find it in "note for as my hobby".
 NEVER_MEASURED = NEVER_MADE_UP.union(
     COMMON, RARE, re.findall("[a-z-]+", " ".join(PETS + AGES + PHRASES).lower()))
+# "I'm good" and "I'm eight" tell no name.
+NOT_FIRST_IN_NAMES = {*ARTICLES, *AGES, *re.findall("[a-z]+", " ".join(SMALL_TALK).lower())}
 # A sentence that names one of these does not call another relative "she".
 SOMEBODY = re.compile(rf"\b({'|'.join(RELATIVES + MORE_RELATIVES)})\b")
 # Parts of our sentences, of two words or more, for `part`: what stands beside "my {thing}" and
@@ -121,8 +123,9 @@ PARTS = [words for sentences in (TELL, CHANGE, ASK, LIST) for sentence in senten
 THING_WORDS = sorted(word for word in set(ENGLISH) - NOT_LAST_IN_THINGS if len(word) > 3)
 # Facts about oneself, the commonest twice. After a turn about one, `pick_thing` more often picks another.
 ABOUT_ONESELF = ["name", "name", "age", "age", "job", "job", "home city", "hobby", "pet"]
-# What may stand between a value and words after it, and between any other end of a sentence and such words
-VALUE_SIGNS = [",", ",", ".", "!", "...", " -"]
+# What may stand between a value and words after it (apart from a comma), and between any other end of a
+# sentence and such words
+VALUE_SIGNS = [".", "!", "...", " -"]
 END_SIGNS = [",", ",", ".", "?", "??", "...", " -"]
 
 
@@ -149,7 +152,7 @@ def any_word(rng):
     if (chance := rng.random()) < 0.05:
         return rng.choice(COMMON)
     if chance < 0.18:
-        return rng.choice(RARE)
+        return rare_word(rng)
     if chance < 0.22:
         parts = [rng.choice(["", *SIGNS]) + rng.choice([any_word, any_word, any_word, any_number])(rng)
                  for _ in range(rng.choice([2, 2, 3]))]
@@ -172,22 +175,16 @@ def any_word(rng):
     return "".join(letters).lower()
 
 
+def rare_word(rng):
+    return rng.choice(RARE)
+
+
 def any_number(rng):
     return str(rng.randrange(10 ** rng.choice([1, 2, 2, 2, 3, 3, 4, 5, 6])))
 
 
 def any_amount(rng):
     return rng.choice(AMOUNTS).format(any_number(rng), any_number(rng))
-
-
-def a_phrase(rng):
-    """One of PHRASES with made-up words and numbers, half of the words rare English ones: "barnacle with
-    kosh" is "{w} with {w}"."""
-    def word():
-        return draw(rng.choice([any_word, lambda rng: rng.choice(RARE)]), rng, False)
-
-    fill = {"w": word, "W": lambda: word().capitalize(), "n": lambda: draw(any_number, rng, False)}
-    return re.sub(r"\{(.)\}", lambda blank: fill[blank[1]](), rng.choice(PHRASES))
 
 
 def draw(make, rng, held_out):
@@ -232,17 +229,28 @@ def a_value(thing, rng, held_out):
     return " ".join(words)
 
 
+def a_phrase(rng):
+    """One of PHRASES with words and numbers that training may make up: "barnacle with kosh"."""
+    def fill_in(blank):
+        if blank[1] == "n":
+            return draw(any_number, rng, held_out=False)
+        word = draw(rng.choice([any_word, rare_word]), rng, held_out=False)
+        return word.capitalize() if blank[1] == "W" else word
+
+    return re.sub(r"\{(.)\}", fill_in, rng.choice(PHRASES))
+
+
 def suits(value, thing):
     """May the value stand in a sentence of TELL_THING or CHANGE_THING? In "I'm {value}" only the value shows
     what it is: a number is the age, "a bluck" the job, anything else that begins with a letter the name. So
     for these three it must look so, and have no comma and no "from", which would end the fact: "I'm Ada, a
     nurse", "I'm Ada from Oslo". For other things any may."""
-    first, last = value.split()[0].lower(), thing.split()[-1]
+    words, last = value.lower().split(), thing.split()[-1]
     if last not in ("name", "age", "job"):
         return True
-    looks = {"name": first[0].isalpha() and first not in ARTICLES, "age": value.isdigit() or value in AGES,
-             "job": first in ARTICLES}
-    return looks[last] and "," not in value and " from " not in value.lower()
+    looks = {"name": words[0][0].isalpha() and words[0] not in NOT_FIRST_IN_NAMES,
+             "age": value.isdigit() or value in AGES, "job": words[0] in ARTICLES}
+    return looks[last] and "," not in value and "from" not in words
 
 
 def spelling(thing, american):
@@ -279,7 +287,7 @@ class Dialogue:
         # The probability that a new thing takes a word from a thing with a note: one of the first `alike_to`
         # notes (None: of all).
         self.alike, self.alike_to = 0.25, None
-        self.last = None                    # the thing that the turn before told or asked
+        self.last = None                    # the thing told or asked before; None after a list or small talk
         self.introducing = False            # the user tells facts about one person: see `tell_new`
         self.casual = rng.random() < 0.3    # the user writes no capitals, except perhaps in values
         # Of a casual user: are values in small letters, too? Do sentences have apostrophes? (Training draws
@@ -333,12 +341,12 @@ class Dialogue:
 
     @property
     def relative(self):
-        """Whom the turn before was about: "sister", if about the "sister's job". Else ""."""
+        """Whom the fact before was about: "sister", if it was the "sister's job". Else ""."""
         relative, _, owned = (self.last or "").rpartition("'s ")
-        return relative if owned in RELATIVE_THINGS else ""     # "new" of the "new year's resolution" is none
+        return relative if owned in RELATIVE_THINGS else ""     # a "new year" is none
 
     def pronoun(self):
-        """What the user calls the relative of the turn before. A dog, a boss or a "kosh" may be either."""
+        """What the user calls the relative of the fact before. A dog, a boss or a "kosh" may be either."""
         if self.relative in WOMEN:
             return "she"
         return "he" if self.relative in MEN else self.rng.choice(["she", "he"])
@@ -347,26 +355,30 @@ class Dialogue:
         return draw(any_word, self.rng, not self.training)
 
     def value(self, thing):
-        """A made-up value, or in training at times one of PETS, AGES or PHRASES. If it is one word, and an
-        earlier value is one word of the same sort (a number, or both with a capital, or both without), one in
-        six begins as that does: "5807" after "5828". The model must not mistake one for the other."""
+        """A made-up value, or in training at times one of PETS, AGES or PHRASES."""
         rng, last = self.rng, thing.split()[-1]
-        if self.training and (chance := rng.random()) < 0.3:
-            if thing == "pet":
-                return rng.choice(PETS)
-            if last == "age" and chance < 0.1:
-                return rng.choice(AGES)
-            if last not in ("name", "age") and chance < 0.15:
-                phrase = a_phrase(rng)
-                return phrase.lower() if self.casual and self.lower_values else phrase
-        value = a_value(thing, rng, not self.training)
+        chance = rng.random() if self.training else 1
+        if thing == "pet" and chance < 0.3:
+            value = rng.choice(PETS)
+        elif last == "age" and chance < 0.1:
+            value = rng.choice(AGES)
+        elif last not in ("name", "age") and chance < 0.15:
+            value = a_phrase(rng)
+        else:
+            value = self.perhaps_alike(a_value(thing, rng, not self.training))
+        return value.lower() if self.casual and self.lower_values else value
+
+    def perhaps_alike(self, value):
+        """Another value if this one and an earlier one are single words of the same sort (both numbers, or
+        both with a capital, or both without): one in six begins as the earlier one does, "5807" after "5828".
+        The model must not mistake one for the other."""
         same_sort = [other for other in self.facts.values() if " " not in other + value
                      and (other.isdigit(), other[0].isupper()) == (value.isdigit(), value[0].isupper())]
-        if same_sort and self.rng.random() < 1 / 6:
-            beginning = self.rng.choice(same_sort)[:self.rng.randint(1, 4)]
-            make = any_number if value.isdigit() else any_word
-            value = draw(lambda rng: beginning + make(rng), self.rng, not self.training)
-        return value.lower() if self.casual and self.lower_values else value
+        if not same_sort or self.rng.random() > 1 / 6:
+            return value
+        beginning = self.rng.choice(same_sort)[:self.rng.randint(1, 4)]
+        make = any_number if value.isdigit() else any_word
+        return draw(lambda rng: beginning + make(rng), self.rng, not self.training)
 
     def pick_thing(self):
         """A thing: one of THINGS or MORE_THINGS, a relative's, or in training also a made-up one."""
@@ -439,12 +451,15 @@ class Dialogue:
         return self.idle_words() + rng.choice([", ", ": ", ". ", "... ", " - "])
 
     def after_value(self):
-        """What follows a value: mostly nothing, else " btw" or the like, or a sign and some words, at times
-        random ones. (After "my hobby is chess", "kosh" is hardly a second value.)"""
-        if (chance := self.rng.random()) < 0.72:
+        """What follows a value: mostly nothing, else " btw" or the like, or a sign and some words. After a
+        comma these are no random words: in "my hobby is chess, kosh" the "kosh" belongs to the value."""
+        rng = self.rng
+        if (chance := rng.random()) < 0.72:
             return ""
         if chance < 0.86:
-            return f" {self.rng.choice(VALUE_ENDINGS)}"
+            return f" {rng.choice(VALUE_ENDINGS)}"
+        if chance < 0.92:
+            return self.suffix([","], rng.choice([rng.choice(ASIDES), self.part()]))
         return self.suffix(VALUE_SIGNS, self.idle_words())
 
     def idle_words(self):
@@ -582,7 +597,7 @@ class Dialogue:
         return sentence
 
     def without_thing(self, value):
-        """A sentence that tells the thing of the turn before. "She is {value}" only if the thing is a
+        """A sentence that tells the thing of the fact before. "She is {value}" only if the thing is a
         relative's name, age or job and the value shows which: "Sister's age?" "She is 5"."""
         known = self.last in self.facts
         person = self.relative and self.last.split()[-1] in ("name", "age", "job")
@@ -591,9 +606,11 @@ class Dialogue:
         return self.rng.choice(CORRECT if known else SUPPLY)
 
     def ask(self, thing):
-        """The user asks for a fact. In training, one question in four is only its thing: "Hobby?"."""
+        """The user asks for a fact. In training, one question in four is only its thing: "Hobby?" (but not
+        if the model cannot know that it is one: "Kosh?")."""
         spelt = spelling(thing, self.asks_american)
-        bare = self.training and self.rng.random() < 0.25
+        clear = "'s " in thing or thing in [*self.facts, *THINGS, *MORE_THINGS]
+        bare = clear and self.training and self.rng.random() < 0.25
         sentence = "{thing}?" if bare else question(self.sentence(ASK, ASK_THING, thing))
         said = self.fill_in(sentence, thing=spelt)
         self.last = thing

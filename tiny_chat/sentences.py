@@ -5,7 +5,7 @@ notes. For each of these kinds it has four lists. We train on "plain", which ver
 on "odd", which few would. Training draws a plain sentence three times as often as an odd one. We measured
 with "choice" while we chose the settings, and with "final" after that. (It then helped us to choose, too: see
 the README.) Those of "final" are by a language model that saw none of the others. Some lists below have an
-entry twice, so that dialogues.py draws it twice as often.
+entry more than once, so that dialogues.py draws it more often.
 """
 import json
 import re
@@ -40,7 +40,7 @@ TELL, CHANGE, ASK, LIST = (SENTENCES[kind] for kind in ("tell", "change", "ask",
 THINGS = ["name", "age", "home city", "job", "hobby", "pet", "car", "birthday", "language", "school",
           "lucky number", "shoe size", "best friend", "favourite colour", "favourite food", "favourite drink",
           "favourite film", "favourite book", "favourite song", "favourite animal", "favourite sport"]
-# More things of everyday life
+# More things of everyday life; they are drawn half as often as THINGS.
 MORE_THINGS = (
     "account number, accountant, address, agent, alarm, alarm code, allergy, allergy medicine, "
     "anniversary, aquarium, backpack, backup code, badge number, band, bank, bank pin, barber, bedtime, "
@@ -97,7 +97,7 @@ RELATIVE_THINGS = ["name", "name", "name", "age", "age", "job", "home city", "ho
 RELATIVES = ["sister", "brother", "mother", "father", "wife", "husband", "son", "daughter", "boss",
              "neighbour", "dog", "cat", "uncle", "aunt", "grandma", "grandpa", "girlfriend", "boyfriend",
              "mum", "mom", "dad", "friend", "cousin", "partner", "teacher", "doctor"]
-# Training has these, too; some are things as well ("best friend"). When we measure, only those of RELATIVES.
+# Training has these, too; some are things as well ("best friend"). We measure only with those of RELATIVES.
 MORE_RELATIVES = ["best friend", "best mate", "pet", "niece", "nephew", "fiancé", "ex", "flatmate",
                   "roommate", "colleague", "manager", "landlord", "dentist", "therapist", "coach", "puppy",
                   "kitten", "horse", "parrot", "rabbit", "boat", "company", "stepdad", "stepmum", "baby",
@@ -110,13 +110,13 @@ MEN = {"brother", "father", "husband", "son", "uncle", "grandpa", "boyfriend", "
 PETS = ["a dog", "a cat", "two cats", "two dogs", "a puppy", "a kitten", "a poodle", "a labrador", "a budgie",
         "a guinea pig", "a horse", "a pony", "a tortoise", "an old cat", "a black cat", "a gecko"]
 
-# Users tell an age in these words, too: "she is six". Only training has them.
+# "She is six": the numbers up to 99 in words. Only training has them, for one age in ten.
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 ONES = "one two three four five six seven eight nine".split()
 AGES = [*ONES, *"ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split(),
         *TENS, *(f"{ten}-{one}" for ten in TENS for one in ONES)]
-# Values with the words of real ones, only for training. {w} becomes a word, {W} one with a capital, {n} a
-# number: "level 3, bay 56".
+# Patterns of values that have the words of real ones, only for training: "level {n}, {w} {n}". {w} becomes a
+# word, {W} one with a capital, {n} a number. They need not suit the thing.
 PHRASES = [
     "{n} and a half", "{n} {w} and a half", "half {w}, half {w}", "half past {n}", "quarter to {n}",
     "from {n} to {n}", "from {n} to half past {n}", "between {n} and {n}", "{n} over {n}", "{n} by {n}",
@@ -127,7 +127,7 @@ PHRASES = [
     "{W} mornings", "{W} evening at {n}", "{W} and {W} nights", "{W} the {n}th", "the {n}th of {W}",
     "{W} {n}th", "{n} {W} {n}", "the last {w} of {W}", "the first {W} in {W}", "the end of {W}",
     "the night before {W}", "the {w} after {W}", "some time in {W}", "early in {W}", "late {W}",
-    "{w} from {n} to {n}", "at {n} in the {w}", "{w} in the {w}", "{w} before {w}", "{w} after {w}",
+    "{w} from {n} to {n}", "{n} in the {w}", "{w} in the {w}", "{w} before {w}", "{w} after {w}",
     "level {n}, {w} {n}", "floor {n}, room {n}", "row {n}, seat {n}", "unit {n}, {W} Park",
     "flat {n}, {n} {W} Road", "{n} {W} Street, {W}", "{n} {W} Avenue", "{n} Rue de {W}, {W}", "{W}, {W}",
     "{w} opposite the {w}", "{w} next to the {w}", "{W} Lane behind the {w}", "{w} under the {w}",
@@ -148,15 +148,15 @@ PHRASES = [
     "never {w} a {w}", "always {w} {w}", "{w} and {w} wins the {w}",
     "{w} your {w}", "being {w}",
     "dark {w}", "a {w} shade of {w}", "{w} with {w} stripes", "{w} and white", "light {w}",
-    "a {n} {W} {W}", "an old {W}", "a red {W} {W}", "a second-hand {w}", "{W}-{n}",
-    "{w}-{w}-{n}", "{W} {n} {W}", "{W} {n}, {W}", "{n}, {n} and {n}", "{n} and {n}", "{n} or {n}",
+    "a {n} {W} {W}", "an old {W}", "a red {W} {W}", "a second-hand {w}",
+    "{W} {n} {W}", "{W} {n}, {W}", "{n}, {n} and {n}", "{n} and {n}", "{n} or {n}",
     "{w} or {w}", "{W} or {W}", "{w}, {w} and {w}", "{W} and {W}", "{w} plus {w}", "half a {w}",
-    "old {W} {W}", "Aunt {W}", "Mr {W}", "Dr {W} {W}", "the {w}s", "two {w} and a {w}", "{w}ish {w}"]
+    "old {W} {W}", "Aunt {W}", "Mr {W}", "Dr {W} {W}", "two {w} and a {w}"]
 
 # In TELL_THING, CHANGE_THING and ASK_THING: sentences that suit one thing only. ("I'm {value}" suits three: a
 # number is the age, "a bluck" the job, and anything else the name. The same goes for "{she} is {value}".)
 # "'s name" is the name of any relative. {she} becomes "my sister", or at times "our sister", or "she" if the
-# turn before was about her. dialogues.py adds question marks.
+# fact before was about her. dialogues.py adds question marks.
 TELL_THING = {
     "name": ["I'm {value}", "I am {value}", "Call me {value}", "Hi, I'm {value}", "Hello, I'm {value}",
              "Hi, my name is {value}", "Please call me {value}", "Hello, my name is {value}",
@@ -210,7 +210,7 @@ CHANGE_THING = {
     "hobby": ["I like {value} now", "Now I like {value}"],
     "car": ["I drive {value} now", "Now I drive {value}"],
 }
-# In these the user names no thing, and means the last thing of the turn before. If there is a note of it, the
+# In these the user names no thing, and means the thing of the fact before. If there is a note of it, the
 # user corrects the note: "My age is 4." "No, it's 5." If there is none, the user has just asked for it, and
 # now supplies it: "What is my age?" "It's 5."
 CORRECT = ["No, it's {value}", "Sorry, I meant {value}", "I meant {value}", "No, {value}",
@@ -248,53 +248,53 @@ OPENINGS = ["btw", "btw", "by the way", "so", "so", "ok", "okay", "well", "well"
 # fact does ("I love how this works", "my back hurts"), so the model must read on. None begins "I'm a ...":
 # that would tell the job.
 ASIDES = (
-    "I'm stuck at work, I'm late, I'm in a hurry, I'm on the train, I'm on my phone, I'm at work, I'm so "
-    "bored, I'm really tired today, I'm bad at this, I'm terrible with details, I'm filling in a form, I'm "
-    "new here, I'm not sure this works, I'm only testing, I'm typing with one hand, I'm waiting for the "
-    "bus, I'm in the kitchen, I'm cooking dinner, I'm at the doctor's, I'm at the airport, I'm in a "
-    "meeting, I'm half asleep, I'm back again, I'm home at last, I'm happy to share this, I'm sorry to "
-    "bother you, I'm glad you asked, I'm getting old, I'm always losing things, I'm quite forgetful, I'm "
-    "supposed to tell you, I'm told you remember things, I'm going to say this once, I'm trying to be "
-    "organised, I'm just about to leave, I'm sitting in the garden, I'm out of breath, I'm walking the "
-    "dog, I'm sick of forms, I'm cold and hungry, I am in a rush, I am on holiday, I am running out of "
-    "time, I am so busy today, I am not good with names, I was asleep, I was told to write this down, I "
-    "was wrong about you, I've had a long day, I've just got home, I've got five minutes, I've got news, "
-    "I've been busy, I've forgotten everything, I've never done this before, I've got a cold, I have a "
-    "headache, I have to run, I have a lot on my mind, I have no pen here, I like talking to you, I love "
-    "how this works, I live a busy life, I work too much, I come here a lot, I drive everyone mad with "
-    "this, I need your help, I can't find anything, I don't have much time, I hope you're well, I just got "
-    "back, I keep losing bits of paper, I should have said this before, I thought about it all night, it's "
-    "raining here, it's late, it's been a long week, it's me again, it's nothing special, it's a bit "
-    "silly, it's hot today, it's Monday again, we're in the car, we're having lunch, we're moving house, "
-    "they're asking for it here, you're a machine, you're new to me, you are so helpful, this is "
-    "important, this is a bit private, this is for the form, that's life, the battery is nearly empty, the "
-    "baby is crying, the kettle is on, the dog ate the list, there's so much going on, there is a queue "
-    "behind me, lunch is nearly over, work is crazy, time flies, nobody listens to me, somebody has to "
-    "know, two things today, one more thing, first things first, long story short, before I forget, while "
-    "I think of it, if you have a second, when you have a moment, after a lot of thought, between you and "
-    "me, for what it's worth, as far as I know, in case I get hit by a bus, at my age you forget things, "
-    "at my desk again, for my own sanity, for my own records, for my peace of mind, in my opinion it "
-    "matters, in my family we write things down, in my line of work you learn to be exact, on my way home, "
-    "on my lunch break, on my second coffee, to my surprise you work, sorry for my English, sorry about my "
-    "spelling, excuse my typing, pardon my manners, forgive my bluntness, my doctor told me to write "
-    "things down, my daughter set this up for me, my son says you remember things, my wife wants you to "
-    "know this, my husband sent me here, my boss keeps asking, my friends laugh about it, my mother always "
-    "asks, my teacher wants to know, my colleagues know this already, my memory fails me, my head hurts, "
-    "my phone keeps ringing, my cat just walked over the keyboard, my dog wants out, my train leaves soon, "
-    "my tea went cold, my glasses broke, my shift starts soon, my back hurts, my kids won't stop shouting, "
-    "my neighbour gave me this app, my sister recommended you, my grandson helps me type, I can't feel my "
-    "fingers, I lost my notebook, I left my glasses at home, I dropped my phone, I never remember my own "
-    "things, I'm not in my office, I'm between my meetings, I'm on my break, I've got my hands full, I've "
-    "lost my pen, let me finish my coffee first, while my code compiles, while my dinner cooks, before my "
-    "next meeting, before my battery dies, after my long day, with my luck I'd forget it, all my notes are "
-    "gone, thanks for your patience with my questions, don't laugh at my spelling, don't mind my typos, in "
-    "my humble opinion you need this, from my side just this, here's one from my list, add this to my "
-    "file, this goes on my list, one for my profile, something about my life, something from my past, the "
-    "answer to your question, for the form at my office, ngl, lowkey, no cap, honestly, to be fair, hand "
-    "on heart, good news, guess what, quick one, fun fact, true story, here's the thing, chef here, nurse "
-    "here, it's dad again, hi from the hostel, sorry I'm late to this, got a minute, got a second, just a "
-    "thought, since you ask, since we're talking, as promised, as you asked, for the trip, for the "
-    "paperwork, should anyone ask, if anyone asks, not that it matters, believe it or not").split(", ")
+    "I'm stuck at work, I'm late, I'm in a hurry, I'm on the train, I'm on my phone, I'm at work, I'm bad "
+    "at this, I'm terrible with details, I'm filling in a form, I'm new here, I'm not sure this works, "
+    "I'm only testing, I'm typing with one hand, I'm waiting for the bus, I'm in the kitchen, I'm cooking "
+    "dinner, I'm at the doctor's, I'm at the airport, I'm in a meeting, I'm half asleep, I'm home at "
+    "last, I'm happy to share this, I'm sorry to bother you, I'm glad you asked, I'm getting old, I'm "
+    "always losing things, I'm quite forgetful, I'm supposed to tell you, I'm told you remember things, "
+    "I'm going to say this once, I'm trying to be organised, I'm just about to leave, I'm sitting in the "
+    "garden, I'm out of breath, I'm walking the dog, I'm sick of forms, I'm cold and hungry, I am in a "
+    "rush, I am on holiday, I am running out of time, I am so busy today, I am not good with names, I was "
+    "asleep, I was told to write this down, I was wrong about you, I've had a long day, I've just got "
+    "home, I've got five minutes, I've got news, I've been busy, I've forgotten everything, I've never "
+    "done this before, I've got a cold, I have a headache, I have a lot on my mind, I have no pen here, I "
+    "like talking to you, I love how this works, I live a busy life, I work too much, I come here a lot, "
+    "I drive everyone mad with this, I need your help, I can't find anything, I don't have much time, I "
+    "hope you're well, I just got back, I keep losing bits of paper, I should have said this before, I "
+    "thought about it all night, it's raining here, it's late, it's been a long week, it's me again, it's "
+    "nothing special, it's a bit silly, it's hot today, it's Monday again, we're in the car, we're having "
+    "lunch, we're moving house, they're asking for it here, you're a machine, you're new to me, you are "
+    "so helpful, this is important, this is a bit private, this is for the form, that's life, the battery "
+    "is nearly empty, the baby is crying, the kettle is on, the dog ate the list, there's so much going "
+    "on, there is a queue behind me, lunch is nearly over, work is crazy, time flies, nobody listens to "
+    "me, somebody has to know, two things today, one more thing, first things first, long story short, "
+    "before I forget, while I think of it, if you have a second, when you have a moment, after a lot of "
+    "thought, between you and me, for what it's worth, as far as I know, in case I get hit by a bus, at "
+    "my age you forget things, at my desk again, for my own sanity, for my own records, for my peace of "
+    "mind, in my opinion it matters, in my family we write things down, in my line of work you learn to "
+    "be exact, on my way home, on my lunch break, on my second coffee, to my surprise you work, sorry for "
+    "my English, sorry about my spelling, excuse my typing, pardon my manners, forgive my bluntness, my "
+    "doctor told me to write things down, my daughter set this up for me, my son says you remember "
+    "things, my wife wants you to know this, my husband sent me here, my boss keeps asking, my friends "
+    "laugh about it, my mother always asks, my teacher wants to know, my colleagues know this already, my "
+    "memory fails me, my head hurts, my phone keeps ringing, my cat just walked over the keyboard, my dog "
+    "wants out, my train leaves soon, my tea went cold, my glasses broke, my shift starts soon, my back "
+    "hurts, my kids won't stop shouting, my neighbour gave me this app, my sister recommended you, my "
+    "grandson helps me type, I can't feel my fingers, I lost my notebook, I left my glasses at home, I "
+    "dropped my phone, I never remember my own things, I'm not in my office, I'm between my meetings, I'm "
+    "on my break, I've got my hands full, I've lost my pen, let me finish my coffee first, while my code "
+    "compiles, while my dinner cooks, before my next meeting, before my battery dies, after my long day, "
+    "with my luck I'd forget it, all my notes are gone, thanks for your patience with my questions, don't "
+    "laugh at my spelling, don't mind my typos, in my humble opinion you need this, from my side just "
+    "this, here's one from my list, add this to my file, this goes on my list, one for my profile, "
+    "something about my life, something from my past, the answer to your question, for the form at my "
+    "office, ngl, lowkey, no cap, honestly, to be fair, hand on heart, good news, guess what, quick one, "
+    "fun fact, true story, here's the thing, it's dad again, hi from the hostel, sorry I'm late to this, "
+    "got a minute, got a second, just a thought, since you ask, since we're talking, as promised, as you "
+    "asked, for the trip, for the paperwork, should anyone ask, if anyone asks, not that it matters, "
+    "believe it or not").split(", ")
 # What may follow a value: "My hobby is chess btw"
 VALUE_ENDINGS = ["lol", "lol", "btw", "btw", "btw", "by the way", "by the way", "thanks", "thanks", "haha",
                  "please", "please", "pls", "thx", "thank you", "tbh", "fyi", "ok", "okay", "yeah", "though",
@@ -400,17 +400,17 @@ SMALL_TALK = {
     "How are you today?|Hi, how are u|How are u?|Hello, how are you?|Are you OK?|How do you feel?|"
     "Hello, how are you doing today?": "I'm fine, thank you.",
     "I'm fine|I'm good, thanks|I'm fine, thanks|Fine, thanks|I'm well|I'm happy|I'm great|Very well|"
-    "I'm fine too|I'm fine, too|Good, you?|I'm good|Not bad|Pretty good|I'm OK":
+    "I'm fine too|I'm fine, too|I'm good|Not bad|Pretty good|I'm OK":
         "I'm glad to hear that.",
     "I'm tired|I'm sad|I'm bored|I'm hungry|I'm sick|I'm not well|Not so good|I'm a bit tired|"
     "I'm so tired today|I feel sick": "I'm sorry to hear that.",
     "What can you do?|Help|Can you help me?|How can you help me?|What should I say?|How does this work?":
         "I remember what you tell me. Try: My lucky number is 7.",
-    "How old are you?|When were you born?|Where are you from?|Who made you?":
-        "I was trained in 2026.",
-    "OK|Okay|I see|Good|Great|Nice|Cool|All right|Well done|Very good|Right|Correct|Yes|OK, cool|Haha|Lol|"
-    "You're good|You're smart|Wow|Awesome|Perfect|That's right|That's good for a small bot|Yep|Exactly|"
-    "Good memory|Nice one|Yes, that's right|Impressive":
+    "How old are you?|When were you born?": "I was trained in 2026.",
+    "Where are you from?|Who made you?|Who trained you?": "A small script has made me.",
+    "OK|Okay|I see|Right|Yes|OK, cool|Haha|Lol|All right|Yep|Exactly|Hm|Sure|Yeah": "All right.",
+    "Good|Great|Nice|Cool|Well done|Very good|Correct|You're good|You're smart|Wow|Awesome|Perfect|"
+    "That's right|That's good for a small bot|Good memory|Nice one|Yes, that's right|Impressive":
         "I'm glad you think so.",
     "That's wrong|Wrong|That is not true|Are you sure?|Really?|No|Not at all|No, that's wrong|Nope|"
     "That's not right":
