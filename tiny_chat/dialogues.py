@@ -57,7 +57,7 @@ ENGLISH = sorted({word for sentences in (COMMON, ALL_NOTES, SMALL_TALK, SMALL_TA
                   for word in re.findall("[a-z]+", " ".join(sentences).lower())})
 ENGLISH += 5 * (" ".join(THINGS + RELATIVES).split()
                 + "becomes note has changed again still empty favorite color plus".split())
-# For `random_word`
+# One in eight words of `random_word` is one of these.
 CONTRACTIONS = ("I I I I'm I've I'd I'll don't can't haven't isn't didn't let's it's that's what's here's "
                 "you've there's me").split()
 
@@ -100,8 +100,8 @@ BESIDE_VALUES = {word for word, times in Counter(re.findall(
 # too. So the model must read on: "chess in Rome" is a value, but of "chess in case you need it" only "chess".
 NEVER_MADE_UP = ({"what", "who", "which", "where", "when", "how"} | BESIDE_VALUES
                  | {words.split()[0].lower() for words in OPENINGS + VALUE_ENDINGS}) - {*JOINERS, *ARTICLES}
-# English words of values, "barnacle" or "watching": words of more than three letters that only one or two of
-# our sentences have. So users hardly ever say them beside a value.
+# Words of values, most of them English: "barnacle" or "watching". Each has more than three letters, and only
+# one or two of our sentences have it. So users hardly ever say it beside a value.
 RARE = sorted(word for word, times in Counter(
     word for sentences in (TELL, CHANGE, ASK, LIST) for sentence in set(sentences["train"])
     for word in set(re.findall("[a-z]{4,}", re.sub(r"{.*?}", "", sentence.lower())))).items()
@@ -583,13 +583,14 @@ class Dialogue:
         elif rng.random() < 0.03:
             sentence = rng.choice(FORM)
         elif thing == "pet" and value in PETS and rng.random() < 0.5:
-            return rng.choice(["I have {value}", "I've got {value}"])   # and not ", kosh": that is its name
+            return rng.choice(["I have {value}", "I've got {value}"])   # ", Kosh" after it would be its name
         else:
             change = not self.introducing and rng.random() < (0.5 if known else 0.3)
             general, special = (CHANGE, CHANGE_THING) if change else (TELL, TELL_THING)
             special = special if suits(value, thing) else {}
-            while "my {thing} {value}" in (sentence := self.sentence(general, special, thing)) and not known:
-                pass        # nobody could know where the thing ends
+            sentence = self.sentence(general, special, thing)
+            while not known and "my {thing} {value}" in sentence:   # nobody could know where the thing ends
+                sentence = self.sentence(general, special, thing)
         if sentence.endswith("{value}"):
             sentence += self.after_value()
         if re.match("(did|have|do|can|could|would|will) (i|you) [^.?!]*$", sentence.lower()):
@@ -634,6 +635,7 @@ class Dialogue:
         return self.fill_in(question(said)), " ".join([*notes, f"Note {len(notes) + 1} is still empty."])
 
     def small_talk(self):
+        """One of SMALL_TALK, or the user asks who the assistant is."""
         if self.rng.random() < (0.1 if self.bot == "Tiny" else 0.4):    # users try out the name they gave
             return self.who_are_you()
         said, answer = self.rng.choice(list(SMALL_TALK.items()))
@@ -646,10 +648,12 @@ class Dialogue:
         return self.fill_in(self.rng.choice(WHO_ARE_YOU)), f"I'm {self.bot}, a very small language model."
 
     def plus(self):
+        """The user asks for the sum of two digits."""
         a, b = self.rng.randrange(10), self.rng.randrange(10)
         return self.fill_in(question(self.rng.choice(SUMS)), a=a, b=b), f"{a} plus {b} is {a + b}."
 
     def strange(self):
+        """The user says something that the assistant does not understand."""
         sentences = ASIDES if self.training and self.rng.random() < 0.2 else STRANGE
         return self.fill_in(self.rng.choice(sentences), *(self.word() for _ in range(5))), NOT_UNDERSTOOD
 
@@ -758,7 +762,9 @@ class TrainingDialogue(Dialogue):
         return said, answer
 
     def joined(self, said, more, value):
-        """Two parts of a message as one. value: that of the second part."""
+        """Two parts of a message as one. The second begins with a small letter, unless it begins with "I",
+        with a word in capitals or with its value, which the note copies; or with a capital, after a full
+        stop."""
         rng = self.rng
         if self.casual and rng.random() < 0.4 and re.match(r"(i|i'?m|my|s?he|s?he'?s) ", more):
             return f"{said} {more}"     # "my sister is called ada she's 5"
@@ -767,7 +773,7 @@ class TrainingDialogue(Dialogue):
         if joint.endswith(". "):
             more = more if self.casual else capital(more)
         elif not re.match(rf"I\b|[A-Z]{{2}}|{re.escape(value)}", more):
-            more = more[0].lower() + more[1:]       # "I", "FYI" and a value, which the note copies, stay
+            more = more[0].lower() + more[1:]
         return said + joint + more
 
     def i_am(self, thing, said):

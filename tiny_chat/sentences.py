@@ -92,7 +92,7 @@ MORE_THINGS = (
     "time, wake-up time, wall colour, wallet, watch, weakness, website, wedding date, wedding song, "
     "wedding venue, weekday, weekend plan, weight, wifi code, wifi name, wifi password, wine, work "
     "address, work email, workplace, yoga class, yoga teacher, youth club, zip code, zodiac sign").split(", ")
-# The user also tells facts about RELATIVES, "my boss's name", of the kinds in RELATIVE_THINGS.
+# The user also tells facts about these, "my boss's name", of the kinds in RELATIVE_THINGS.
 RELATIVE_THINGS = ["name", "name", "name", "age", "age", "job", "home city", "hobby"]
 RELATIVES = ["sister", "brother", "mother", "father", "wife", "husband", "son", "daughter", "boss",
              "neighbour", "dog", "cat", "uncle", "aunt", "grandma", "grandpa", "girlfriend", "boyfriend",
@@ -427,6 +427,7 @@ SMALL_TALK = {
     "Another joke, please|Tell me another joke|Another one|One more joke":
         "I would tell you a joke about memory, but I forgot it.",
 }
+# The assistant does not understand these. {} becomes a word.
 STRANGE = ["What is the {} of {}?", "What is {}?", "Who is {}?", "How do I {} a {}?", "Why is the {} {}?",
            "Can you {} the {}?", "{}", "{} {}", "{} {} {}", "{} {} {} {} {}?", "Write a {} about {}",
            "Tell me about {}", "Explain {}", "Where is {}?", "How many {} are in {}?", "The {} is {}",
@@ -439,6 +440,7 @@ NOT_UNDERSTOOD = "I don't understand that. I only know what you tell me."
 SUMS = ["What is {a} plus {b}", "{a} plus {b}", "{a} + {b}", "What is {a} + {b}", "How much is {a} plus {b}",
         "Add {a} and {b}", "Can you add {a} and {b}", "{a}+{b}", "What is {a}+{b}", "What's {a} plus {b}",
         "What's {a} + {b}", "What's {a}+{b}"]
+# The system message, or its first part. {} becomes the assistant's name.
 SYSTEM = ["You are a helpful assistant.", "You are a friendly chatbot. Answer briefly.",
           "Be brief and polite.", "", "You are {}.", "Your name is {}.", "You are {}, a helpful assistant.",
           "You are called {}. Be friendly."]
