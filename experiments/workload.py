@@ -7,7 +7,7 @@ turns and the arrival time of the first one.
     arrival          reply ends           reply ends
        | turn 1 ........| think | turn 2 ....| think | turn 3 ...
 
-Sources make conversations: `synthetic` here, datasets of texts and traces in traces.py.
+Sources make conversations: `synthetic` and `many_turns` here, datasets of texts and traces in traces.py.
 `with_arrivals` adds the times:
 
     with_arrivals(synthetic("sharegpt", 1000, seed=0), request_rate=2.0, seed=0)
@@ -128,9 +128,9 @@ def under_way(conversations: Iterable[PlannedConversation], begin: float) -> Ite
 # ---- synthetic conversations
 
 def many_turns(limit: int, rate: float, think: Callable, seed: int) -> list[PlannedConversation]:
-    """6 users who come at random times and stay for about 11 turns of some 270 tokens.
+    """6 users who come at random times and stay for about 11 turns of some 260 tokens.
 
-    At 60 turns per second all come within some 1 s. Their contexts grow to some 2,900 tokens on average.
+    At 60 turns per second all come within about a second. Their contexts grow to some 3,000 tokens.
     limit: the longest context, in tokens. rate, think: see `with_arrivals`.
     """
     rng = np.random.default_rng(seed)
