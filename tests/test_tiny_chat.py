@@ -17,8 +17,8 @@ sys.path.append(str(TINY_CHAT))                 # as its scripts find each other
 import train
 from dialogues import (ARTICLES, COMMON, JOINERS, NEVER_MADE_UP, NEVER_MEASURED, NOT_LAST_IN_THINGS,
                        Dialogue, TrainingDialogue, a_value, dialogue, is_held_out, question, spelling)
-from sentences import (AGES, ASIDES, ASK, CHANGE, LIST, MORE_THINGS, PETS, PHRASES, REAL_VALUES,
-                       RELATIVE_THINGS, RELATIVES, TELL, THINGS, check)
+from sentences import (AGES, ASIDES, ASK, CHANGE, HELD_OUT, LIST, MORE_THINGS, PETS, PHRASES, REAL_VALUES,
+                       RELATIVES, RELATIVE_THINGS, TELL, THINGS, check)
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -102,8 +102,9 @@ def test_training_made_up_none_of_most_values_below():
     """But "French" and "German" it may have, though hardly ever."""
     values = ["Quildane", "5828", "42", "teal", "Oslo", "Ada", "chess", "Pip", "Rex", "ada@example.com"]
     assert all(map(is_held_out, values))
-    # Training has these, whatever their hash.
-    assert {*re.findall("[a-z-]+", " ".join(PETS + AGES + PHRASES).lower())} <= NEVER_MEASURED
+    # Training has these, whatever their hash, so no value that we measure with has them.
+    given = re.findall("[a-z-]+", " ".join(PETS + AGES + PHRASES).lower())
+    assert {*given} <= NEVER_MEASURED and not {*given} & HELD_OUT
 
 
 @pytest.mark.parametrize("system, turns", [
@@ -214,10 +215,11 @@ def test_remembers_what_it_was_told(model, tokenizer, system, turns):
 
 # ---- the script that made it
 
-def made_up(value):
-    """May training make up the value? Without the words of JOINERS and of one of PHRASES (or none)."""
-    for phrase in ("{w}", *PHRASES):
-        blanks = re.fullmatch(re.sub(r"\\\{.\\\}", "(.+)", re.escape(phrase)), value, re.IGNORECASE)
+def made_up(value, phrases):
+    """May training make up the value, apart from articles, joiners and the words of one phrase (or none)?"""
+    for phrase in ("{w}", *phrases):
+        form = re.escape(phrase).replace(r"\{n\}", r"(\d+)")
+        blanks = re.fullmatch(re.sub(r"\\\{.\\\}", "(.+)", form), value, re.IGNORECASE)
         words = {*" ".join(blanks.groups()).replace(", ", " ").split()} if blanks else set()
         words -= {*ARTICLES, *" ".join(JOINERS).split()}
         # Else nobody knows whether "my hobby is chess btw" has "chess".
@@ -250,8 +252,10 @@ def test_every_answer_follows_from_the_dialogue():
                 assert bool(again) == (thing in changes)
                 if changed:
                     changes.add(thing)
-                given = PETS if thing == "pet" else AGES if thing.endswith("age") else []
-                assert value.lower() in given or made_up(value), value
+                last = thing.split()[-1]
+                given = PETS if thing == "pet" else AGES if last == "age" else []
+                phrases = [] if last in ("name", "age") else PHRASES
+                assert value.lower() in given or made_up(value, phrases), value
                 notes[thing] = value
                 seen["changed" if changed else "noted"] += 1
             if asked and not told:
@@ -409,11 +413,11 @@ def test_anybody_may_be_named():
 def test_some_users_introduce_themselves_and_others():
     """"I'm Ada, a nurse", "My sister is called Ada, she's 12", "i like chess i'm ada", "Our cat"."""
     rng = random.Random(3)
-    turns = "\n".join(" => ".join(TrainingDialogue(rng, 256).tell_new()) for _ in range(8000))
+    turns = "\n".join(" => ".join(TrainingDialogue(rng, 256).tell_new()) for _ in range(40_000))
     for form in (r"[Ii]'m \w+, (a|an|the|two) \w", r"[Ii]'m \w+, \d+\b", r"[,.;d] (she|he)('s| is) \d+\b",
                  r"[Ii]'m \w+ from \w", r" (\w+) i'?m .* => .* is \1\. Your", r"([Hh]er|[Hh]is) age is \d",
                  r"\b[Oo]ur job is \w", r"\b[Oo]ur (sister|mother|son) \w", r"I have a dog\b",
-                 r"(^|\n)(name|age|job|hobby): \w"):
+                 r"(^|\n)job: \w"):
         assert re.search(form, turns), form
 
 

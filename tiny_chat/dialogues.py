@@ -94,10 +94,11 @@ AMOUNTS = "{}.{} {},{} {}:{} {}-{} {}/{} ${} £{} €{} {}% #{} {}+ {}'{}\"".spl
 BESIDE_VALUES = {word for word, times in Counter(re.findall(
     r"\b[a-z][a-z']*(?= \{value\})|(?<=\{value\} )[a-z][a-z']*",
     " | ".join({*TELL["train"], *CHANGE["train"]}).lower())).items() if times > 4}
-# No made-up word is one of these: in "add chess as my hobby" the value is "chess", not "add chess". "What"
-# and the like begin questions, and the others begin what may stand before or after a value: in "so chess is
-# my hobby lol", the value is "chess". Articles and joiners are not among them, although they stand there,
-# too. So the model must read on: "chess in Rome" is a value, but of "chess in case you need it" only "chess".
+# No made-up word is one of these (PHRASES have some): in "add chess as my hobby" the value is "chess", not
+# "add chess". "What" and the like begin questions, and the others begin what may stand before or after a
+# value: in "so chess is my hobby lol", the value is "chess". Articles and joiners are not among them,
+# although they stand there, too. So the model must read on: "chess in Rome" is a value, but of "chess in case
+# you need it" only "chess".
 NEVER_MADE_UP = ({"what", "who", "which", "where", "when", "how"} | BESIDE_VALUES
                  | {words.split()[0].lower() for words in OPENINGS + VALUE_ENDINGS}) - {*JOINERS, *ARTICLES}
 # Words of values, most of them English: "barnacle" or "watching". Each has more than three letters, and only
@@ -121,7 +122,7 @@ PARTS = [words for sentences in (TELL, CHANGE, ASK, LIST) for sentence in senten
          if len(words := part.strip(" ,.:;?!-").split()) > 1]
 # English words at the end of made-up things: "type", at times "doesn"
 THING_WORDS = sorted(word for word in set(ENGLISH) - NOT_LAST_IN_THINGS if len(word) > 3)
-# Facts about oneself, the commonest twice. After a turn about one, `pick_thing` more often picks another.
+# Facts about oneself, the commonest twice. After one of them `pick_thing` often picks another.
 ABOUT_ONESELF = ["name", "name", "age", "age", "job", "job", "home city", "hobby", "pet"]
 # What may stand between a value and words after it (apart from a comma), and between any other end of a
 # sentence and such words
@@ -287,7 +288,7 @@ class Dialogue:
         # The probability that a new thing takes a word from a thing with a note: one of the first `alike_to`
         # notes (None: of all).
         self.alike, self.alike_to = 0.25, None
-        self.last = None                    # the thing told or asked before; None after a list or small talk
+        self.last = None                    # the thing last told or asked; None after a list or chatter
         self.introducing = False            # the user tells facts about one person: see `tell_new`
         self.casual = rng.random() < 0.3    # the user writes no capitals, except perhaps in values
         # Of a casual user: are values in small letters, too? Do sentences have apostrophes? (Training draws
@@ -341,12 +342,12 @@ class Dialogue:
 
     @property
     def relative(self):
-        """Whom the fact before was about: "sister", if it was the "sister's job". Else ""."""
+        """Whom the last fact was about: "sister", if it was the "sister's job". Else ""."""
         relative, _, owned = (self.last or "").rpartition("'s ")
-        return relative if owned in RELATIVE_THINGS else ""     # a "new year" is none
+        return relative if owned in RELATIVE_THINGS else ""  # not of "new year's resolution"
 
     def pronoun(self):
-        """What the user calls the relative of the fact before. A dog, a boss or a "kosh" may be either."""
+        """What the user calls the relative of the last fact. A dog, a boss or a "kosh" may be either."""
         if self.relative in WOMEN:
             return "she"
         return "he" if self.relative in MEN else self.rng.choice(["she", "he"])
@@ -358,12 +359,12 @@ class Dialogue:
         """A made-up value, or in training at times one of PETS, AGES or PHRASES."""
         rng, last = self.rng, thing.split()[-1]
         chance = rng.random() if self.training else 1
-        if thing == "pet" and chance < 0.3:
-            value = rng.choice(PETS)
-        elif last == "age" and chance < 0.1:
+        if last == "age" and chance < 0.1:
             value = rng.choice(AGES)
         elif last not in ("name", "age") and chance < 0.15:
             value = a_phrase(rng)
+        elif thing == "pet" and chance < 0.45:
+            value = rng.choice(PETS)
         else:
             value = self.perhaps_alike(a_value(thing, rng, not self.training))
         return value.lower() if self.casual and self.lower_values else value
@@ -385,7 +386,7 @@ class Dialogue:
         rng = self.rng
         if not self.facts and rng.random() < 0.25:
             return "name"
-        # After a turn about a relative many things are about the same one, and after a turn about one of
+        # After a fact about a relative many are about the same one, and after a fact that is one of
         # ABOUT_ONESELF many are drawn from these: "I'm Ada and I live in Oslo".
         same = 0.8 if self.introducing else 0.3 if self.training else 0
         if self.relative and rng.random() < same:
@@ -598,7 +599,7 @@ class Dialogue:
         return sentence
 
     def without_thing(self, value):
-        """A sentence that tells the thing of the fact before. "She is {value}" only if the thing is a
+        """A sentence that tells the thing of the last fact. "She is {value}" only if the thing is a
         relative's name, age or job and the value shows which: "Sister's age?" "She is 5"."""
         known = self.last in self.facts
         person = self.relative and self.last.split()[-1] in ("name", "age", "job")
@@ -610,7 +611,7 @@ class Dialogue:
         """The user asks for a fact. In training, one question in four is only its thing: "Hobby?" (but not
         if the model cannot know that it is one: "Kosh?")."""
         spelt = spelling(thing, self.asks_american)
-        clear = "'s " in thing or thing in [*self.facts, *THINGS, *MORE_THINGS]
+        clear = " " in thing or thing in [*self.facts, *THINGS, *MORE_THINGS]
         bare = clear and self.training and self.rng.random() < 0.25
         sentence = "{thing}?" if bare else question(self.sentence(ASK, ASK_THING, thing))
         said = self.fill_in(sentence, thing=spelt)
@@ -769,7 +770,7 @@ class TrainingDialogue(Dialogue):
         if self.casual and rng.random() < 0.4 and re.match(r"(i|i'?m|my|s?he|s?he'?s) ", more):
             return f"{said} {more}"     # "my sister is called ada she's 5"
         joint = rng.choice([" and ", " and ", ", and ", ", ", ", ", ". ", ". ", "; ", " but ",
-                            f". {rng.choice(ASIDES)}. "])
+                            f". {self.fill_in(capital(rng.choice(ASIDES)))}. "])
         if joint.endswith(". "):
             more = more if self.casual else capital(more)
         elif not re.match(rf"I\b|[A-Z]{{2}}|{re.escape(value)}", more):

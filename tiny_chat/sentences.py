@@ -40,7 +40,7 @@ TELL, CHANGE, ASK, LIST = (SENTENCES[kind] for kind in ("tell", "change", "ask",
 THINGS = ["name", "age", "home city", "job", "hobby", "pet", "car", "birthday", "language", "school",
           "lucky number", "shoe size", "best friend", "favourite colour", "favourite food", "favourite drink",
           "favourite film", "favourite book", "favourite song", "favourite animal", "favourite sport"]
-# More things of everyday life; they are drawn half as often as THINGS.
+# More things of everyday life; together they are drawn half as often as THINGS.
 MORE_THINGS = (
     "account number, accountant, address, agent, alarm, alarm code, allergy, allergy medicine, "
     "anniversary, aquarium, backpack, backup code, badge number, band, bank, bank pin, barber, bedtime, "
@@ -156,7 +156,7 @@ PHRASES = [
 # In TELL_THING, CHANGE_THING and ASK_THING: sentences that suit one thing only. ("I'm {value}" suits three: a
 # number is the age, "a bluck" the job, and anything else the name. The same goes for "{she} is {value}".)
 # "'s name" is the name of any relative. {she} becomes "my sister", or at times "our sister", or "she" if the
-# fact before was about her. dialogues.py adds question marks.
+# last fact was about her. dialogues.py adds question marks.
 TELL_THING = {
     "name": ["I'm {value}", "I am {value}", "Call me {value}", "Hi, I'm {value}", "Hello, I'm {value}",
              "Hi, my name is {value}", "Please call me {value}", "Hello, my name is {value}",
@@ -210,7 +210,7 @@ CHANGE_THING = {
     "hobby": ["I like {value} now", "Now I like {value}"],
     "car": ["I drive {value} now", "Now I drive {value}"],
 }
-# In these the user names no thing, and means the thing of the fact before. If there is a note of it, the
+# In these the user names no thing, and means the thing of the last fact. If there is a note of it, the
 # user corrects the note: "My age is 4." "No, it's 5." If there is none, the user has just asked for it, and
 # now supplies it: "What is my age?" "It's 5."
 CORRECT = ["No, it's {value}", "Sorry, I meant {value}", "I meant {value}", "No, {value}",
