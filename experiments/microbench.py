@@ -558,7 +558,7 @@ def measure_operators(engine: Engine, hardware: Hardware, seed: int) -> Operator
 
         one     1 request with a prompt of 8 tokens
         many    16 requests with prompts of 32
-        long    4 requests with prompts of 2,048
+        long    4 requests with prompts of 2,048, or fewer, so that together they fill half of the GPU tier
 
         a decode of many - a decode of one               the host's work for 15 spans
         prompts of many - a decode of many               matrix products of 512 tokens
@@ -566,11 +566,12 @@ def measure_operators(engine: Engine, hardware: Hardware, seed: int) -> Operator
         a decode of long - a decode of one - 3 spans     reading KV
 
     What is left of a decode of `one` is the host's work for a step; we count none for a layer. Replies have
-    32 tokens: with 512 tokens per step, the first of the long requests decodes 12 before the last one has
+    32 tokens: with 512 tokens per step, the first of the long requests decodes up to 12 before the last has
     read its prompt, so in most steps all four decode."""
     worker, config = engine.worker, engine.config
     count = max(2, min(config.max_running, 16))
-    few, far = 4, min(2048, engine.scheduler.limit - 32)
+    few = 4
+    far = min(2048, engine.scheduler.limit - 32, engine.stats()["slots_total"] // 2 // few)
     loads = (1, 8), (count, 32), (few, far)
     times = [[time_steps(engine, *load, 32, seed) for load in loads] for _ in range(6)]
     medians = np.median(times[1:], axis=0).tolist()         # the first round warms up
