@@ -460,17 +460,18 @@ class Dialogue:
         if chance < 0.86:
             return f" {rng.choice(VALUE_ENDINGS)}"
         if chance < 0.92:
-            return self.suffix([","], rng.choice([rng.choice(ASIDES), self.part()]))
+            return self.suffix([","], self.aside_or_part())
         return self.suffix(VALUE_SIGNS, self.idle_words())
 
     def idle_words(self):
         """Words that tell nothing: one of ASIDES, a part of one of our sentences, or one to six random words,
         each as often as the others."""
-        if (chance := self.rng.random()) < 1 / 3:
-            return self.rng.choice(ASIDES)
-        if chance < 2 / 3:
-            return self.part()
+        if self.rng.random() < 2 / 3:
+            return self.aside_or_part()
         return " ".join(self.random_word() for _ in range(self.rng.randint(1, 6)))
+
+    def aside_or_part(self):
+        return self.rng.choice(ASIDES) if self.rng.random() < 0.5 else self.part()
 
     def part(self):
         """Up to eight words of one of our sentences."""
