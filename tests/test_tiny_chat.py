@@ -578,9 +578,9 @@ def test_tuning_needs_a_checkpoint(monkeypatch, capsys, tmp_path):
 
 def test_the_schedule():
     counts, lengths, rates = zip(*train.schedule(train.PHASES))
-    assert rates[0] == 0.01 and rates[99] == 1 and rates[6230] == 1 and 0.99 < rates[6270] < 1
-    assert abs(rates[-1344] - 0.4) < 1e-9 and rates[-1] == 0.02
-    assert set(zip(counts[:7500], lengths)) == {(16, 256), (16, 512), (8, 1024)}
+    assert rates[0] == 0.01 and rates[99] == 1 and rates[4340] == 1 and 0.99 < rates[4370] < 1
+    assert abs(rates[-938] - 0.4) < 1e-9 and rates[-1] == 0.02
+    assert set(zip(counts[:5600], lengths)) == {(16, 256), (8, 512), (4, 1024)}
     assert set(zip(counts[-6:], lengths[-6:])) == {(16, 512), (8, 1024), (4, 2048), (2, 5120)}
 
 

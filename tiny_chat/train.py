@@ -42,7 +42,7 @@ LONGEST = 5120      # tokens of the longest dialogue: above CONTEXT, so that dis
 # Phases: (steps, about how many tokens a step takes, lengths of a dialogue in tokens). All dialogues of a
 # step have one length; the lengths take turns.
 MIXED = [512, 1024, 512, 2048, 1024, LONGEST]
-PHASES = [(1600, 4096, [256]), (5900, 8192, [512, 512, 1024]), (2100, 8192, MIXED)]
+PHASES = [(2600, 4096, [256]), (3000, 4096, [512, 512, 1024]), (1100, 8192, MIXED)]
 TUNING = [(4000, 8192, [512, 512, 1024, 512, 512, LONGEST])]       # of --tune
 PEAKS = 0.01, 0.003                 # highest learning rates of Muon and AdamW
 WARM_UP, COOL_DOWN = 100, 0.35      # steps; the share of all steps in which the learning rate falls
