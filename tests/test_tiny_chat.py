@@ -493,20 +493,20 @@ def test_a_gap_in_the_positions_hides_nothing(model):
     trained, ids, positions = train.new_model(), torch.arange(64)[None], torch.arange(64)[None].clone()
     trained.load_state_dict(model.state_dict())
     positions[:, 30:] += 500
-    wanted = positions >= 530
-    before = train.logits_of(trained, ids, positions, wanted)
+    before = train.logits_of(trained, ids, positions)
     ids[0, 5] = 99
-    assert ((train.logits_of(trained, ids, positions, wanted) - before).abs().amax(dim=-1) > 0).all()
+    changed = (train.logits_of(trained, ids, positions) - before).abs().amax(dim=-1) > 0
+    assert changed[positions >= 530].all()
 
 
 def test_training_computes_what_transformers_computes(model, bare_tokenizer):
     """Training may compute in bfloat16, so we compare the first choices."""
     text = dialogue(random.Random(7), 1024)
-    ids, targets = train.encode(bare_tokenizer, [text], 1024)
-    wanted, trained = targets != -100, train.new_model()
+    ids, _, in_answer = train.encode(bare_tokenizer, [text], 1024)
+    trained = train.new_model()
     trained.load_state_dict(model.state_dict())
-    ours = train.logits_of(trained, ids, torch.arange(1024)[None], wanted)
-    theirs = model(ids).logits[wanted]
+    ours = train.logits_of(trained, ids, torch.arange(1024)[None])[in_answer]
+    theirs = model(ids).logits[in_answer]
     assert (ours.argmax(-1) == theirs.argmax(-1)).float().mean() > 0.99
     assert (ours - theirs).abs().mean() < 0.03 * theirs.abs().mean()
 
@@ -533,7 +533,7 @@ def train_three_times(rank, folder):
     def weights(name):
         torch.manual_seed(1)            # as `begin` does
         model = train.new_model()
-        train.train(model, tokenizer, steps, folder / name, torch.device("cpu"))
+        train.train(model, tokenizer, steps, train.USER_SHARE, folder / name, torch.device("cpu"))
         return model.state_dict()
 
     through, save_state = weights("through"), train.save_state
@@ -561,6 +561,23 @@ def test_two_processes_train_one_model_and_continue_where_they_stopped(tmp_path)
         assert torch.equal(weights, other[name]) and torch.equal(weights, continued[name])
 
 
+def test_training_also_learns_what_users_say(bare_tokenizer, tmp_path):
+    """With a share of 1 for what users say, training predicts it better than with a share of 0."""
+    def user_loss(share):
+        torch.manual_seed(1)
+        model = train.new_model()
+        train.train(model, bare_tokenizer, 8 * [(4, 128, 1)], share, tmp_path / f"{share}", torch.device("cpu"))
+        ids, next_ids, in_answer = train.encode(bare_tokenizer, [dialogue(random.Random(9), 128)], 128)
+        logits = model(ids).logits[~in_answer]
+        return torch.nn.functional.cross_entropy(logits, next_ids[~in_answer]).item()
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        assert user_loss(1) < user_loss(0) - 0.2
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_tuning_begins_with_the_finished_weights(model, bare_tokenizer, tmp_path):
     tuned, tokenizer, steps = train.begin(TINY_CHAT, tmp_path / "training.pt", tune=True)
     assert all(torch.equal(weights, tuned.state_dict()[name]) for name, weights in model.state_dict().items())
@@ -578,9 +595,9 @@ def test_tuning_needs_a_checkpoint(monkeypatch, capsys, tmp_path):
 
 def test_the_schedule():
     counts, lengths, rates = zip(*train.schedule(train.PHASES))
-    assert rates[0] == 0.01 and rates[99] == 1 and rates[4340] == 1 and 0.99 < rates[4370] < 1
-    assert abs(rates[-938] - 0.4) < 1e-9 and rates[-1] == 0.02
-    assert set(zip(counts[:5600], lengths)) == {(16, 256), (8, 512), (4, 1024)}
+    assert rates[0] == 0.01 and rates[99] == 1 and rates[3965] == 1 and 0.99 < rates[3975] < 1
+    assert abs(rates[-854] - 0.4) < 1e-9 and rates[-1] == 0.02
+    assert set(zip(counts[:4800], lengths)) == {(16, 256), (8, 512), (4, 1024)}
     assert set(zip(counts[-6:], lengths[-6:])) == {(16, 512), (8, 1024), (4, 2048), (2, 5120)}
 
 

@@ -17,9 +17,8 @@ note and copy it, token by token. An answer about one fact repeats the thing fir
 token after it says whether there is a note: "is" or "?" after a question, "has" or "becomes" after a fact.
 
 Of eight words (or numbers) that we could make up, training has seven, in values and things; a hash tells
-which. We measure with the eighth, in values. sentences.json has what users say about facts: the lists "plain"
-and "odd" make up the set "train", and we measure with "choice" and "final". sentences.py has what else users
-say.
+which. We measure with the eighth, in values. sentences.json has what users say about facts, in three lists:
+we train on "train", and measure with "choice" and "final". sentences.py has what else users say.
 """
 import re
 import zlib

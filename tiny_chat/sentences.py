@@ -1,11 +1,10 @@
 """What users say, and the answers to small talk: the words that dialogues.py fills in and puts in order.
 
 sentences.json has most of the sentences with which users tell or change a fact, ask for one, or ask for all
-notes. For each of these kinds it has four lists. We train on "plain", which very many people would say, and
-on "odd", which few would. Training draws a plain sentence three times as often as an odd one. We measured
-with "choice" while we chose the settings, and with "final" after that. (It then helped us to choose, too: see
-the README.) Those of "final" are by a language model that saw none of the others. Some lists below have an
-entry more than once, so that dialogues.py draws it more often.
+notes. For each of these kinds it has three lists. We train on "train", measured with "choice" while we chose
+the settings, and with "final" after that. (It then helped us to choose, too: see the README.) Those of
+"final" are by a language model that saw none of the others. Some lists below have an entry more than once, so
+that dialogues.py draws it more often.
 """
 import json
 import re
@@ -25,13 +24,11 @@ def check(kind, sentence):
 
 
 def read_sentences():
-    """Read and check sentences.json. Returns: kind -> "train", "choice" or "final" -> sentences. "train" has
-    the plain sentences three times, and the odd ones once."""
+    """Read and check sentences.json. Returns: kind -> "train", "choice" or "final" -> sentences."""
     sentences = json.loads(Path(__file__).with_name("sentences.json").read_text())
     for kind, sets in sentences.items():
         for sentence in sum(sets.values(), []):
             check(kind, sentence)
-        sets["train"] = 3 * sets.pop("plain") + sets.pop("odd")
     return sentences
 
 

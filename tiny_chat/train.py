@@ -42,7 +42,8 @@ LONGEST = 5120      # tokens of the longest dialogue: above CONTEXT, so that dis
 # Phases: (steps, about how many tokens a step takes, lengths of a dialogue in tokens). All dialogues of a
 # step have one length; the lengths take turns.
 MIXED = [512, 1024, 512, 2048, 1024, LONGEST]
-PHASES = [(2600, 4096, [256]), (3000, 4096, [512, 512, 1024]), (1100, 8192, MIXED)]
+PHASES = [(2400, 4096, [256]), (2400, 4096, [512, 512, 1024]), (1300, 8192, MIXED)]
+USER_SHARE = 0.2                    # the weight of the loss on what users say, beside 1 for that on answers
 TUNING = [(4000, 8192, [512, 512, 1024, 512, 512, LONGEST])]       # of --tune
 PEAKS = 0.01, 0.003                 # highest learning rates of Muon and AdamW
 WARM_UP, COOL_DOWN = 100, 0.35      # steps; the share of all steps in which the learning rate falls
@@ -71,19 +72,17 @@ def train_tokenizer(texts):
 
 
 def encode(tokenizer, texts, length):
-    """Token ids and targets, both [B, length].
+    """Token ids, the ids after them, and whether these next ids belong to an answer: all [B, length].
 
-    Texts are cut, or padded with <|end|>. A target is the next id if that belongs to an answer, else -100: of
-    "<|user|>Hi.<|end|><|assistant|>Hello.<|end|>" only "Hello." and the last <|end|> are targets. The next id
-    belongs to an answer if the latest special token is <|assistant|>."""
+    Texts are cut, or padded with <|end|>. Of "<|user|>Hi.<|end|><|assistant|>Hello.<|end|>" only "Hello." and
+    the last <|end|> belong to an answer: before them, the latest special token is <|assistant|>."""
     end, assistant = tokenizer.token_to_id("<|end|>"), tokenizer.token_to_id("<|assistant|>")
     rows = [encoding.ids[:length + 1] for encoding in tokenizer.encode_batch(texts)]
     ids = torch.tensor([row + [end] * (length + 1 - len(row)) for row in rows])         # [B, length + 1]
     position = torch.arange(length + 1).expand_as(ids)                                  # [B, length + 1]
     special = ids >= VOCABULARY - len(SPECIAL)
     last_special = torch.where(special, position, 0).cummax(dim=1).values               # [B, length + 1]
-    in_answer = ids.gather(1, last_special)[:, :-1] == assistant                        # [B, length]
-    return ids[:, :-1], torch.where(in_answer, ids[:, 1:], -100)
+    return ids[:, :-1], ids[:, 1:], ids.gather(1, last_special)[:, :-1] == assistant
 
 
 def positions_with_gaps(rng, ids, user):
@@ -223,7 +222,7 @@ def schedule(phases, top=1, cool_down=COOL_DOWN):
 
 
 class Batches(Dataset):
-    """What one of the processes trains on: for each step ids, targets and positions, all [B, length]."""
+    """What one of the processes trains on: for each step what `encode` returns, and positions [B, length]."""
 
     def __init__(self, steps, tokenizer):
         self.steps, self.tokenizer = steps, tokenizer
@@ -233,8 +232,9 @@ class Batches(Dataset):
         count, length, _ = self.steps[step]
         rng = random.Random(f"step {step} process {self.rank}")
         texts = [dialogue(rng, length) for _ in range(count // self.processes)]
-        ids, targets = encode(self.tokenizer, texts, length)
-        return ids, targets, positions_with_gaps(rng, ids, self.tokenizer.token_to_id("<|user|>"))
+        ids, next_ids, in_answer = encode(self.tokenizer, texts, length)
+        positions = positions_with_gaps(rng, ids, self.tokenizer.token_to_id("<|user|>"))
+        return ids, next_ids, in_answer, positions
 
 
 def average(tensors):
@@ -246,11 +246,11 @@ def average(tensors):
         tensor.copy_(mean.view_as(tensor))
 
 
-def logits_of(model, ids, positions, wanted):
-    """The logits [N, V] after each of the N tokens of ids [B, length] where `wanted` [B, length] is true."""
+def logits_of(model, ids, positions):
+    """The logits [B, length, V] after each of the ids [B, length]."""
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=has_bfloat16(ids.device)):
         states = model.model(ids, position_ids=positions, use_cache=False).last_hidden_state
-    return model.lm_head(states[wanted])
+    return model.lm_head(states)
 
 
 def begin(directory, state_file, tune):
@@ -272,9 +272,13 @@ def begin(directory, state_file, tune):
     return model, tokenizer, schedule(PHASES)
 
 
-def train(model, tokenizer, steps, state_file, device):
+def train(model, tokenizer, steps, user_share, state_file, device):
     """Train the model through all steps of a schedule, from `state_file` on if that exists. All processes
-    begin with the same weights and take the same steps, so they end with the same weights."""
+    begin with the same weights and take the same steps, so they end with the same weights.
+
+    The model also learns to predict what the user says, though nobody will ask it to. So it learns sooner
+    where a sentence ends and its value begins. user_share: the weight of the loss on this, beside 1 for the
+    loss on answers."""
     model.to(device)
     if device.type == "cuda":
         model.set_attn_implementation("on a GPU")
@@ -287,11 +291,11 @@ def train(model, tokenizer, steps, state_file, device):
     batches = DataLoader(Batches(steps, tokenizer), batch_size=None, sampler=todo,
                          num_workers=min(8, os.cpu_count() - 1) if device.type == "cuda" else 0)
     for step, batch in zip(todo, batches):
-        ids, targets, positions = (tensor.to(device) for tensor in batch)
-        wanted = targets != -100
-        logits = logits_of(model, ids, positions, wanted)
-        loss = F.cross_entropy(logits, targets[wanted])
-        loss.backward()
+        ids, next_ids, in_answer, positions = (tensor.to(device) for tensor in batch)
+        logits = logits_of(model, ids, positions)                           # [B, length, V]
+        loss = F.cross_entropy(logits[in_answer], next_ids[in_answer])
+        user_loss = F.cross_entropy(logits[~in_answer], next_ids[~in_answer])
+        (loss + user_share * user_loss).backward()
         average([p.grad for p in model.parameters()])
         for optimizer, peak in zip(optimizers, PEAKS):
             for group in optimizer.param_groups:
@@ -299,7 +303,7 @@ def train(model, tokenizer, steps, state_file, device):
             optimizer.step()
             optimizer.zero_grad()
         if dist.get_rank() == 0 and (step + 1) % 50 == 0:
-            right = (logits.argmax(-1) == targets[wanted]).float().mean()
+            right = (logits.argmax(-1) == next_ids)[in_answer].float().mean()
             print(f"step {step + 1:5}  {time.time() - start:5.0f} s since start  length {ids.shape[1]:4}  "
                   f"loss {loss.item():.4f}  right {right:.2%}", flush=True)
         if (step + 1) % SAVE_EVERY == 0:
@@ -402,8 +406,8 @@ def fill(chat, thing, more_facts):
 @torch.no_grad()
 def right_answers(model, tokenizer, text):
     """For each answer: is each of its tokens the model's first choice after the text before it?"""
-    ids, targets = encode(tokenizer, [text], len(tokenizer.encode(text).ids) - 1)       # [1, L], [1, L]
-    wrong = ((model(ids).logits.argmax(-1) != targets) & (targets != -100))[0]          # [L]
+    ids, next_ids, in_answer = encode(tokenizer, [text], len(tokenizer.encode(text).ids) - 1)   # all [1, L]
+    wrong = ((model(ids).logits.argmax(-1) != next_ids) & in_answer)[0]                 # [L]
     number = (ids[0] == tokenizer.token_to_id("<|assistant|>")).cumsum(0)               # [L]
     return [not wrong[number == n].any() for n in range(1, number[-1] + 1)]
 
@@ -461,7 +465,8 @@ def main():
     args.directory.mkdir(parents=True, exist_ok=True)
     state_file = args.directory / "training.pt"
     model, tokenizer, steps = begin(args.directory, state_file, args.tune)
-    train(model, tokenizer, steps, state_file, device)
+    user_share = 0 if args.tune else USER_SHARE     # the weights here never learnt what users say
+    train(model, tokenizer, steps, user_share, state_file, device)
     if dist.get_rank() == 0:
         save_checkpoint(model, tokenizer, args.directory)
         state_file.unlink(missing_ok=True)
