@@ -533,7 +533,7 @@ def train_three_times(rank, folder):
     def weights(name):
         torch.manual_seed(1)            # as `begin` does
         model = train.new_model()
-        train.train(model, tokenizer, steps, train.USER_SHARE, folder / name, torch.device("cpu"))
+        train.train(model, tokenizer, steps, train.OUTSIDE_WEIGHT, folder / name, torch.device("cpu"))
         return model.state_dict()
 
     through, save_state = weights("through"), train.save_state
@@ -562,18 +562,18 @@ def test_two_processes_train_one_model_and_continue_where_they_stopped(tmp_path)
 
 
 def test_training_also_learns_what_users_say(bare_tokenizer, tmp_path):
-    """With a share of 1 for what users say, training predicts it better than with a share of 0."""
-    def user_loss(share):
+    """If the tokens outside answers have a weight, training predicts them better than if they have none."""
+    def outside_loss(weight):
         torch.manual_seed(1)
         model = train.new_model()
-        train.train(model, bare_tokenizer, 8 * [(4, 128, 1)], share, tmp_path / f"{share}", torch.device("cpu"))
+        train.train(model, bare_tokenizer, 8 * [(4, 128, 1)], weight, tmp_path / "state", torch.device("cpu"))
         ids, next_ids, in_answer = train.encode(bare_tokenizer, [dialogue(random.Random(9), 128)], 128)
         logits = model(ids).logits[~in_answer]
         return torch.nn.functional.cross_entropy(logits, next_ids[~in_answer]).item()
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
-        assert user_loss(1) < user_loss(0) - 0.2
+        assert outside_loss(1) < outside_loss(0) - 0.2
     finally:
         torch.distributed.destroy_process_group()
 

@@ -510,8 +510,8 @@ class Dialogue:
             suited = []
         if suited and rng.random() < (0.9 if self.introducing else 0.4):
             return self.special_sentence(suited, relative, pronoun)
-        plain = rng.random() < (0.9 if general is ASK else 0.75)
-        said = rng.choice(general["train"]) if plain else self.composed(general)
+        whole = rng.random() < (0.9 if general is ASK else 0.75)
+        said = rng.choice(general["train"]) if whole else self.composed(general)
         if pronoun and not SOMEBODY.search(said.lower()):
             hers = ("her " if pronoun == "she" else "his ") + owned
             said = said.replace("my {thing}", hers).replace("My {thing}", capital(hers))

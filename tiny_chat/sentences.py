@@ -2,9 +2,9 @@
 
 sentences.json has most of the sentences with which users tell or change a fact, ask for one, or ask for all
 notes. For each of these kinds it has three lists. We train on "train", measured with "choice" while we chose
-the settings, and with "final" after that. (It then helped us to choose, too: see the README.) Those of
-"final" are by a language model that saw none of the others. Some lists below have an entry more than once, so
-that dialogues.py draws it more often.
+the settings, and with "final" after that. ("final" then helped us to choose, too: see the README.) Those
+of "final" are by a language model that saw none of the others. Some lists below have an entry more than once,
+so that dialogues.py draws it more often.
 """
 import json
 import re

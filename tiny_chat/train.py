@@ -10,7 +10,7 @@ learn the sentences that you have added to its sentences.json: this script takes
     torchrun --nproc-per-node 1 tiny_chat/train.py --directory my_chat      # on one GPU
     torchrun --nproc-per-node 2 my_sentences/train.py --tune                # train a copy's weights further
     python tiny_chat/train.py --evaluate choice             # measure: sentences for choosing settings
-    python tiny_chat/train.py --evaluate final              # measure: sentences kept back
+    python tiny_chat/train.py --evaluate final              # measure: sentences for afterwards
 
 All processes train one model: each computes the gradients of its own dialogues, and all take a step along
 their mean. Training saves its state in training.pt every 200 steps, and continues from there when it is
@@ -43,7 +43,7 @@ LONGEST = 5120      # tokens of the longest dialogue: above CONTEXT, so that dis
 # step have one length; the lengths take turns.
 MIXED = [512, 1024, 512, 2048, 1024, LONGEST]
 PHASES = [(2400, 4096, [256]), (2400, 4096, [512, 512, 1024]), (1300, 8192, MIXED)]
-USER_SHARE = 0.2                    # the weight of the loss on what users say, beside 1 for that on answers
+OUTSIDE_WEIGHT = 0.2                # of the loss on tokens outside answers, beside 1 for that on answers
 TUNING = [(4000, 8192, [512, 512, 1024, 512, 512, LONGEST])]       # of --tune
 PEAKS = 0.01, 0.003                 # highest learning rates of Muon and AdamW
 WARM_UP, COOL_DOWN = 100, 0.35      # steps; the share of all steps in which the learning rate falls
@@ -272,13 +272,13 @@ def begin(directory, state_file, tune):
     return model, tokenizer, schedule(PHASES)
 
 
-def train(model, tokenizer, steps, user_share, state_file, device):
+def train(model, tokenizer, steps, outside_weight, state_file, device):
     """Train the model through all steps of a schedule, from `state_file` on if that exists. All processes
     begin with the same weights and take the same steps, so they end with the same weights.
 
-    The model also learns to predict what the user says, though nobody will ask it to. So it learns sooner
-    where a sentence ends and its value begins. user_share: the weight of the loss on this, beside 1 for the
-    loss on answers."""
+    The model also learns to predict the tokens outside answers, most of which the user says, though nobody
+    will ask it to. So it understands the user's sentences sooner. outside_weight: the weight of the loss on
+    these tokens, beside 1 for the loss on answers."""
     model.to(device)
     if device.type == "cuda":
         model.set_attn_implementation("on a GPU")
@@ -294,8 +294,8 @@ def train(model, tokenizer, steps, user_share, state_file, device):
         ids, next_ids, in_answer, positions = (tensor.to(device) for tensor in batch)
         logits = logits_of(model, ids, positions)                           # [B, length, V]
         loss = F.cross_entropy(logits[in_answer], next_ids[in_answer])
-        user_loss = F.cross_entropy(logits[~in_answer], next_ids[~in_answer])
-        (loss + user_share * user_loss).backward()
+        outside_loss = F.cross_entropy(logits[~in_answer], next_ids[~in_answer])
+        (loss + outside_weight * outside_loss).backward()
         average([p.grad for p in model.parameters()])
         for optimizer, peak in zip(optimizers, PEAKS):
             for group in optimizer.param_groups:
@@ -465,8 +465,8 @@ def main():
     args.directory.mkdir(parents=True, exist_ok=True)
     state_file = args.directory / "training.pt"
     model, tokenizer, steps = begin(args.directory, state_file, args.tune)
-    user_share = 0 if args.tune else USER_SHARE     # the weights here never learnt what users say
-    train(model, tokenizer, steps, user_share, state_file, device)
+    outside_weight = 0 if args.tune else OUTSIDE_WEIGHT     # not tried with --tune
+    train(model, tokenizer, steps, outside_weight, state_file, device)
     if dist.get_rank() == 0:
         save_checkpoint(model, tokenizer, args.directory)
         state_file.unlink(missing_ok=True)
