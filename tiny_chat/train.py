@@ -43,7 +43,7 @@ LONGEST = 5120      # tokens of the longest dialogue: above CONTEXT, so that dis
 # step have one length; the lengths take turns.
 MIXED = [512, 1024, 512, 2048, 1024, LONGEST]
 PHASES = [(2400, 4096, [256]), (2400, 4096, [512, 512, 1024]), (1300, 8192, MIXED)]
-OUTSIDE_WEIGHT = 0.2                # of the loss on tokens outside answers, beside 1 for that on answers
+OUTSIDE_WEIGHT = 0.2                # of the mean loss on tokens outside answers, beside 1 for answers
 TUNING = [(4000, 8192, [512, 512, 1024, 512, 512, LONGEST])]       # of --tune
 PEAKS = 0.01, 0.003                 # highest learning rates of Muon and AdamW
 WARM_UP, COOL_DOWN = 100, 0.35      # steps; the share of all steps in which the learning rate falls
@@ -276,9 +276,9 @@ def train(model, tokenizer, steps, outside_weight, state_file, device):
     """Train the model through all steps of a schedule, from `state_file` on if that exists. All processes
     begin with the same weights and take the same steps, so they end with the same weights.
 
-    The model also learns to predict the tokens outside answers, most of which the user says, though nobody
-    will ask it to. So it understands the user's sentences sooner. outside_weight: the weight of the loss on
-    these tokens, beside 1 for the loss on answers."""
+    The model also learns to predict the tokens outside answers, most of which the user says. Nobody will ask
+    it to, but in a short trial it then understood more of the user's sentences. outside_weight: the weight of
+    the mean loss on these tokens, beside 1 for the mean loss on answers."""
     model.to(device)
     if device.type == "cuda":
         model.set_attn_implementation("on a GPU")
