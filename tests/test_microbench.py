@@ -7,6 +7,7 @@ import torch
 from checkpoint import PRESETS, gpt
 from engine import Engine
 from experiments import microbench, rivals
+from experiments.simulator import Hardware
 from model import ModelConfig, empty_model
 from worker import Worker
 
@@ -104,6 +105,17 @@ def test_a_prompt_takes_until_its_tokens_are_known():
     engine.worker.launch = launch_on_slow_device
     first, _ = microbench.time_steps(engine, 2, 20, 3, seed=0)
     assert first >= 0.1
+
+
+def test_the_share_of_the_memorys_rate_comes_from_the_decodes(monkeypatch):
+    """A decode of four requests reads 56 tokens more of each than a decode of one, and takes half a second
+    longer. This machine could read them in a fifth of a second."""
+    engine = Engine("tiny_chat", device="cpu", gpu_cache_tokens=512, cpu_cache_tokens=0)
+    times = {1: (0.1, 0.2), 16: (1.0, 0.2), 4: (2.0, 0.7)}          # requests -> their prompts, a decode
+    monkeypatch.setattr(microbench, "time_steps", lambda engine, batch, *rest: times[batch])
+    kv = microbench.read_bytes(engine.worker, 4, 56) - microbench.read_bytes(engine.worker, 4, 0)
+    hardware = Hardware(flops=1e9, memory=5 * kv, host_link=1e9, peer_link=1e9, element_size=4)
+    assert microbench.measure_operators(engine, hardware, seed=0).memory == pytest.approx(0.4)
 
 
 @pytest.mark.soak
