@@ -162,7 +162,7 @@ def test_a_profile_is_saved_and_loaded(tmp_path, monkeypatch):
     hardware, operators = run.load_machine(tmp_path / "figure.json")
     assert min(hardware) > 0 and hardware.element_size == 4
     assert operators.attention > 0 and 0 <= operators.per_step < 1
-    assert 0 < operators.matmul <= 1 and 0 < operators.memory <= 1          # 1 if the machine is busy
+    assert 0 < operators.matmul <= 1 and 0 < operators.memory < 1           # no decode reads KV at full speed
     (tmp_path / "figure.json").rename(tmp_path / "here.json")
     # The prediction of the default figure on this machine.
     predicted = run_bench(tmp_path, monkeypatch, f"--simulate --hardware {tmp_path / 'here.json'}")
