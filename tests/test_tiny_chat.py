@@ -366,7 +366,7 @@ def told(thing, times=500, casual=False):
     """How users in training tell the thing as their first fact: [("My job is a bluck", "a bluck"), ...]"""
     rng, messages = random.Random(8), []
     for _ in range(times):
-        chat = TrainingDialogue(rng, 256)
+        chat = TrainingDialogue(rng, 256, 3.5)
         chat.casual = casual
         said, _ = chat.tell(thing)
         messages.append((said, chat.facts[thing]))
@@ -412,7 +412,7 @@ def test_anybody_may_be_named():
 def test_some_users_introduce_themselves_and_others():
     """"I'm Ada, a nurse", "My sister is called Ada, she's 12", "i like chess i'm ada", "Our cat"."""
     rng = random.Random(3)
-    turns = "\n".join(" => ".join(TrainingDialogue(rng, 256).tell_new()) for _ in range(40_000))
+    turns = "\n".join(" => ".join(TrainingDialogue(rng, 256, 3.5).tell_new()) for _ in range(40_000))
     for form in (r"[Ii]'m \w+, (a|an|the|two) \w", r"[Ii]'m \w+, \d+\b", r"[,.;d] (she|he)('s| is) \d+\b",
                  r"[Ii]'m \w+ from \w", r" (\w+) i'?m .* => .* is \1\. Your", r"([Hh]er|[Hh]is) age is \d",
                  r"\b[Oo]ur job is \w", r"\b[Oo]ur (sister|mother|son) \w", r"I have a dog\b",
@@ -432,7 +432,7 @@ def test_she_tells_only_what_the_value_shows():
     """After "What is my sister's age?", "She is Kosh" might be the age or the name."""
     rng, ages = random.Random(9), []
     for _ in range(500):
-        chat = TrainingDialogue(rng, 256)
+        chat = TrainingDialogue(rng, 256, 3.5)
         chat.casual, chat.last = False, "sister's age"
         said, _ = chat.tell("sister's age")
         ages += [chat.facts["sister's age"]] if said.startswith("she is ") else []
@@ -475,7 +475,7 @@ def test_what_users_say_looks_as_users_write_it():
 def test_our_attention_is_attention(model):
     """2,650 tokens are 20 blocks of 132 and one of 10. Two layers are enough, and fast."""
     ids = torch.randint(500, (1, 2650), generator=torch.Generator().manual_seed(0))
-    trained, results = train.new_model().double(), []
+    trained, results = train.new_model(512).double(), []
     trained.load_state_dict(model.state_dict())
     del trained.model.layers[2:]
     for attention in ("in blocks", "on a GPU", "sdpa"):
@@ -490,7 +490,7 @@ def test_our_attention_is_attention(model):
 
 def test_a_gap_in_the_positions_hides_nothing(model):
     """Without a mask, torch's own attention in transformers takes a gap for the start of another text."""
-    trained, ids, positions = train.new_model(), torch.arange(64)[None], torch.arange(64)[None].clone()
+    trained, ids, positions = train.new_model(512), torch.arange(64)[None], torch.arange(64)[None].clone()
     trained.load_state_dict(model.state_dict())
     positions[:, 30:] += 500
     before = train.logits_of(trained, ids, positions)
@@ -503,7 +503,7 @@ def test_training_computes_what_transformers_computes(model, bare_tokenizer):
     """Training may compute in bfloat16, so we compare the first choices."""
     text = dialogue(random.Random(7), 1024)
     ids, _, in_answer = train.encode(bare_tokenizer, [text], 1024)
-    trained = train.new_model()
+    trained = train.new_model(512)
     trained.load_state_dict(model.state_dict())
     ours = train.logits_of(trained, ids, torch.arange(1024)[None])[in_answer]
     theirs = model(ids).logits[in_answer]
@@ -512,7 +512,7 @@ def test_training_computes_what_transformers_computes(model, bare_tokenizer):
 
 
 def test_transformers_loads_what_training_saves(bare_tokenizer, tmp_path):
-    trained = train.new_model()
+    trained = train.new_model(512)
     before = {name: weights.clone() for name, weights in trained.state_dict().items()}
     train.save_checkpoint(trained, bare_tokenizer, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
@@ -530,9 +530,12 @@ def train_three_times(rank, folder):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
 
+    matrices = torch.arange(24.).view(4, 2, 3)
+    assert torch.equal(train.shared(train.orthogonal, matrices), train.orthogonal(matrices))
+
     def weights(name):
         torch.manual_seed(1)            # as `begin` does
-        model = train.new_model()
+        model = train.new_model(512)
         train.train(model, tokenizer, steps, train.OUTSIDE_WEIGHT, folder / name, torch.device("cpu"))
         return model.state_dict()
 
@@ -565,7 +568,7 @@ def test_training_also_learns_what_users_say(bare_tokenizer, tmp_path):
     """If the tokens outside answers have a weight, training predicts them better than if they have none."""
     def outside_loss(weight):
         torch.manual_seed(1)
-        model = train.new_model()
+        model = train.new_model(512)
         train.train(model, bare_tokenizer, 8 * [(4, 128, 1)], weight, tmp_path / "state", torch.device("cpu"))
         ids, next_ids, in_answer = train.encode(bare_tokenizer, [dialogue(random.Random(9), 128)], 128)
         logits = model(ids).logits[~in_answer]
@@ -595,9 +598,9 @@ def test_tuning_needs_a_checkpoint(monkeypatch, capsys, tmp_path):
 
 def test_the_schedule():
     counts, lengths, rates = zip(*train.schedule(train.PHASES))
-    assert rates[0] == 0.01 and rates[99] == 1 and rates[3965] == 1 and 0.99 < rates[3975] < 1
-    assert abs(rates[-854] - 0.4) < 1e-9 and rates[-1] == 0.02
-    assert set(zip(counts[:4800], lengths)) == {(16, 256), (8, 512), (4, 1024)}
+    assert rates[0] == 0.01 and rates[99] == 1 and rates[4320] == 1 and 0.99 < rates[4330] < 1
+    assert abs(rates[-931] - 0.4) < 1e-9 and rates[-1] == 0.02
+    assert set(zip(counts[:5300], lengths)) == {(16, 256), (8, 512), (4, 1024)}
     assert set(zip(counts[-6:], lengths[-6:])) == {(16, 512), (8, 1024), (4, 2048), (2, 5120)}
 
 

@@ -669,9 +669,9 @@ LISTS = "all notes"     # a key of `rests_until` beside the things: lists of all
 
 
 class TrainingDialogue(Dialogue):
-    """A dialogue of about `length` tokens whose user has random habits. A token is about three characters."""
+    """A dialogue of `length` tokens, with `per_token` characters each, whose user has random habits."""
 
-    def __init__(self, rng, length):
+    def __init__(self, rng, length, per_token):
         super().__init__(rng)
         self.lower_values, self.apostrophes = rng.random() < 0.5, rng.random() < 0.5
         if rng.random() < 0.3:
@@ -690,7 +690,7 @@ class TrainingDialogue(Dialogue):
             self.most_facts, self.telling, self.chatting, self.listing = rng.randint(3, 12), 1, 0.05, 0.9
         if rng.random() < 0.5:      # most things share a word, so that the model must compare whole things
             self.alike, self.alike_to = 0.6, rng.choice([1, 2, 4, None])
-        self.end = 2.9 * length             # characters
+        self.end = per_token * length       # characters
         self.far = 0.6 if length > 1024 else 0.15       # the probability that a rest is long
         self.rests_until = {}               # thing -> the length of the text when its rest is over
         self.rest(LISTS)
@@ -782,10 +782,11 @@ class TrainingDialogue(Dialogue):
         return re.search(rf"(^|[,!] )[Ii]'?m (?=(from )?{re.escape(self.facts[thing])}$)", said)
 
 
-def dialogue(rng, length):
+def dialogue(rng, length, per_token=3.5):
     """The text of a dialogue to train on: "<|user|>Hi, I'm Ada.<|end|><|assistant|>Your name becomes note 1:
-    your name is Ada.<|end|><|user|>..."; some begin with "<|system|>Be cheerful.<|end|>"."""
-    chat = TrainingDialogue(rng, length)
+    your name is Ada.<|end|><|user|>..."; some begin with "<|system|>Be cheerful.<|end|>". It has `length`
+    tokens if `per_token` is how many characters a token has."""
+    chat = TrainingDialogue(rng, length, per_token)
     while len(chat.text) < chat.end:
         chat.turn()
     return chat.text

@@ -42,13 +42,13 @@ LONGEST = 5120      # tokens of the longest dialogue: above CONTEXT, so that dis
 # Phases: (steps, about how many tokens a step takes, lengths of a dialogue in tokens). All dialogues of a
 # step have one length; the lengths take turns.
 MIXED = [512, 1024, 512, 2048, 1024, LONGEST]
-PHASES = [(2400, 4096, [256]), (2400, 4096, [512, 512, 1024]), (1300, 8192, MIXED)]
+PHASES = [(2700, 4096, [256]), (2600, 4096, [512, 512, 1024]), (1350, 8192, MIXED)]
 OUTSIDE_WEIGHT = 0.2                # of the mean loss on tokens outside answers, beside 1 for answers
 TUNING = [(4000, 8192, [512, 512, 1024, 512, 512, LONGEST])]       # of --tune
 PEAKS = 0.01, 0.003                 # highest learning rates of Muon and AdamW
 WARM_UP, COOL_DOWN = 100, 0.35      # steps; the share of all steps in which the learning rate falls
 SAVE_EVERY = 200                    # steps
-VOCABULARY = 512
+VOCABULARY = 1024                   # of a new tokenizer
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]     # the last ids, in this order
 CHAT_TEMPLATE = ("{% for message in messages %}"
                  "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
@@ -80,7 +80,7 @@ def encode(tokenizer, texts, length):
     rows = [encoding.ids[:length + 1] for encoding in tokenizer.encode_batch(texts)]
     ids = torch.tensor([row + [end] * (length + 1 - len(row)) for row in rows])         # [B, length + 1]
     position = torch.arange(length + 1).expand_as(ids)                                  # [B, length + 1]
-    special = ids >= VOCABULARY - len(SPECIAL)
+    special = ids >= tokenizer.get_vocab_size() - len(SPECIAL)
     last_special = torch.where(special, position, 0).cummax(dim=1).values               # [B, length + 1]
     return ids[:, :-1], ids[:, 1:], ids.gather(1, last_special)[:, :-1] == assistant
 
@@ -137,7 +137,7 @@ def attend_on_gpu(module, query, key, value, attention_mask, scaling, **_):
     return attended.transpose(1, 2), None
 
 
-def new_model():
+def new_model(vocabulary):
     """A Llama whose slowest nine of 16 rotary angles turn 8 times as slowly as usual, as in Llama 3.1. Six of
     them now turn by less than 10 degrees within 4,096 tokens. With these the model can find a note by its
     words, however far away it is. No pad_token_id: we pad with <|end|>, and a pad token's embedding gets no
@@ -145,12 +145,12 @@ def new_model():
     AttentionInterface.register("in blocks", attend_in_blocks)
     AttentionInterface.register("on a GPU", attend_on_gpu)
     model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=256, num_hidden_layers=6, num_attention_heads=8,
+        vocab_size=vocabulary, hidden_size=256, num_hidden_layers=6, num_attention_heads=8,
         num_key_value_heads=2, intermediate_size=512, max_position_embeddings=CONTEXT,
         rope_parameters={"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0,
                          "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                          "original_max_position_embeddings": 1024},
-        tie_word_embeddings=True, bos_token_id=None, pad_token_id=None, eos_token_id=VOCABULARY - 1))
+        tie_word_embeddings=True, bos_token_id=None, pad_token_id=None, eos_token_id=vocabulary - 1))
     model.set_attn_implementation("in blocks")
     return model
 
@@ -178,6 +178,15 @@ def orthogonal(matrices):
     return x.mT if tall else x
 
 
+def shared(function, matrices):
+    """function(matrices) [N, R, C]. Each process computes an equal part of the N matrices: here always an even
+    number, and there are at most two processes."""
+    part = function(matrices.chunk(dist.get_world_size())[dist.get_rank()]).contiguous()
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, part)
+    return torch.cat(parts)
+
+
 class Muon(torch.optim.Optimizer):
     """Nesterov's momentum, whose steps are made orthogonal (Jordan et al., 2024).
 
@@ -203,7 +212,7 @@ class Muon(torch.optim.Optimizer):
             smoothed = state["smoothed"]        # mean of all gradients; the older, the less they count
             smoothed.lerp_(grads, 1 - group["momentum"])
             ahead = grads.lerp(smoothed, group["momentum"])
-            updates = orthogonal(ahead.bfloat16() if has_bfloat16(ahead.device) else ahead)
+            updates = shared(orthogonal, ahead.bfloat16() if has_bfloat16(ahead.device) else ahead)
             for matrix, update in zip(matrices, updates):
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
                 matrix.add_(update, alpha=-group["lr"] * max(1, R / C) ** 0.5)
@@ -227,11 +236,15 @@ class Batches(Dataset):
     def __init__(self, steps, tokenizer):
         self.steps, self.tokenizer = steps, tokenizer
         self.rank, self.processes = dist.get_rank(), dist.get_world_size()
+        texts = [dialogue(random.Random(n), 1024) for n in range(20)]
+        tokens = sum(len(encoding.ids) for encoding in tokenizer.encode_batch(texts))
+        # Characters per token, and a tenth more, so that we pad few dialogues: `encode` cuts the others.
+        self.per_token = 1.1 * sum(map(len, texts)) / tokens
 
     def __getitem__(self, step):
         count, length, _ = self.steps[step]
         rng = random.Random(f"step {step} process {self.rank}")
-        texts = [dialogue(rng, length) for _ in range(count // self.processes)]
+        texts = [dialogue(rng, length, self.per_token) for _ in range(count // self.processes)]
         ids, next_ids, in_answer = encode(self.tokenizer, texts, length)
         positions = positions_with_gaps(rng, ids, self.tokenizer.token_to_id("<|user|>"))
         return ids, next_ids, in_answer, positions
@@ -249,8 +262,7 @@ def average(tensors):
 def logits_of(model, ids, positions):
     """The logits [B, length, V] after each of the ids [B, length]."""
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=has_bfloat16(ids.device)):
-        states = model.model(ids, position_ids=positions, use_cache=False).last_hidden_state
-    return model.lm_head(states)
+        return model(ids, position_ids=positions, use_cache=False).logits.float()
 
 
 def begin(directory, state_file, tune):
@@ -258,9 +270,9 @@ def begin(directory, state_file, tune):
     one. With `tune` the first two are those of the checkpoint in the directory. Else the model is new, and so
     is the tokenizer, unless the state has one."""
     torch.manual_seed(1)                # the weights are the same in all processes
-    model = new_model()
     if tune:
         finished = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        model = new_model(finished.config.vocab_size)
         model.load_state_dict(finished.state_dict())
         tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         return model, tokenizer, schedule(TUNING, top=0.5, cool_down=1)
@@ -269,7 +281,7 @@ def begin(directory, state_file, tune):
     else:
         rng = random.Random(1)
         tokenizer = train_tokenizer([dialogue(rng, 1024) for _ in range(1000)])
-    return model, tokenizer, schedule(PHASES)
+    return new_model(VOCABULARY), tokenizer, schedule(PHASES)
 
 
 def train(model, tokenizer, steps, outside_weight, state_file, device):
@@ -293,9 +305,9 @@ def train(model, tokenizer, steps, outside_weight, state_file, device):
     for step, batch in zip(todo, batches):
         ids, next_ids, in_answer, positions = (tensor.to(device) for tensor in batch)
         logits = logits_of(model, ids, positions)                           # [B, length, V]
-        loss = F.cross_entropy(logits[in_answer], next_ids[in_answer])
-        outside_loss = F.cross_entropy(logits[~in_answer], next_ids[~in_answer])
-        (loss + outside_weight * outside_loss).backward()
+        losses = F.cross_entropy(logits.flatten(0, 1), next_ids.flatten(), reduction="none").view_as(ids)
+        loss = losses[in_answer].mean()
+        (loss + outside_weight * losses[~in_answer].mean()).backward()
         average([p.grad for p in model.parameters()])
         for optimizer, peak in zip(optimizers, PEAKS):
             for group in optimizer.param_groups:
@@ -336,7 +348,7 @@ def load_state(state_file, steps, model, optimizers):
 def save_checkpoint(model, tokenizer, directory):
     """Write Hugging Face's files, each at once, so that nobody who loads the model reads half a file."""
     with tempfile.TemporaryDirectory(dir=directory) as fresh:
-        model.generation_config.pad_token_id = VOCABULARY - 1
+        model.generation_config.pad_token_id = model.config.eos_token_id
         model.half().cpu().save_pretrained(fresh)
         tokenizer.save(f"{fresh}/tokenizer.json")
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False,
