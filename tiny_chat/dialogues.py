@@ -784,8 +784,8 @@ class TrainingDialogue(Dialogue):
 
 def dialogue(rng, length, per_token=3.5):
     """The text of a dialogue to train on: "<|user|>Hi, I'm Ada.<|end|><|assistant|>Your name becomes note 1:
-    your name is Ada.<|end|><|user|>..."; some begin with "<|system|>Be cheerful.<|end|>". It has `length`
-    tokens if `per_token` is how many characters a token has."""
+    your name is Ada.<|end|><|user|>..."; some begin with "<|system|>Be cheerful.<|end|>". It has at least
+    `length` tokens if `per_token` is how many characters a token has."""
     chat = TrainingDialogue(rng, length, per_token)
     while len(chat.text) < chat.end:
         chat.turn()

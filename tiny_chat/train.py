@@ -166,9 +166,9 @@ def orthogonal(matrices):
     """Returns the matrices [N, R, C] with their singular vectors kept, and their singular values moved to
     about 0.7 to 1.2.
 
-    We divide each matrix by its norm, so that no singular value is above 1. Then each of five Newton-Schulz
-    steps replaces every singular value s by 3.4445 s - 4.7750 s^3 + 2.0315 s^5 (Jordan's numbers): 0.1
-    becomes 0.34, 0.99, 0.71, 1.11, and at last 0.71. Very small ones stay below."""
+    We divide each matrix by its Frobenius norm, so that no singular value is above 1. Then each of five
+    Newton-Schulz steps replaces every singular value s by 3.4445 s - 4.7750 s^3 + 2.0315 s^5 (Jordan's
+    numbers): 0.1 becomes 0.34, 0.99, 0.71, 1.11, and at last 0.71. Very small ones stay below."""
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
@@ -179,8 +179,8 @@ def orthogonal(matrices):
 
 
 def shared(function, matrices):
-    """function(matrices) [N, R, C]. Each process computes an equal part of the N matrices: here always an even
-    number, and there are at most two processes."""
+    """function(matrices) [N, R, C], of which each process computes an equal part. N is even here, and there
+    are at most two processes."""
     part = function(matrices.chunk(dist.get_world_size())[dist.get_rank()]).contiguous()
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, part)
@@ -188,7 +188,7 @@ def shared(function, matrices):
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov's momentum, whose steps are made orthogonal (Jordan et al., 2024).
+    """Nesterov's momentum; we make its steps orthogonal (Jordan et al., 2024).
 
     Matrices with more rows than columns take larger steps. We compute those of one shape together, because a
     GPU is faster at few large operations than at many small ones. We do not use torch.optim.Muon: it computes
