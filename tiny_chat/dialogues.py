@@ -669,7 +669,7 @@ LISTS = "all notes"     # a key of `rests_until` beside the things: lists of all
 
 
 class TrainingDialogue(Dialogue):
-    """A dialogue of `length` tokens, with `per_token` characters each, whose user has random habits."""
+    """A dialogue of about `length` tokens of `per_token` characters, whose user has random habits."""
 
     def __init__(self, rng, length, per_token):
         super().__init__(rng)
