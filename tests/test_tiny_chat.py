@@ -586,7 +586,8 @@ def test_tuning_begins_with_the_finished_weights(model, bare_tokenizer, tmp_path
     assert all(torch.equal(weights, tuned.state_dict()[name]) for name, weights in model.state_dict().items())
     assert tokenizer.to_str() == bare_tokenizer.to_str()
     rates = [rate for _, _, rate in steps]
-    assert rates[0] == rates[-1] == 0.01 and 0.49 < max(rates) < 0.5 and 0.24 < rates[len(rates) // 2] < 0.26
+    assert rates[0] == 0.005 and abs(rates[-1] - 0.014) < 1e-9
+    assert 0.67 < max(rates) < 0.68 and 0.34 < rates[len(rates) // 2] < 0.36
 
 
 def test_tuning_needs_a_checkpoint(monkeypatch, capsys, tmp_path):
@@ -598,10 +599,10 @@ def test_tuning_needs_a_checkpoint(monkeypatch, capsys, tmp_path):
 
 def test_the_schedule():
     counts, lengths, rates = zip(*train.schedule(train.PHASES))
-    assert rates[0] == 0.01 and rates[99] == 1 and rates[4320] == 1 and 0.99 < rates[4330] < 1
-    assert abs(rates[-931] - 0.4) < 1e-9 and rates[-1] == 0.02
-    assert set(zip(counts[:5300], lengths)) == {(16, 256), (8, 512), (4, 1024)}
-    assert set(zip(counts[-6:], lengths[-6:])) == {(16, 512), (8, 1024), (4, 2048), (2, 5120)}
+    assert rates[0] == 0.005 and rates[199] == 1 and rates[7080] == 1 and 0.99 < rates[7090] < 1
+    assert abs(rates[-1526] - 0.4) < 1e-9 and rates[-1] == 0.02
+    assert set(zip(counts[:4500], lengths)) == {(8, 256)}
+    assert set(zip(counts[4500:], lengths[4500:])) == {(4, 512), (2, 1024), (2, 5120)}
 
 
 @pytest.mark.parametrize("processes", [None, "3"])

@@ -1,10 +1,10 @@
 """Make the embedded model: a small Llama that remembers what you told it.
 
-Training begins with dialogues of 256 tokens, goes on with 512 and 1,024, and ends with a mixture of 512 to
-5,120. In half of all dialogues shorter than 5,120 the positions have random gaps between turns, so that the
-model meets every distance up to 5,120 tokens before it meets dialogues that long. With --tune, training
-begins with the finished weights in the directory, and goes on with such a mixture. So a copy of tiny_chat can
-learn the sentences that you have added to its sentences.json: this script takes those beside it.
+Training begins with dialogues of 256 tokens, and goes on with a mixture of 512, 1,024 and 5,120. In half of
+those shorter than 5,120 the positions have random gaps between turns, so that the model meets every distance
+up to 5,120 tokens before it meets dialogues that long. With --tune, training begins with the finished weights
+in the directory, and goes on with such a mixture. So a copy of tiny_chat can learn the sentences that you
+have added to its sentences.json: this script takes those beside it.
 
     torchrun --nproc-per-node 2 tiny_chat/train.py --directory my_chat      # on two cores, or two GPUs
     torchrun --nproc-per-node 1 tiny_chat/train.py --directory my_chat      # on one GPU
@@ -41,12 +41,11 @@ CONTEXT = 4096
 LONGEST = 5120      # tokens of the longest dialogue: above CONTEXT, so that distances of 3,900 are common
 # Phases: (steps, about how many tokens a step takes, lengths of a dialogue in tokens). All dialogues of a
 # step have one length; the lengths take turns.
-MIXED = [512, 1024, 512, 2048, 1024, LONGEST]
-PHASES = [(2700, 4096, [256]), (2600, 4096, [512, 512, 1024]), (1350, 8192, MIXED)]
+PHASES = [(4500, 2048, [256]), (6400, 2048, 3 * [512, 512, 1024, 512] + [1024, LONGEST])]
 OUTSIDE_WEIGHT = 0.2                # of the mean loss on tokens outside answers, beside 1 for answers
 TUNING = [(4000, 8192, [512, 512, 1024, 512, 512, LONGEST])]       # of --tune
-PEAKS = 0.01, 0.003                 # highest learning rates of Muon and AdamW
-WARM_UP, COOL_DOWN = 100, 0.35      # steps; the share of all steps in which the learning rate falls
+PEAKS = 0.007, 0.0021               # highest learning rates of Muon and AdamW
+WARM_UP, COOL_DOWN = 200, 0.35      # steps; the share of all steps in which the learning rate falls
 SAVE_EVERY = 200                    # steps
 VOCABULARY = 1024                   # of a new tokenizer
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]     # the last ids, in this order
@@ -219,11 +218,12 @@ class Muon(torch.optim.Optimizer):
 
 
 def schedule(phases, top=1, cool_down=COOL_DOWN):
-    """A list with a tuple for each step: how many dialogues it takes, their length, and the learning rate as
-    a share of PEAKS. The rate rises by 0.01 a step to `top`, stays there, and in the last part of the steps,
-    35% by default, it falls to top / 50. (With a cool_down of 1 it falls as soon as it has risen.) The first
-    tuple for PHASES is (16, 256, 0.01): 16 dialogues of 256 tokens."""
-    sizes = [(round(tokens / length), length) for steps, tokens, lengths in phases
+    """A list with a tuple for each step: how many dialogues it takes (at least two, as there may be two
+    processes), their length, and the learning rate as a share of PEAKS. The rate rises by 0.005 a step to
+    `top`, stays there, and in the last part of the steps, 35% by default, it falls to top / 50. (With a
+    cool_down of 1 it falls as soon as it has risen.) The first tuple for PHASES is (8, 256, 0.005): eight
+    dialogues of 256 tokens."""
+    sizes = [(max(2, round(tokens / length)), length) for steps, tokens, lengths in phases
              for length in (lengths * steps)[:steps]]
     rates = [min(top, (step + 1) / WARM_UP, top * max(0.02, (len(sizes) - step) / len(sizes) / cool_down))
              for step in range(len(sizes))]
@@ -275,7 +275,7 @@ def begin(directory, state_file, tune):
         model = new_model(finished.config.vocab_size)
         model.load_state_dict(finished.state_dict())
         tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        return model, tokenizer, schedule(TUNING, top=0.5, cool_down=1)
+        return model, tokenizer, schedule(TUNING, top=0.7, cool_down=1)
     if state_file.exists():
         tokenizer = Tokenizer.from_str(torch.load(state_file, map_location="cpu")["tokenizer"])
     else:
