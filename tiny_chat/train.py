@@ -39,13 +39,13 @@ from sentences import REAL_VALUES
 HERE = Path(__file__).resolve().parent
 CONTEXT = 4096
 LONGEST = 5120      # tokens of the longest dialogue: above CONTEXT, so that distances of 3,900 are common
-# Phases: (steps, about how many tokens a step takes, lengths of a dialogue in tokens). All dialogues of a
-# step have one length; the lengths take turns.
+# Phases: (steps, about how many tokens a step has, lengths of a dialogue in tokens). All dialogues of a step
+# have one length, and a step has at least two; the lengths take turns.
 PHASES = [(4500, 2048, [256]), (6400, 2048, 3 * [512, 512, 1024, 512] + [1024, LONGEST])]
 OUTSIDE_WEIGHT = 0.2                # of the mean loss on tokens outside answers, beside 1 for answers
 TUNING = [(4000, 8192, [512, 512, 1024, 512, 512, LONGEST])]       # of --tune
 PEAKS = 0.007, 0.0021               # highest learning rates of Muon and AdamW
-WARM_UP, COOL_DOWN = 200, 0.35      # steps; the share of all steps in which the learning rate falls
+WARM_UP, COOL_DOWN = 200, 0.35      # steps to the full rate; the share of steps in which it falls
 SAVE_EVERY = 200                    # steps
 VOCABULARY = 1024                   # of a new tokenizer
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]     # the last ids, in this order
@@ -218,7 +218,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def schedule(phases, top=1, cool_down=COOL_DOWN):
-    """A list with a tuple for each step: how many dialogues it takes (at least two, as there may be two
+    """A list with a tuple for each step: how many dialogues it has (at least two, as there may be two
     processes), their length, and the learning rate as a share of PEAKS. The rate rises by 0.005 a step to
     `top`, stays there, and in the last part of the steps, 35% by default, it falls to top / 50. (With a
     cool_down of 1 it falls as soon as it has risen.) The first tuple for PHASES is (8, 256, 0.005): eight
@@ -288,9 +288,9 @@ def train(model, tokenizer, steps, outside_weight, state_file, device):
     """Train the model through all steps of a schedule, from `state_file` on if that exists. All processes
     begin with the same weights and take the same steps, so they end with the same weights.
 
-    The model also learns to predict the tokens outside answers, most of which the user says. Nobody will ask
-    it to, but in a short trial it then understood more of the user's sentences. outside_weight: the weight of
-    the mean loss on these tokens, beside 1 for the mean loss on answers."""
+    outside_weight: the weight of the mean loss on tokens outside answers, beside 1 for that on answers. Most
+    of these tokens are the user's, and nobody will ask the model to predict them. But a briefly trained model
+    that learnt to do so understood more of the user's sentences."""
     model.to(device)
     if device.type == "cuda":
         model.set_attn_implementation("on a GPU")
