@@ -165,8 +165,9 @@ for line in sys.stdin:
         exec(before)
         server.main()
         os._exit(0)
-    print()         # a server that was killed may have left half a line
-    print("exit", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    status = os.waitpid(pid, 0)[1]
+    # on a line of its own: a server that was killed may have left half a line
+    print("\\nexit", os.waitstatus_to_exitcode(status), flush=True)
 """
 
 
