@@ -6,11 +6,11 @@ up to 5,120 tokens before it meets dialogues that long. With --tune, training be
 in the directory, and goes on with such a mixture. So a copy of tiny_chat can learn the sentences that you
 have added to its sentences.json: this script takes those beside it.
 
-    torchrun --nproc-per-node 2 tiny_chat/train.py --directory my_chat      # on two cores, or two GPUs
-    torchrun --nproc-per-node 1 tiny_chat/train.py --directory my_chat      # on one GPU
+    torchrun --nproc-per-node 2 tiny_chat/train.py --directory my_chat      # on two cores
+    torchrun --nproc-per-node 1 tiny_chat/train.py --directory my_chat      # on one GPU (not tried)
     torchrun --nproc-per-node 2 my_sentences/train.py --tune                # train a copy's weights further
-    python tiny_chat/train.py --evaluate choice             # measure: sentences for choosing settings
-    python tiny_chat/train.py --evaluate final              # measure: sentences for afterwards
+    python tiny_chat/train.py --evaluate choice             # measure while you choose settings
+    python tiny_chat/train.py --evaluate final              # measure afterwards, with other sentences
 
 All processes train one model: each computes the gradients of its own dialogues, and all take a step along
 their mean. Training saves its state in training.pt every 200 steps, and continues from there when it is
@@ -40,7 +40,7 @@ HERE = Path(__file__).resolve().parent
 CONTEXT = 4096
 LONGEST = 5120      # tokens of the longest dialogue: above CONTEXT, so that distances of 3,900 are common
 # Phases: (steps, about how many tokens a step has, lengths of a dialogue in tokens). All dialogues of a step
-# have one length, and a step has at least two; the lengths take turns.
+# have one length, and the lengths take turns. A step has at least two dialogues: 10,240 tokens of LONGEST.
 PHASES = [(4500, 2048, [256]), (6400, 2048, 3 * [512, 512, 1024, 512] + [1024, LONGEST])]
 OUTSIDE_WEIGHT = 0.2                # of the mean loss on tokens outside answers, beside 1 for answers
 TUNING = [(4000, 8192, [512, 512, 1024, 512, 512, LONGEST])]       # of --tune
@@ -205,7 +205,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             matrices = group["params"]
             grads = torch.stack([matrix.grad for matrix in matrices])                   # [N, R, C]
-            state, (_, R, C) = self.state[matrices[0]], grads.shape
+            state, (_, R, C) = self.state[matrices[0]], grads.shape     # one state for the whole group
             if not state:
                 state["smoothed"] = torch.zeros_like(grads)
             smoothed = state["smoothed"]        # mean of all gradients; the older, the less they count
@@ -221,8 +221,8 @@ def schedule(phases, top=1, cool_down=COOL_DOWN):
     """A list with a tuple for each step: how many dialogues it has (at least two, as there may be two
     processes), their length, and the learning rate as a share of PEAKS. The rate rises by 0.005 a step to
     `top`, stays there, and in the last part of the steps, 35% by default, it falls to top / 50. (With a
-    cool_down of 1 it falls as soon as it has risen.) The first tuple for PHASES is (8, 256, 0.005): eight
-    dialogues of 256 tokens."""
+    cool_down of 1 it rises to just below `top`, and falls from then on.) The first tuple for PHASES is
+    (8, 256, 0.005): eight dialogues of 256 tokens."""
     sizes = [(max(2, round(tokens / length)), length) for steps, tokens, lengths in phases
              for length in (lengths * steps)[:steps]]
     rates = [min(top, (step + 1) / WARM_UP, top * max(0.02, (len(sizes) - step) / len(sizes) / cool_down))
