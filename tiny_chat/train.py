@@ -467,8 +467,8 @@ def main():
         parser.error(f"--tune needs a checkpoint in {args.directory}, for example a copy of {HERE}")
     most = min(2, torch.cuda.device_count() or 2)       # a step with the longest dialogues has two of them
     if not 1 <= int(os.environ.get("WORLD_SIZE", 0)) <= most:
-        parser.error(f"training needs torchrun, with at most {most} processes here: "
-                     f"torchrun --nproc-per-node {most} tiny_chat/train.py --directory my_chat")
+        parser.error(f"training needs torchrun, with at most {most} processes here. Begin the command with "
+                     f"torchrun --nproc-per-node {most}; the script and its arguments follow as they are")
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)      # makes numbers below 1e-38 zero: else a step takes 2.7 times as long
     keep_freed_memory()
