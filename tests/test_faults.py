@@ -366,6 +366,14 @@ def test_a_worker_that_dies_ends_the_process(zygote, checkpoint, tmp_path):
     assert zygote.exit_code() == 1
 
 
+def test_exit_after_half_a_line(zygote, checkpoint, tmp_path):
+    """Our helper hears that a server has been killed, even if this left half a line of its output."""
+    zygote.start(checkpoint, tmp_path / "history",
+                 before="import time; time.sleep(0.2); print('http://127.0.0.1:1', end='', flush=True); "
+                        "os.kill(os.getpid(), 9)")
+    assert zygote.exit_code() == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("kills", [3, pytest.param(200, marks=pytest.mark.soak)])
 def test_kill_9_under_load(zygote, checkpoint, tmp_path, kills):
     """No turn that was told to be done is lost, none is torn, and every conversation goes on exactly."""
