@@ -368,9 +368,9 @@ def test_a_worker_that_dies_ends_the_process(zygote, checkpoint, tmp_path):
 
 def test_exit_after_half_a_line(zygote, checkpoint, tmp_path):
     """Our helper hears that a server has been killed, even if this left half a line of its output."""
-    zygote.start(checkpoint, tmp_path / "history",
-                 before="import time; time.sleep(0.2); print('http://127.0.0.1:1', end='', flush=True); "
-                        "os.kill(os.getpid(), 9)")
+    # It sleeps first, so that nothing else is printed between the half line and its end.
+    half_a_line = "import time; time.sleep(0.2); print('http://127.0.0.1:1', end='', flush=True)"
+    zygote.start(checkpoint, tmp_path / "history", before=f"{half_a_line}; os.kill(os.getpid(), 9)")
     assert zygote.exit_code() == -signal.SIGKILL
 
 
