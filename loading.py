@@ -115,7 +115,7 @@ def largest_step(model: Model, num_tokens: int, max_running: int):
     tokens = torch.zeros(num_tokens, dtype=torch.int32, device=next(model.parameters()).device)
     hidden = model(tokens, tokens, lambda layer, q, k, v, rotation: q.clone())
     logits = model.logits(hidden[:max_running])
-    drawn = Request(Conversation("", 0, [0], 1, toward=1), [], sampling=Sampling(temperature=1.0, top_p=0.9))
+    drawn = Request(Conversation("", 0, [0], 1), [], sampling=Sampling(temperature=1.0, top_p=0.9))
     sample(logits, [drawn] * len(logits))
 
 

@@ -32,7 +32,7 @@ def test_chunks_that_can_be_recomputed_in_time_leave_first():
     assert patient(COST, 32).free == 3                      # 40 + 60 + 80 ms are within 200 ms
     policy = type("Prompts", (TailOptimized,), dict(PROMPT=40))(COST, 32)
     assert policy.free == 2                                 # 40 + 60 ms, and 50 ms for a prompt of 40 tokens
-    assert [policy.key(None, index, 9) for index in range(5)] == [0, 0, 1, 1, 1]
+    assert [policy.key(None, index) for index in range(5)] == [0, 0, 1, 1, 1]
     assert policy.value(0, 1.0) < policy.value(1, 1e6)
     assert policy.value(0, 2.0) < policy.value(0, 1.0)
 
@@ -47,9 +47,9 @@ def test_a_category_returns_with_its_own_chance():
 
 def test_expected_cost_is_the_rate_of_return_times_the_cost():
     policy = learnt(ExpectedCost(COST, 32))
-    key = policy.key(idle(2), 1, 9)
+    key = policy.key(idle(2), 1)
     assert policy.value(key, 60.0) == pytest.approx(3 / (3 + math.e) / 60 * 0.060, rel=0.05)
-    assert policy.value(policy.key(idle(1), 1, 9), 60.0) < policy.value(key, 60.0)
+    assert policy.value(policy.key(idle(1), 1), 60.0) < policy.value(key, 60.0)
 
 
 @settings(deadline=None)                    # a busy machine takes its time
@@ -57,7 +57,7 @@ def test_expected_cost_is_the_rate_of_return_times_the_cost():
        st.floats(1e-3, 1e5), st.floats(1e-3, 1e5))
 def test_no_value_rises_with_idle_time(kind, turns, index, one, other):
     policy = learnt_once[kind]
-    key = policy.key(idle(turns), index, 60)
+    key = policy.key(idle(turns), index)
     assert policy.value(key, max(one, other)) <= policy.value(key, min(one, other))
 
 

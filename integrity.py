@@ -1,0 +1,79 @@
+"""Are the books of a KVCache right? Checks them from scratch: for tests, and for Engine(debug=True).
+
+Every slot and every place is free, or in exactly one chunk, or held by a copy in flight alone. The slot
+table agrees with the chunks, and the indexes of victims too. (Whether the KV is there, these integers
+cannot say.) An AssertionError names the first invariant that does not hold.
+"""
+from collections import Counter
+
+
+def check(cache, conversations: list):
+    """conversations: all that have chunks of the cache (kv_cache.KVCache). O(everything)."""
+    chunks = {chunk for conversation in conversations for chunk in conversation.chunks}
+    for conversation in conversations:
+        check_conversation(cache, conversation)
+    for chunk in chunks:
+        check_chunk(cache, chunk, conversations)
+    check_owners(cache, chunks)
+    check_indexes(cache, chunks)
+    named = [*cache.conversations.values()]
+    assert [one for one in named if one.row is not None] == sorted(
+        cache.running.values(), key=named.index), "not all that have a row are running"
+    cold = {one for one in named if not (one.pinned or one.waiting or keeps_cached(one))}
+    assert {*cache.cold_conversations()} == cold
+
+
+def check_owners(cache, chunks: set):
+    """Each slot, place and row has one owner."""
+    slots = Counter([*cache.free_slots, *(slot for chunk in chunks for slot in chunk.slots)])
+    places = Counter([*cache.free_places,
+                      *(chunk.place for chunk in chunks if chunk.place is not None)])
+    for ticket in cache.in_flight:
+        assert ticket.chunk.ticket is ticket
+        slots.update(ticket.orphans)
+        places.update([ticket.place] if ticket.chunk.place != ticket.place else [])
+    rows = [conversation.row for conversation in cache.running.values()] + cache.free_rows
+    assert slots == Counter(range(cache.num_slots)), "a slot is lost, or owned twice"
+    assert places == Counter(range(cache.num_places)), "a CPU place is lost, or owned twice"
+    assert sorted(rows) == list(range(len(cache.table))), "a row is lost, or owned twice"
+
+
+def check_chunk(cache, chunk, conversations: list):
+    assert chunk.users and all(chunk in user.chunks for user in chunk.users)
+    assert {*chunk.users} <= {*conversations}
+    assert chunk.filled <= cache.chunk_size
+    assert len(chunk.slots) in (0, chunk.filled) or chunk.pinned and len(chunk.slots) > chunk.filled
+    assert (chunk.filled or chunk.place is None) and (chunk.state or not chunk.filled)
+    assert chunk.ticket is None or chunk.ticket in cache.in_flight
+    assert chunk.ticket is None or chunk.place in (None, chunk.ticket.place)
+
+
+def check_conversation(cache, conversation):
+    runs = conversation.row is not None
+    assert runs == (cache.running.get(conversation.order) is conversation)
+    for index, chunk in enumerate(conversation.chunks):
+        assert chunk.index == index
+        if chunk.filled and chunk.users == (conversation,):
+            end = index * cache.chunk_size + chunk.filled
+            assert end <= min(conversation.known, len(conversation.tokens))
+    if runs:
+        slots = [slot for chunk in conversation.chunks for slot in chunk.slots]
+        assert conversation.pinned and conversation.room == len(slots)
+        row = cache.table[conversation.row, :len(slots)].tolist()
+        assert row == slots, "the slot table disagrees"
+
+
+def check_indexes(cache, chunks: set):
+    """Each chunk stands in the index of its next move and in no other, as what it is now."""
+    cache.refile()
+    for move, index in cache.indexes.items():
+        movable = [chunk for chunk in chunks if chunk.next_move == move]
+        assert index.members == {chunk: cache.member(chunk) for chunk in movable}
+    for chunk in chunks:
+        assert chunk.filed == chunk.next_move
+        assert chunk.offered == (len(chunk.slots) if chunk.filed == "reclaim" else 0)
+    assert cache.reclaimable == sum(chunk.offered for chunk in chunks)
+
+
+def keeps_cached(conversation) -> bool:
+    return any(chunk.state and conversation in chunk.users for chunk in conversation.chunks)
