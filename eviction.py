@@ -178,20 +178,25 @@ POLICIES = {"retention": RetentionValue, "lru": LeastRecentlyUsed, "trailing-hal
 
 
 class Member(NamedTuple):
-    """A chunk that could leave, as the index knows it.
+    """A chunk that could leave, as an index knows it.
 
     Members compare as tuples do. The lowest of a group is its cheapest, now and later."""
     last_needed: float      # when its users were, says the policy
     nth: float              # the policy's nth_to_leave
-    number: int             # no other chunk has it
+    order: int              # its conversation's: the older one's is lower
     key: int                # the policy's
     users: int              # conversations that use the chunk: one, unless sharing.py shares it
-    chunk: object
+    move: str               # what eviction would do to it: each index is for one move
+    chunk: object           # chunk.member is this one, or this one is out of date
 
     @property
     def group(self) -> tuple[int, int]:
         """Members of one group differ in nothing but idle time, and the order of equal ones."""
         return self.key, self.users
+
+    @property
+    def stale(self) -> bool:
+        return self.chunk.member is not self
 
 
 def worth(policy: Policy, member: Member, now: float) -> float:
@@ -203,7 +208,7 @@ def cheapest_by_scanning(policy: Policy, members: list[Member], now: float) -> M
     """The member that is worth least: the specification of `VictimIndex.cheapest`. O(members).
 
     Of equally cheap ones we take the lowest: the one that was needed least recently, then the one whose
-    `nth` is lowest, then the one whose `number` is lowest."""
+    `nth` is lowest, then that of the oldest conversation."""
     def rank(member: Member) -> tuple[float, Member]:
         return worth(policy, member, now), member
     return min(members, key=rank, default=None)
@@ -224,31 +229,25 @@ class VictimIndex:
     At 12:10 we compute what A0, A1 and C5 are worth and keep them in one more heap, `tops`. Each further
     victim of that moment costs us only a look at what has changed since.
 
-    A member that moves to another group leaves its old entry behind. Such an entry is *stale*: `members`
-    says otherwise. We drop it when it comes to the top, or when too many entries have gathered.
+    Whoever changes a chunk gives it another `chunk.member`, and files that one if it is not None. The old
+    one is *stale* then. We drop it when it comes to the top, or when too many members have gathered.
     """
 
     def __init__(self, policy: Policy):
         self.policy = policy
-        self.members: dict[object, Member] = {}             # by chunk
         self.heaps: dict[tuple, list[Member]] = {}          # by group
-        self.pushes = 0                                     # since the heaps were last rebuilt
+        self.room = 64                                      # for so many more, then we drop stale ones
         self.now: float | None = None                       # the moment for which `tops` holds
         self.tops: list[tuple[float, Member]] = []          # a heap of (worth, member)
         self.latest_top: dict[tuple, Member] = {}           # group -> its latest entry in `tops`
         self.changed: set[tuple] = set()                    # groups that may have another top since then
 
     def file(self, member: Member):
-        """Add a chunk, or move it to another group or another time."""
-        if self.members.get(member.chunk) == member:
-            return
-        self.members[member.chunk] = member
+        """Add a chunk's new member."""
         self._push(member)
-        if self.pushes > 2 * len(self.members) + 64:
-            self._rebuild()
-
-    def discard(self, chunk: object):
-        self.members.pop(chunk, None)
+        self.room -= 1
+        if not self.room:
+            self._drop_stale()
 
     def cheapest(self, now: float) -> Member | None:
         """O(groups) at a new moment, then O(log members), amortised, for every further call at this
@@ -260,16 +259,16 @@ class VictimIndex:
         self.changed.clear()
         while self.tops:
             _, member = self.tops[0]
-            if self.members.get(member.chunk) is member:
+            if not member.stale:
                 return member
             heapq.heappop(self.tops)
             self._push_top(member.group)        # the second of its group is the first now
         return None
 
     def _push_top(self, group: tuple[int, int]):
-        """Put the lowest member of a group among the tops, after dropping stale entries above it."""
+        """Put the lowest member of a group among the tops, after dropping stale ones above it."""
         heap = self.heaps.get(group, [])
-        while heap and self.members.get(heap[0].chunk) is not heap[0]:
+        while heap and heap[0].stale:
             heapq.heappop(heap)
         if not heap:
             self.heaps.pop(group, None)
@@ -283,10 +282,10 @@ class VictimIndex:
         heapq.heappush(heap, member)
         if heap[0] is member:
             self.changed.add(member.group)
-        self.pushes += 1
 
-    def _rebuild(self):
-        self.heaps = {}
-        for member in self.members.values():
+    def _drop_stale(self):
+        """O(members), after as many calls of `file`."""
+        members = [member for heap in self.heaps.values() for member in heap if not member.stale]
+        self.heaps, self.room = {}, len(members) + 64
+        for member in members:
             self._push(member)
-        self.pushes = 0

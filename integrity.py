@@ -64,15 +64,17 @@ def check_conversation(cache, conversation):
 
 
 def check_indexes(cache, chunks: set):
-    """Each chunk stands in the index of its next move and in no other, as what it is now."""
+    """Each chunk stands in the index of its next move, as it is now, and in no other."""
     cache.refile()
+    before = {chunk: chunk.member for chunk in chunks}
+    cache.changed.update(chunks)
+    cache.refile()
+    assert all(chunk.member == before[chunk] for chunk in chunks)   # filed again, it's the same
     for move, index in cache.indexes.items():
-        movable = [chunk for chunk in chunks if chunk.next_move == move]
-        assert index.members == {chunk: cache.member(chunk) for chunk in movable}
-    for chunk in chunks:
-        assert chunk.filed == chunk.next_move
-        assert chunk.offered == (len(chunk.slots) if chunk.filed == "reclaim" else 0)
-    assert cache.reclaimable == sum(chunk.offered for chunk in chunks)
+        filed = {member.chunk for heap in index.heaps.values() for member in heap if not member.stale}
+        assert filed == {chunk for chunk in chunks if chunk.next_move == move}, move
+    offered = [len(chunk.slots) for chunk in chunks if chunk.next_move == "reclaim"]
+    assert cache.reclaimable == sum(offered) == sum(chunk.offered for chunk in chunks)
 
 
 def keeps_cached(conversation) -> bool:

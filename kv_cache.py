@@ -48,22 +48,24 @@ class Chunk:
     """Up to `chunk_size` consecutive tokens of a conversation. The first `filled` of them have KV.
 
     An absent chunk (never computed, or dropped) has neither slots nor a place."""
-    __slots__ = ("users", "index", "number", "filled", "slots", "place", "ticket",
-                 "evictable_without_copy", "filed", "offered")
+    __slots__ = ("users", "index", "filled", "slots", "place", "ticket", "evictable_without_copy",
+                 "member", "offered")
 
-    def __init__(self, user: "Conversation", index: int, number: int):
-        # The conversations that it belongs to. (One, but for sharing.py.)
-        self.users: tuple[Conversation, ...] = (user,)
+    def __init__(self, users: "tuple[Conversation, ...]", index: int):
+        self.users = users              # the conversations that it belongs to (one, but for sharing.py)
         self.index = index              # its first token is at position index * chunk_size
-        self.number = number            # in the order of creation
         self.filled = 0
         self.slots: list[int] = []      # of its tokens; more than `filled` while they are computed
         self.place: int | None = None   # in the CPU tier
         self.ticket: Ticket | None = None       # the copy in flight, in either direction
         self.evictable_without_copy = False     # until its conversation runs again
         # What KVCache.refile has made of it last:
-        self.filed: str | None = None   # the move in whose index it stands
-        self.offered = 0                # its slots that `reclaim` could free
+        self.member: Member | None = None       # its entry in the index of its next move
+        self.offered = 0                # how many slots `reclaim` could free
+
+    def __lt__(self, other: "Chunk") -> bool:
+        """Decides between members of an index that are equal otherwise."""
+        return self.index < other.index
 
     @property
     def state(self) -> str | None:
@@ -106,6 +108,7 @@ class Conversation:
         # sampled, but never fed to the model.
         self.known = max(len(self.tokens) - 1, 0)
         self.chunks: list[Chunk] = []
+        self.alone = (self,)            # the users of a chunk that nobody shares
         self.row: int | None = None     # in the slot table, while it runs
         self.room = 0                   # while it runs, positions [0, room) have slots
         self.pinned = False             # it runs, or we make room for it just now
@@ -176,7 +179,7 @@ class KVCache:
         # Chunks that have changed since we last looked: their entries in `indexes` may be out of date.
         self.changed: set[Chunk] = set()
         self.maybe_cold: dict[int, Conversation] = {}       # by order, see `cold_conversations`
-        self.orders, self.numbers = count(), count()        # of conversations, of chunks
+        self.orders = count()
         self.stats = Counter(chunks_swapped_in=0, chunks_swapped_out=0, chunks_dropped=0)
 
     # ---- conversations
@@ -220,7 +223,7 @@ class KVCache:
         whole, rest = divmod(known, self.chunk_size)
         cut = conversation.chunks[whole:]
         del conversation.chunks[whole:]
-        if rest and cut and cut[0].users == (conversation,):
+        if rest and cut and cut[0].users == conversation.alone:
             chunk = cut.pop(0)
             chunk.filled = min(chunk.filled, rest)      # a copy on the CPU stays right for these
             self._trim(chunk)
@@ -403,7 +406,7 @@ class KVCache:
         conversation.pinned = True              # so that `_cheapest` passes over its chunks
         tickets = self.plan_swap_out(wanted, now)
         conversation.pinned = False
-        self.changed.update([chunk for chunk in conversation.chunks if chunk.filed is None])
+        self.changed.update([chunk for chunk in conversation.chunks if not chunk.member])
         return tickets
 
     def complete(self, ticket: Ticket):
@@ -479,7 +482,7 @@ class KVCache:
         remaining, chunks = iter(slots), conversation.chunks
         for index in range(first_index, chunks_for(total, self.chunk_size)):
             if index == len(chunks):
-                chunks.append(Chunk(conversation, index, next(self.numbers)))
+                chunks.append(Chunk(conversation.alone, index))
             chunk, wanted = chunks[index], min(self.chunk_size, total - index * self.chunk_size)
             if len(chunk.slots) < wanted:
                 chunk.slots += islice(remaining, wanted - len(chunk.slots))
@@ -546,33 +549,30 @@ class KVCache:
         and not before, because a chunk changes several times on its way."""
         for chunk in self.changed:
             move = chunk.next_move
-            if chunk.filed and chunk.filed != move:
-                self.indexes[chunk.filed].discard(chunk)
-            if move:
-                self.indexes[move].file(self.member(chunk))
+            member = self._member(chunk, move) if move else None
+            if chunk.member != member:
+                chunk.member = member
+                if member:
+                    self.indexes[move].file(member)
             offered = len(chunk.slots) if move == "reclaim" else 0
             self.reclaimable += offered - chunk.offered
-            chunk.filed, chunk.offered = move, offered
+            chunk.offered = offered
         self.changed.clear()
 
-    def member(self, chunk: Chunk) -> Member:
+    def _member(self, chunk: Chunk, move: str) -> Member:
         """The chunk as an index knows it. It was last needed when any of its users was."""
         policy, users = self.policy, chunk.users
         last_needed = max(map(policy.last_needed, users))
         nth, key = policy.nth_to_leave(chunk.index), policy.key(users[0], chunk.index)
-        return Member(last_needed, nth, chunk.number, key, len(users), chunk)
+        return Member(last_needed, nth, users[0].order, key, len(users), move, chunk)
 
     def _cheapest(self, move: str, now: float) -> Chunk | None:
-        """The chunk that is worth least among those that allow the move. None: there is no such chunk.
-
-        """
+        """The chunk that is worth least among those that allow the move. None: there is no such chunk."""
         self.refile()
         while member := self.indexes[move].cheapest(now):
-            chunk = member.chunk
-            if chunk.next_move == move:
-                return chunk
-            self.indexes[move].discard(chunk)       # `plan_swap_out_for` has pinned it for a moment
-            chunk.filed = None
+            if member.chunk.next_move == move:
+                return member.chunk
+            member.chunk.member = None          # `plan_swap_out_for` has pinned it for a moment
         return None
 
     def _victims(self, move: str, now: float) -> list[Chunk]:
@@ -580,17 +580,15 @@ class KVCache:
         chunk = self._cheapest(move, now)
         if not chunk or not self.policy.part or len(chunk.users) > 1:
             return [chunk] if chunk else []
-        peers = [peer for peer in chunk.users[0].chunks
-                 if peer.filed == move and peer.users == chunk.users]
-        peers.sort(key=lambda peer: self.policy.nth_to_leave(peer.index))
-        return peers[:math.ceil(self.policy.part * len(peers))]
+        peers = [peer.member for peer in chunk.users[0].chunks
+                 if peer.users == chunk.users and peer.member and peer.member.move == move]
+        peers.sort(key=lambda member: member.nth)
+        return [member.chunk for member in peers[:math.ceil(self.policy.part * len(peers))]]
 
     def _worth_less(self, chunk: Chunk, other: Chunk, now: float) -> bool:
-        """Is the chunk worth less than the other one, or would it leave first if both are worth the
-        same?"""
-        def rank(member):
-            return worth(self.policy, member, now), member
-        return rank(self.member(chunk)) < rank(self.member(other))
+        """Is the chunk worth less than the other one? (Or the same, but it would leave first.)"""
+        one, two = chunk.member, other.member
+        return (worth(self.policy, one, now), one) < (worth(self.policy, two, now), two)
 
     def check_integrity(self):
         """Check the invariants of the books from scratch: see integrity.py. O(everything)."""

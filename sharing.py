@@ -55,8 +55,7 @@ class SharingCache(KVCache):
         self.prefix = array("i", tokens[:full * self.chunk_size])
         self.designated = Conversation("prefix", next(self.orders), self.prefix, self.chunk_size)
         self.designated.known, self.designated.pinned = len(self.prefix), True
-        self.designated.chunks = [Chunk(self.designated, index, next(self.numbers))
-                                  for index in range(full)]
+        self.designated.chunks = [Chunk(self.designated.alone, index) for index in range(full)]
 
     def fork(self, origin: Conversation, name: str | None, tokens: Iterable[int]) -> Conversation:
         """A new conversation made from `tokens`, which begin like those of `origin`.

@@ -104,27 +104,38 @@ def test_the_oracle_prefers_to_evict_who_returns_last():
     assert policy.idle(10.0, policy.last_needed(soon)) == 3.0
     assert policy.idle(10.0, policy.last_needed(late)) == 48.0
     index = VictimIndex(policy)
-    for order, conversation in enumerate((soon, late, last)):
-        index.file(Member(policy.last_needed(conversation), 0, order, 0, 1, conversation.name))
-    assert index.cheapest(10.0).chunk is last.name and policy.value(0, math.inf) == 0
-    index.discard(last.name)
-    assert index.cheapest(10.0).chunk is late.name
+    chunks = [Chunk(order, 0) for order in range(3)]
+    for chunk, conversation in zip(chunks, (soon, late, last)):
+        index.file(chunk.become(policy, policy.last_needed(conversation), 1))
+    assert index.cheapest(10.0).chunk is chunks[2] and policy.value(0, math.inf) == 0
+    chunks[2].member = None
+    assert index.cheapest(10.0).chunk is chunks[1]
 
 
 # ---- VictimIndex.cheapest
 
-def members(policy, order, first=0, count=1, last_active=0.0, users=1):
-    """Of a conversation with that order: its chunks [first, first + count)."""
-    return [Member(last_active, policy.nth_to_leave(index), 100 * order + index, policy.key(None, index), users,
-                   (order, index)) for index in range(first, first + count)]
+class Chunk:
+    """Number `index` of a conversation with that order."""
+
+    def __init__(self, order, index):
+        self.order, self.index, self.member = order, index, None
+
+    def become(self, policy, last_active, users):
+        """What the cache does after every change, but for filing it."""
+        key, nth = policy.key(None, self.index), policy.nth_to_leave(self.index)
+        self.member = Member(last_active, nth, self.order, key, users, "reclaim", self)
+        return self.member
 
 
-def file(index, order, *arguments):
-    """What the cache does after every change of a conversation."""
-    now = {member.chunk: member for member in members(index.policy, order, *arguments)}
-    for chunk in [chunk for chunk in index.members if chunk[0] == order and chunk not in now]:
-        index.discard(chunk)
-    for member in now.values():
+def members(policy, chunks, order, first=0, count=1, last_active=0.0, users=1):
+    """Of the conversation with that order: its chunks [first, first + count) can leave, no others."""
+    for index in range(16):
+        chunks.setdefault((order, index), Chunk(order, index)).member = None
+    return [chunks[order, index].become(policy, last_active, users) for index in range(first, first + count)]
+
+
+def file(index, *arguments, chunks=None):
+    for member in members(index.policy, {} if chunks is None else chunks, *arguments):
         index.file(member)
 
 
@@ -132,8 +143,8 @@ def drain(index, now, most=math.inf):
     """Evicts what cheapest() names; the (value, order) of each eviction."""
     evictions = []
     while len(evictions) < most and (member := index.cheapest(now)):
-        evictions.append((worth(index.policy, member, now), member.chunk[0]))
-        index.discard(member.chunk)
+        evictions.append((worth(index.policy, member, now), member.order))
+        member.chunk.member = None
     return evictions
 
 
@@ -142,7 +153,7 @@ def brute_force(policy, living, now, most):
     evictions = []
     while len(evictions) < most and living:
         cheapest = cheapest_by_scanning(policy, living, now)
-        evictions.append((worth(policy, cheapest, now), cheapest.chunk[0]))
+        evictions.append((worth(policy, cheapest, now), cheapest.order))
         living.remove(cheapest)
     return evictions
 
@@ -151,8 +162,8 @@ def test_cheapest_by_scanning_by_hand():
     """retention: chunks cost 11, 12, 14, 16 s. The value decides, then the order; three users are worth
     three times."""
     policy = POLICIES["retention"](COST, 32)
-    a, b = Member(0.0, 0, 3, 0, 1, "a"), Member(0.0, 3, 1, 3, 1, "b")
-    c, d = Member(0.0, 0, 2, 0, 1, "c"), Member(0.0, 0, 0, 0, 3, "d")
+    a, b = Member(0.0, 0, 3, 0, 1, "", "a"), Member(0.0, 3, 1, 3, 1, "", "b")
+    c, d = Member(0.0, 0, 2, 0, 1, "", "c"), Member(0.0, 0, 0, 0, 3, "", "d")
     assert cheapest_by_scanning(policy, [a, b, c, d], 10.0) is c
     assert cheapest_by_scanning(policy, [b, d], 10.0) is b
     assert worth(policy, d, 10.0) == pytest.approx(3 * 1.1)
@@ -162,17 +173,18 @@ def test_cheapest_by_scanning_by_hand():
 def test_of_equal_worth_the_longest_idle_leaves_first_then_the_nth_then_the_oldest():
     """The cost is flat, and nobody counts as idle for less than MIN_IDLE."""
     policy = POLICIES["retention"](RecomputeCost({32: 1.0}, rest=0.0), 32)
-    a, b, c, d = [Member(last, nth, number, nth, 1, name) for name, last, nth, number in [
-        ("a", 10.0, 9, 9), ("b", 10.0 + MIN_IDLE / 2, 0, 8), ("c", 10.0 + MIN_IDLE / 2, 1, 6),
-        ("d", 10.0 + MIN_IDLE / 2, 1, 7)]]
-    assert len({worth(policy, member, 10.0) for member in (a, b, c, d)}) == 1
-    index, left = VictimIndex(policy), [d, c, b, a]
-    for member in left:
+    a, b, c, d = left = [
+        Member(last, nth, order, nth, 1, "", SimpleNamespace()) for last, nth, order in [
+            (10.0, 9, 9), (10.0 + MIN_IDLE / 2, 0, 8), (10.0 + MIN_IDLE / 2, 1, 6), (10.0 + MIN_IDLE / 2, 1, 7)]]
+    assert len({worth(policy, member, 10.0) for member in left}) == 1
+    index = VictimIndex(policy)
+    for member in reversed(left):
+        member.chunk.member = member
         index.file(member)
     for expected in (a, b, c, d):
-        assert cheapest_by_scanning(policy, left, 10.0) is index.cheapest(10.0) is expected
+        assert cheapest_by_scanning(policy, left[::-1], 10.0) is index.cheapest(10.0) is expected
         left.remove(expected)
-        index.discard(expected.chunk)
+        expected.chunk.member = None
 
 
 ORDERS = range(12)
@@ -190,7 +202,7 @@ changes = st.lists(max_size=60, elements=st.one_of(
 @given(changes)
 def test_victim_index_cheapest_is_a_sort_of_all(name, todo):
     policy, now = POLICIES[name](COST, 32), 20.5
-    index, twins = VictimIndex(policy), []
+    index, chunks, twins = VictimIndex(policy), {}, []
     for kind, *arguments in todo + [("evict", math.inf)]:
         if kind == "tick":
             now += 1
@@ -198,9 +210,11 @@ def test_victim_index_cheapest_is_a_sort_of_all(name, todo):
             assert drain(index, now, *arguments) == brute_force(policy, twins, now, *arguments)
         else:
             order, state = arguments[0], arguments[1:] or (0, 0)
-            twins[:] = [twin for twin in twins if twin.chunk[0] != order] + members(policy, order, *state)
-            file(index, order, *state)
-    assert not index.members
+            changed = members(policy, chunks, order, *state)
+            twins[:] = [twin for twin in twins if twin.order != order] + changed
+            for member in changed:
+                index.file(member)
+    assert index.cheapest(now) is None
 
 
 def test_victim_index_cheapest_by_hand():
@@ -226,26 +240,29 @@ def test_victim_index_cheapest_depends_on_now():
     index = VictimIndex(POLICIES["retention"](COST, 32))
     file(index, 0, 3, 1, 0.0)
     file(index, 1, 0, 1, 1.0)
-    assert index.cheapest(1.5).chunk == (0, 3)      # 16 / 1.5 < 11 / 0.5
-    assert index.cheapest(9.0).chunk == (1, 0)      # 16 / 9 > 11 / 8
+    assert index.cheapest(1.5).order == 0      # 16 / 1.5 < 11 / 0.5
+    assert index.cheapest(9.0).order == 1      # 16 / 9 > 11 / 8
 
 
 def test_victim_index_of_nobody():
     index = VictimIndex(POLICIES["lru"](COST, 32))
     assert index.cheapest(0.0) is None
-    file(index, 0)
-    index.discard((0, 0))
-    index.discard((0, 0))
+    chunks = {}
+    file(index, 0, chunks=chunks)
+    file(index, 0, 0, 0, chunks=chunks)
     assert index.cheapest(0.0) is None
 
 
 def test_victim_index_does_not_collect_stale_entries():
     index, most = VictimIndex(POLICIES["retention"](COST, 32)), 0
+    chunks = [Chunk(order, 0) for order in range(50)]
     for now in range(5000):
-        index.file(Member(float(now), 0, now % 50, now % 7, 1, (now % 50, 0)))
+        chunk = chunks[now % 50]
+        chunk.index = now % 7
+        index.file(chunk.become(index.policy, float(now), 1))
         most = max(most, sum(map(len, index.heaps.values())))
-    assert len(index.members) == 50 and most <= 3 * 50 + 65
-    twins = list(index.members.values())
+    assert most <= 3 * 50 + 65
+    twins = [chunk.member for chunk in chunks]
     assert drain(index, 6000.0) == brute_force(index.policy, twins, 6000.0, math.inf)
 
 
@@ -266,6 +283,6 @@ def test_victim_index_cheapest_costs_a_few_values_for_each_victim(name):
     policy.value = count
     now, victims = 5000.0, 0
     while member := index.cheapest(now):
-        index.discard(member.chunk)
+        member.chunk.member = None
         victims += 1
     assert victims >= 300 and calls < 5 * victims, (calls, victims)

@@ -618,7 +618,7 @@ def test_forget_leaves_nothing():
     assert not cache.conversations and len(cache.free_slots) == 16 and len(cache.free_places) == 8
     assert cache.available == 16
     cache.check_integrity()
-    assert all(not index.members for index in cache.indexes.values())
+    assert all(index.cheapest(10.0) is None for index in cache.indexes.values())
 
 
 def test_drop_everything():
@@ -687,11 +687,12 @@ def unpin_behind_its_back(cache, a, b):
 
 
 def lose_a_victim(cache, a, b):
-    cache.indexes["reclaim"].discard(b.chunks[0])
+    b.chunks[0].member = None
 
 
 def file_a_victim_wrongly(cache, a, b):
-    cache.indexes["swap_out"].file(cache.member(b.chunks[2])._replace(key=7))
+    b.chunks[3].member = b.chunks[3].member._replace(key=7)
+    cache.indexes["swap_out"].file(b.chunks[3].member)
 
 
 def misplace_a_chunk(cache, a, b):

@@ -383,7 +383,7 @@ def lose_a_chunk(cache, chunk, b):
 
 
 def lose_a_shared_victim(cache, chunk, b):
-    cache.indexes["reclaim"].discard(chunk)
+    chunk.member = None
 
 
 @pytest.mark.parametrize("corrupt", [miscount_users, lose_a_chunk, lose_a_shared_victim])
