@@ -535,7 +535,7 @@ def test_one_offs_leave_nothing_behind():
     world.submit(None, 9, 3)
     world.run()
     assert all_free(world) and not world.cache.conversations and not world.cache.cold_conversations()
-    assert all(not index.members for index in world.cache.indexes.values())
+    assert all(index.cheapest(world.now) is None for index in world.cache.indexes.values())
 
 
 # ---- ended_by, finish, account
