@@ -1,13 +1,17 @@
 """The rivals: values by hand, and that no value rises with idle time."""
 import math
+import random
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from eviction import RecomputeCost
+from eviction import POLICIES, LeastRecentlyUsed, RecomputeCost, RetentionValue
 from experiments.policies import ExpectedCost, ReuseByCategory, TailOptimized
 from experiments.run import watch_recomputation
+from fakes import World, answer
+from kv_cache import KVCache
+from test_kv_cache import idle as idle_in_cache
 
 COST = RecomputeCost({32: 0.03, 64: 0.05}, rest=0.01)       # chunks of 32: 40 ms, 60 ms, 80 ms, ...
 
@@ -62,6 +66,50 @@ def test_no_value_rises_with_idle_time(kind, turns, index, one, other):
 
 
 learnt_once = {kind: learnt(kind(COST, 32)) for kind in (ReuseByCategory, ExpectedCost)}
+
+
+class FirstChunkLast(RetentionValue):
+    """The first chunk of a conversation is worth as much as its last one, and leaves after it."""
+
+    def key(self, conversation, index):
+        return index or len(conversation.chunks) - 1
+
+    def nth_to_leave(self, index):
+        return index or math.inf
+
+
+@pytest.mark.parametrize("kind, order", [
+    (FirstChunkLast, [1, 2, 0]), (RetentionValue, [0, 1, 2]),
+    (type("LruFirstChunkLast", (LeastRecentlyUsed,), dict(nth_to_leave=FirstChunkLast.nth_to_leave)), [1, 2, 0])])
+def test_a_policy_decides_which_chunk_of_a_conversation_leaves_last(kind, order):
+    cache = KVCache(32, 8, 4, 4, 64, kind(COST, 4))
+    a = idle_in_cache(cache, "a", 12)
+    assert [ticket.chunk.index for ticket in cache.plan_swap_out(12, 10.0)] == order
+    for ticket in list(cache.in_flight):
+        cache.complete(ticket)
+    for index in order:
+        chunk = cache.next_to_leave(10.0)
+        assert chunk is a.chunks[index]
+        cache.reclaim(chunk)
+        cache.check_integrity()
+
+
+def test_a_policy_of_ones_own_gives_the_same_answers(monkeypatch):
+    """FakeWorker checks what each span reads. Many chunks leave, and no first chunk before the others."""
+    monkeypatch.setitem(POLICIES, "first chunk last", FirstChunkLast)
+    rng, world = random.Random(4), World(slots=48, places=6, policy="first chunk last")
+    for _ in range(80):
+        name = rng.choice("abcdef")
+        request, _ = world.turn(name, rng.randint(1, 9), rng.randint(1, 5))
+        tokens = request.conversation.tokens
+        begin = len(tokens) - len(request.generated)
+        assert request.generated == [answer(tokens[:length]) for length in range(begin, len(tokens))]
+        for conversation in world.cache.conversations.values():
+            first, *others = conversation.chunks
+            assert first.slots or not any(chunk.slots for chunk in others)
+        if len(tokens) > 24:
+            world.cache.forget(request.conversation)
+    assert world.cache.stats["chunks_dropped"] > 20 and world.scheduler.stats["prompt_tokens_cpu"] > 20
 
 
 def test_seconds_of_recomputation():
