@@ -549,7 +549,7 @@ class KVCache:
         and not before, because a chunk changes several times on its way."""
         for chunk in self.changed:
             move = chunk.next_move
-            member = self._member(chunk, move) if move else None
+            member = self.member(chunk, move) if move else None
             if chunk.member != member:
                 chunk.member = member
                 if member:
@@ -559,7 +559,7 @@ class KVCache:
             chunk.offered = offered
         self.changed.clear()
 
-    def _member(self, chunk: Chunk, move: str) -> Member:
+    def member(self, chunk: Chunk, move: str) -> Member:
         """The chunk as an index knows it. It was last needed when any of its users was."""
         policy, users = self.policy, chunk.users
         last_needed = max(map(policy.last_needed, users))
