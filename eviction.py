@@ -95,10 +95,10 @@ class Policy:
     def key(self, conversation, index: int) -> int:
         """Of chunk number `index`. If several conversations use it: `conversation` is the first of them.
 
-        We ask again when the chunk has moved, and when a user begins or ends to wait or to run. So the
-        key may depend on all that changes only then, for example on the conversation's tokens or turns,
-        but not on the time or on other conversations. (There may be as many indexes as the longest
-        context has chunks; a policy does not know how many that are.)"""
+        We ask when the chunk may leave or has changed its tier, and when a user begins or ends to wait or
+        to run. So the key may depend on anything that changes only while the conversation runs: its tokens,
+        its chunks, its turns. It must not depend on the time or on other conversations, and a policy does
+        not know how long the longest context is."""
         return 0
 
     def nth_to_leave(self, index: int) -> float:

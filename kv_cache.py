@@ -6,18 +6,17 @@ conversation, and a *place* holds one chunk on the CPU. A chunk owns its slots a
     position   0        32       64             96       128   140
     chunk      | absent |  CPU   | GPU_AND_CPU  |  GPU   | GPU |     the last one has filled = 12
 
-A running conversation is *pinned*: it keeps the slots of all its chunks. When space runs out, chunks of
-idle conversations leave, the cheapest first. `Chunk.next_move` names what eviction may do to a chunk:
+A running conversation is *pinned*: it keeps the slots of all its chunks. When space runs out, chunks of idle
+conversations leave, the cheapest first. `Chunk.next_move` names what eviction may do to a chunk next:
 
-    state          idle                                     pinned
-    GPU            swap_out: copy it to the CPU             -
-    GPU_AND_CPU    reclaim: take its slots, it becomes CPU  spare: take its place, it becomes GPU
-    CPU            drop: take its place, it becomes absent  -
+    state          idle                                      pinned
+    GPU            swap_out: copy it, it becomes GPU_AND_CPU
+    GPU_AND_CPU    reclaim: take its slots, it becomes CPU   spare: take its place, it becomes GPU
+    CPU            drop: take its place, it becomes absent
 
-    GPU, and evictable_without_copy: reclaim, it becomes absent
-
-If every chunk in the full CPU tier is worth more than one that should be copied, we do not copy that one.
-It is then `evictable_without_copy`: it stays usable on the GPU until another request takes its slots.
+Chunks are copied to the CPU ahead of need. If that tier is full, and every chunk there is worth more than the
+one to copy, we do not copy it. It is `evictable_without_copy` then: it stays usable on the GPU until another
+request takes its slots (reclaim, it becomes absent), or until its conversation runs again.
 
 A conversation that returns gets slots for all its chunks (`admit`). Those in state CPU are copied in, and
 absent ones are computed again (`computed`). A copy in flight is a `Ticket`. The row of a running
