@@ -1,12 +1,14 @@
 """What a chunk is worth, and which chunk leaves first (paper §4.3.1).
 
-When a tier is full, some chunk must leave it. Pensieve takes the chunk with the lowest *retention value*:
+When a tier is full, some chunk must leave it. Pensieve takes the chunk with the lowest *retention
+value*:
 
     V = Cost(l) / T          Cost(l) = attention(l) + c
 
-Cost(l) is the time that the recomputed chunk adds to a batch that runs anyway; l is the context length at the
-chunk's end. Attention grows with l, everything else (c) is the same for every chunk. So the leading chunks of
-a conversation are the cheapest, and they leave first. T is the time for which the conversation has been idle.
+Cost(l) is the time that the recomputed chunk adds to a batch that runs anyway; l is the context
+length at the chunk's end. Attention grows with l, everything else (c) is the same for every chunk.
+So the leading chunks of a conversation are the cheapest, and they leave first. T is the time for
+which the conversation has been idle.
 
     c = 4.0 ms, attention = 0.1 ms per 1,000 tokens of context:
 
@@ -14,8 +16,8 @@ a conversation are the cheapest, and they leave first. T is the time for which t
     chunk that ends at   16,000 tokens, idle for 60 s      V = 5.6 / 60 = 0.093
     chunk that ends at   16,000 tokens, idle for 90 s      V = 5.6 / 90 = 0.062    leaves first
 
-`RecomputeCost` holds the profile of Cost. A `Policy` says what a chunk is worth. `VictimIndex` finds
-the cheapest chunk among many thousands without looking at all of them.
+`RecomputeCost` holds the profile of Cost. A `Policy` says what a chunk is worth. `VictimIndex`
+finds the cheapest chunk among many thousands without looking at all of them.
 
 Invariant: a value never rises with idle time. So of two chunks that differ in nothing else, the one
 that has been idle longer is never worth more. `VictimIndex` relies on this.
@@ -31,27 +33,28 @@ MIN_IDLE = 1e-3     # seconds; no conversation counts as idle for less
 
 
 class RecomputeCost:
-    """Seconds that one more recomputed chunk adds to a batch, by the context length at its end. The profile
-    has attention at a few lengths. Between two of them we interpolate."""
+    """Seconds that one more recomputed chunk adds to a batch, by the context length at its end. The
+    profile has attention at a few lengths. Between two of them we interpolate."""
 
     def __init__(self, attention: dict[int, float], rest: float):
-        """attention: context length in tokens -> seconds of attention for one chunk. rest: c, in seconds.
+        """attention: context length in tokens -> seconds of attention for one chunk. rest: c, in
+        seconds.
 
         ValueError if there is no length, or if a time is negative."""
         if not attention or min(rest, *attention.values()) < 0:
             raise ValueError("a cost profile needs at least one length, and no time below 0, "
                              f"got {attention} and {rest}")
         self.lengths = sorted(attention)
-        # Measurements are noisy. A running maximum keeps later chunks from looking cheaper than earlier ones.
+        # Measurements are noisy. With a running maximum no chunk looks cheaper than an earlier one.
         self.seconds = list(accumulate((attention[length] for length in self.lengths), max))
         self.rest = rest
 
     def __call__(self, length: int) -> float:
         """Cost(length) in seconds.
 
-        Before the first profiled length attention costs what it costs there. Beyond the last one the line
-        through the last two goes on. If only one length is profiled, attention costs the same everywhere.
-        With {100: 1.0, 200: 3.0} and rest 0.5:
+        Before the first profiled length attention costs what it costs there. Beyond the last one
+        the line through the last two goes on. If only one length is profiled, attention costs the
+        same everywhere. With {100: 1.0, 200: 3.0} and rest 0.5:
 
             Cost(50) = 1.5      Cost(150) = 2.5      Cost(300) = 5.5
         """
@@ -65,9 +68,9 @@ class RecomputeCost:
 
 
 class Policy:
-    """Which chunks leave first: of all chunks that could leave a tier now, the one that is worth least.
-
-    Most policies override one or two methods:
+    """Of all chunks that could leave a tier now, the one that is worth least leaves first,
+    whichever conversation it belongs to. A policy says what chunks are worth. Most policies override
+    one or two methods:
 
         value(key, idle)            what a user of the chunk loses if it leaves
         key(conversation, index)    a small integer: all that this depends on, but for idle time
@@ -75,17 +78,19 @@ class Policy:
     The others are optional:
 
         nth_to_leave(index)         the order of chunks that are worth the same
-        part                        how much of a conversation leaves the GPU at once
+        part                        how much of its conversation leaves the GPU with a chunk
         last_needed, idle           another way to count idle time
         returned, ended             a policy that learns hears of turns here
 
-    A chunk that three conversations use is worth three times its value. Of chunks that are worth the
-    same, the one that has been idle longest leaves first, then the one whose `nth_to_leave` is lowest.
+    A chunk that three conversations use is worth three times its value. Of chunks that are worth
+    the same, the longest idle leaves first, then the one whose `nth_to_leave` is lowest, then that
+    of the oldest conversation. (All chunks of a conversation that shares none are idle for as long.
+    So if their values are equal, as under LeastRecentlyUsed, `nth_to_leave` decides among them.)
     """
-    part = 0.0      # of a conversation's chunks, that leave with its cheapest one; 0: it leaves alone
+    part = 0.0      # 0: each chunk leaves alone; 0.5: with half of its conversation's; 1: with all
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
-        self.cost = cache(cost)         # it is asked for the same few hundred lengths again and again
+        self.cost = cache(cost)         # asked for the same few hundred lengths again and again
         self.chunk_size = chunk_size
 
     def value(self, key: int, idle: float) -> float:
@@ -93,24 +98,24 @@ class Policy:
         raise NotImplementedError
 
     def key(self, conversation, index: int) -> int:
-        """Of chunk number `index`. If several conversations use it: `conversation` is the first of them.
+        """The key of chunk number `index`. Of several users, `conversation` is the first.
 
-        We ask when the chunk may leave or has changed its tier, and when a user begins or ends to wait or
-        to run. So the key may depend on anything that changes only while the conversation runs: its tokens,
-        its chunks, its turns. It must not depend on the time or on other conversations, and a policy does
-        not know how long the longest context is."""
+        We ask when the chunk may leave or has changed its tier, and when a user begins or ends to
+        wait or to run. So the key may depend on anything that changes only while the conversation
+        runs: its tokens, its chunks, its turns. It must not depend on the time or on other
+        conversations, and a policy does not know how long the longest context is."""
         return 0
 
     def nth_to_leave(self, index: int) -> float:
-        """Chunk number `index` leaves after those for which this is lower, if they are worth the same
-        and idle for as long. Here: chunk 0 first."""
+        """Chunk number `index` leaves after those for which this is lower, if they are worth the
+        same and idle for as long. Here: chunk 0 first."""
         return index
 
     def last_needed(self, conversation) -> float:
-        """When the conversation was last needed, in seconds; inf if a turn of it waits in the queue.
+        """When the conversation was last needed, in seconds; inf if a turn of it waits.
 
-        Then it is needed soon: `idle` gives MIN_IDLE, and its chunks are worth most. (The paper counts
-        from its last answer. On an hour of Mooncake's trace that recomputes 37% more tokens:
+        Then it is needed soon: `idle` gives MIN_IDLE, and its chunks are worth most. (The paper
+        counts from its last answer. On an hour of Mooncake's trace that recomputes 37% more tokens:
         `bench.py fig14 --trace`, "literal idleness".)"""
         return math.inf if conversation.waiting else conversation.last_active
 
@@ -122,9 +127,10 @@ class Policy:
         """A turn of the conversation has been admitted, be it its first."""
 
     def ended(self, conversation):
-        """A turn of the conversation has ended by itself: it was neither cancelled, nor has it failed.
+        """A turn of the conversation has ended by itself, neither cancelled nor failed.
 
-        (If a policy learns between two victims of one moment, its choice follows at the next moment.)"""
+        (If a policy learns between two victims of one moment, its choice follows at the next
+        moment.)"""
 
 
 class LeastRecentlyUsed(Policy):
@@ -141,24 +147,26 @@ class RetentionValue(Policy):
         return index
 
     def value(self, key, idle):
-        """V = Cost(l) / T. The key is the chunk's index, and l is where that chunk ends when it is full:
-        chunk 0 at chunk_size, chunk 1 at 2 * chunk_size. idle is T."""
+        """V = Cost(l) / T. The key is the chunk's index, and l is where that chunk ends when it is
+        full: chunk 0 at chunk_size, chunk 1 at 2 * chunk_size. idle is T."""
         end_of_chunk = (key + 1) * self.chunk_size
         return self.cost(end_of_chunk) / idle
 
 
 class Trailing(LeastRecentlyUsed):
-    """SGLang and RAGCache: least recently used, but from the trailing end. Their prefix lookup stops at
-    the first missing chunk, so a chunk behind a gap would be useless to them."""
+    """SGLang and RAGCache: least recently used, but from the trailing end. Their prefix lookup
+    stops at the first missing chunk, so a chunk behind a gap would be useless to them."""
 
     def nth_to_leave(self, index):
         return -index
 
 
 class TrailingHalf(Trailing):
-    """The paper's draft: half of a conversation at once, from its trailing end; long and idle ones first.
+    """The paper's draft: half of a conversation at once, from its trailing end; long and idle ones
+    first.
 
-    The key is the number of chunks up to this one. So the last chunk of a conversation is its cheapest."""
+    The key is the number of chunks up to this one. So the last chunk of a conversation is its
+    cheapest."""
     part = 0.5
 
     def key(self, conversation, index):
@@ -207,8 +215,8 @@ def worth(policy: Policy, member: Member, now: float) -> float:
 def cheapest_by_scanning(policy: Policy, members: list[Member], now: float) -> Member | None:
     """The member that is worth least: the specification of `VictimIndex.cheapest`. O(members).
 
-    Of equally cheap ones we take the lowest: the one that was needed least recently, then the one whose
-    `nth` is lowest, then that of the oldest conversation."""
+    Of equally cheap ones we take the lowest: the one that was needed least recently, then the one
+    whose `nth` is lowest, then that of the oldest conversation."""
     def rank(member: Member) -> tuple[float, Member]:
         return worth(policy, member, now), member
     return min(members, key=rank, default=None)
@@ -217,30 +225,31 @@ def cheapest_by_scanning(policy: Policy, members: list[Member], now: float) -> M
 class VictimIndex:
     """Finds what `cheapest_by_scanning` finds, without looking at every chunk.
 
-    What chunks are worth changes all the time, because idle time grows. But in one group the ranking
-    never changes: the member that has been idle longest is the cheapest, now and later. So we keep one
-    heap per group and compare only their tops. There are a few hundred groups (as many as the longest
-    context has chunks; more if chunks are shared), however many conversations there are.
+    What chunks are worth changes all the time, because idle time grows. But in one group the
+    ranking never changes: the member that has been idle longest is the cheapest, now and later. So
+    we keep one heap per group and compare only their tops. There are a few hundred groups (as many
+    as the longest context has chunks; more if chunks are shared), however many conversations there
+    are.
 
         group (0, 1)   [ A0 12:00, D0 12:07, ... ]     key 0, one user: leading chunks of A, D, ...
         group (1, 1)   [ A1 12:00, B1 12:03, ... ]
         group (5, 1)   [ C5 11:58, ... ]
 
-    At 12:10 we compute what A0, A1 and C5 are worth and keep them in one more heap, `tops`. Each further
-    victim of that moment costs us only a look at what has changed since.
+    At 12:10 we compute what A0, A1 and C5 are worth and keep them in one more heap, `tops`. Each
+    further victim of that moment costs us only a look at what has changed since.
 
-    Whoever changes a chunk gives it another `chunk.member`, and files that one if it is not None. The old
-    one is *stale* then. We drop it when it comes to the top, or when too many members have gathered.
-    """
+    Whoever changes a chunk gives it another `chunk.member`, and files that one if it is not None.
+    The old one is *stale* then. We drop it when it comes to the top, or when too many members have
+    gathered."""
 
     def __init__(self, policy: Policy):
         self.policy = policy
         self.heaps: dict[tuple, list[Member]] = {}          # by group
-        self.room = 64                                      # for so many more, then we drop stale ones
+        self.room = 64                                      # so many more, then we drop stale ones
         self.now: float | None = None                       # the moment for which `tops` holds
         self.tops: list[tuple[float, Member]] = []          # a heap of (worth, member)
         self.latest_top: dict[tuple, Member] = {}           # group -> its latest entry in `tops`
-        self.changed: set[tuple] = set()                    # groups that may have another top since then
+        self.changed: set[tuple] = set()                    # groups that may have another top now
 
     def file(self, member: Member):
         """Add a chunk's new member."""
@@ -273,7 +282,7 @@ class VictimIndex:
         if not heap:
             self.heaps.pop(group, None)
             self.latest_top.pop(group, None)
-        elif self.latest_top.get(group) is not heap[0]:     # else the same top would gather in copies
+        elif self.latest_top.get(group) is not heap[0]:     # else `tops` would gather copies of it
             self.latest_top[group] = heap[0]
             heapq.heappush(self.tops, (worth(self.policy, heap[0], self.now), heap[0]))
 

@@ -1,9 +1,9 @@
-"""Are the books of a KVCache right? Checks them from scratch: for tests, and for Engine(debug=True).
+"""Are the books of a KVCache right? Checks them from scratch: for tests, and for
+Engine(debug=True).
 
-Every slot and every place is free, or in exactly one chunk, or held by a copy in flight alone. The slot
-table agrees with the chunks, and the indexes of victims too. (Whether the KV is there, these integers
-cannot say.) An AssertionError names the first invariant that does not hold.
-"""
+Every slot and every place is free, or in exactly one chunk, or held by a copy in flight alone. The
+slot table agrees with the chunks, and the indexes of victims too. (Whether the KV is there, these
+integers cannot say.) An AssertionError names the first invariant that does not hold."""
 from collections import Counter
 
 
@@ -72,7 +72,8 @@ def check_indexes(cache, chunks: set):
             move = chunk.next_move
             assert chunk.member == (cache.member(chunk, move) if move else None)
     for move, index in cache.indexes.items():
-        filed = {member.chunk for heap in index.heaps.values() for member in heap if not member.stale}
+        members = [member for heap in index.heaps.values() for member in heap]
+        filed = {member.chunk for member in members if not member.stale}
         assert filed == {chunk for chunk in chunks if chunk.next_move == move}, move
     offered = [len(chunk.slots) for chunk in chunks if chunk.next_move == "reclaim"]
     assert cache.reclaimable == sum(offered) == sum(chunk.offered for chunk in chunks)

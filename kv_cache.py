@@ -1,4 +1,4 @@
-"""The two-tier KV cache: which chunk is where (paper §4.3). Integers only; kv_pool.py has the bytes.
+"""The two-tier KV cache: which chunk is where (paper §4.3). The bytes are in kv_pool.py.
 
 A *slot* holds the KV of one token on the GPU. A *chunk* is chunk_size (32) consecutive tokens of a
 conversation, and a *place* holds one chunk on the CPU. A chunk owns its slots and its place:
@@ -6,26 +6,29 @@ conversation, and a *place* holds one chunk on the CPU. A chunk owns its slots a
     position   0        32       64             96       128   140
     chunk      | absent |  CPU   | GPU_AND_CPU  |  GPU   | GPU |     the last one has filled = 12
 
-A running conversation is *pinned*: it keeps the slots of all its chunks. When space runs out, chunks of idle
-conversations leave, the cheapest first. `Chunk.next_move` names what eviction may do to a chunk next:
+A running conversation is *pinned*: it keeps the slots of all its chunks. When space runs out,
+chunks of idle conversations leave, the cheapest first. `Chunk.next_move` names what eviction may do
+to a chunk next:
 
     state          idle                                      pinned
     GPU            swap_out: copy it, it becomes GPU_AND_CPU
     GPU_AND_CPU    reclaim: take its slots, it becomes CPU   spare: take its place, it becomes GPU
     CPU            drop: take its place, it becomes absent
 
-Chunks are copied to the CPU ahead of need. If that tier is full, and every chunk there is worth more than the
-one to copy, we do not copy it. It is `evictable_without_copy` then: it stays usable on the GPU until another
-request takes its slots (reclaim, it becomes absent), or until its conversation runs again.
+Chunks are copied to the CPU ahead of need. If that tier is full, and every chunk there is worth
+more than the one to copy, we do not copy it. It is `evictable_without_copy` then: it stays usable
+on the GPU until another request takes its slots (reclaim, it becomes absent), or until its
+conversation runs again.
 
-A conversation that returns gets slots for all its chunks (`admit`). Those in state CPU are copied in, and
-absent ones are computed again (`computed`). A copy in flight is a `Ticket`. The row of a running
-conversation in the *slot table* has the slot of each position, so that attention finds its KV.
+A conversation that returns gets slots for all its chunks (`admit`). Those in state CPU are copied
+in, and absent ones are computed again (`computed`). A copy in flight is a `Ticket`. The row of a
+running conversation in the *slot table* has the slot of each position, so that attention finds its
+KV.
 
-Invariants: KV that counts as cached is there when a step reads it. Every slot and every place is free, or
-in exactly one chunk, or held by a copy in flight alone. integrity.py checks all but the first.
+Invariants: KV that counts as cached is there when a step reads it. Every slot and every place is
+free, or in exactly one chunk, or held by a copy in flight alone. (integrity.py checks the second.)
 
-Cost: admission and release O(context), a decode O(1), however many conversations there are.
+Admission and release cost O(context), a decode O(1), however many conversations there are.
 """
 import heapq
 import math
@@ -51,19 +54,19 @@ class Chunk:
                  "member", "offered")
 
     def __init__(self, users: "tuple[Conversation, ...]", index: int):
-        self.users = users              # the conversations that it belongs to (one, but for sharing.py)
+        self.users = users              # its conversation (sharing.py: its conversations)
         self.index = index              # its first token is at position index * chunk_size
         self.filled = 0
         self.slots: list[int] = []      # of its tokens; more than `filled` while they are computed
         self.place: int | None = None   # in the CPU tier
         self.ticket: Ticket | None = None       # the copy in flight, in either direction
         self.evictable_without_copy = False     # until its conversation runs again
-        # What KVCache.refile has made of it last:
+        # Kept up to date by KVCache.refile:
         self.member: Member | None = None       # its entry in the index of its next move
-        self.offered = 0                # how many slots `reclaim` could free
+        self.offered = 0                # how many of its slots count as reclaimable
 
     def __lt__(self, other: "Chunk") -> bool:
-        """Decides between members of an index that are equal otherwise."""
+        """Of two members of an index that are equal otherwise, the leading chunk's is lower."""
         return self.index < other.index
 
     @property
@@ -82,8 +85,8 @@ class Chunk:
 
     @property
     def next_move(self) -> str | None:
-        """See the table above. None: it has no KV, or a copy of it is in flight, or it is pinned and
-        has no place to spare."""
+        """See the table above. None: it has no KV, or a copy of it is in flight, or it is pinned
+        and has no place to spare."""
         if self.ticket or not self.filled:
             return None
         if self.pinned:
@@ -102,9 +105,9 @@ class Conversation:
         self.name = order if self.one_off else name
         self.order, self.chunk_size = order, chunk_size
         self.tokens = array("i", tokens)
-        # The first `known` tokens count as computed before, by us or before a restart. If one of them
-        # has no KV now, it is recomputed; all later tokens are new. The last token of a reply was
-        # sampled, but never fed to the model.
+        # The first `known` tokens count as computed before, by us or before a restart. If one of
+        # them has no KV now, it is recomputed; all later tokens are new. The last token of a reply
+        # was sampled, but never fed to the model.
         self.known = max(len(self.tokens) - 1, 0)
         self.chunks: list[Chunk] = []
         self.alone = (self,)            # the users of a chunk that nobody shares
@@ -131,15 +134,15 @@ class Conversation:
 class Ticket:
     """A copy in flight between `slots` (of the first `filled` tokens of a chunk) and a CPU `place`.
 
-    A chunk with a ticket is never evicted. During a copy out the ticket owns the place. What holds when
-    the copy has ended depends on what has happened to the chunk meanwhile:
+    A chunk with a ticket is never evicted. During a copy out the ticket owns the place. What holds
+    when the copy has ended depends on what has happened to the chunk meanwhile:
 
         nothing; steps may have read it    the chunk gets the place: GPU_AND_CPU
         a part of it was truncated         the same; slots that it gave up are free now
         it has grown                       the copy is stale; the place is free, the chunk stays GPU
-        it became absent                   the copy is stale; the place and all its slots are free now
+        it became absent                   the copy is stale; the place and all slots are free now
 
-    During a copy in the chunk has both slots and place. If it grows, the place is free at the end."""
+    During a copy in the chunk has slots and a place. If it grows, the place is free at the end."""
     conversation: Conversation     # "in": the one that returns; "out": the first user of the chunk
     chunk: Chunk
     direction: str                 # "in" or "out"
@@ -158,9 +161,9 @@ class Ticket:
 class KVCache:
     """The books of both tiers."""
 
-    def __init__(self, num_slots: int, num_places: int, chunk_size: int, rows: int, max_context: int,
-                 policy: Policy):
-        """num_slots: GPU tier, in tokens. num_places: CPU tier, in chunks. rows: of the slot table."""
+    def __init__(self, num_slots: int, num_places: int, chunk_size: int, rows: int,
+                 max_context: int, policy: Policy):
+        """num_slots: GPU tier, in tokens. num_places: CPU tier, in chunks. rows: slot table."""
         self.num_slots, self.num_places, self.chunk_size = num_slots, num_places, chunk_size
         self.policy = policy
         self.free_slots = list(range(num_slots - 1, -1, -1))        # a stack
@@ -168,14 +171,14 @@ class KVCache:
         self.free_places = list(range(num_places))
         self.free_rows = list(range(rows - 1, -1, -1))              # a stack
         self.table = np.full((rows, max_context), -1, np.int32)     # the slot table's master copy
-        self.table_updates: list[tuple[int, int, int]] = []         # (row, start, end) written lately
+        self.table_updates: list[tuple[int, int, int]] = []     # (row, start, end) written lately
         self.slot_copies: dict[int, int] = {}       # target -> source, see `take_slot_copies`
         self.conversations: dict[str | int, Conversation] = {}      # by name
         self.running: dict[int, Conversation] = {}                  # by order
         self.in_flight: set[Ticket] = set()
         self.indexes = {move: VictimIndex(policy) for move in MOVES}
         self.reclaimable = 0                        # slots of the chunks in the index for "reclaim"
-        # Chunks that have changed since we last looked: their entries in `indexes` may be out of date.
+        # Chunks that have changed. What `indexes` say of them may be out of date: see `refile`.
         self.changed: set[Chunk] = set()
         self.maybe_cold: dict[int, Conversation] = {}       # by order, see `cold_conversations`
         self.orders = count()
@@ -184,8 +187,8 @@ class KVCache:
     # ---- conversations
 
     def open(self, name: str | None, tokens: Iterable[int] = ()) -> Conversation:
-        """Return the conversation of that name. If there is none, a new one begins with `tokens`. None
-        as a name: always a new one, a one-off."""
+        """Return the conversation of that name. If there is none, a new one begins with `tokens`.
+        None as a name: always a new one, a one-off."""
         if name in self.conversations:
             return self.conversations[name]
         conversation = Conversation(name, next(self.orders), tokens, self.chunk_size)
@@ -194,8 +197,8 @@ class KVCache:
         return conversation
 
     def extend(self, conversation: Conversation, prompt: Sequence[int]) -> bool:
-        """Append the prompt to the conversation's tokens, and return True. (sharing.py may return False
-        instead: the prompt has to wait, ask again later.)"""
+        """Append the prompt to the conversation's tokens, and return True. (sharing.py may return
+        False instead: the prompt has to wait, ask again later.)"""
         conversation.tokens.extend(prompt)
         return True
 
@@ -212,8 +215,8 @@ class KVCache:
         self.maybe_cold.pop(conversation.order, None)
 
     def truncate(self, conversation: Conversation, length: int, known: int):
-        """Keep `length` tokens, and the KV of no more than the first `known` of them. The conversation
-        must not be running. (A chunk that has other users stays as it is with them.)
+        """Keep `length` tokens, and the KV of no more than the first `known` of them. The
+        conversation must not be running. (A chunk that has other users stays as it is with them.)
 
         Chunks of 32, length 50, known 49: chunk 0 stays, chunk 1 keeps 17 tokens, all others go."""
         assert conversation.row is None
@@ -238,8 +241,8 @@ class KVCache:
         conversation.known = known          # these tokens count as recomputed when they return
 
     def drop_everything(self):
-        """Free all KV. No conversation may be running, and no copy may be moving any more (whether we
-        have heard of its end or not)."""
+        """Free all KV. No conversation may be running, and no copy may be moving any more (whether
+        we have heard of its end or not)."""
         for conversation in self.conversations.values():
             self.drop_all(conversation)
         for ticket in list(self.in_flight):
@@ -261,29 +264,29 @@ class KVCache:
 
     @property
     def available(self) -> int:
-        """Slots that can be taken at once: free ones, and those of idle chunks that have a CPU copy or
-        need none."""
+        """Slots that can be taken at once: free ones, and those of idle chunks that have a CPU copy
+        or need none."""
         self.refile()
         return len(self.free_slots) + self.reclaimable
 
     def shortfall(self, conversation: Conversation, total: int, reserve: int) -> int:
-        """How many more slots must become available before `admit(conversation, total)` leaves `reserve`
-        of them.
+        """How many more slots must become available before `admit(conversation, total)` leaves
+        `reserve` of them.
 
         Its own chunks are no help: they are pinned before any slot is taken. Example: 100 slots are
-        available, 20 of them in chunks of this conversation, which holds 50 slots. With total = 200 it
-        needs 150 more, and with reserve = 10 another 10 must remain. It finds 80. So the shortfall is
-        150 + 10 - 80 = 80 slots."""
+        available, 20 of them in chunks of this conversation, which holds 50 slots. With total = 200
+        it needs 150 more, and with reserve = 10 another 10 must remain. It finds 80. So the
+        shortfall is 150 + 10 - 80 = 80 slots."""
         others = self.available - sum([chunk.offered for chunk in conversation.chunks])
         return total - conversation.held + reserve - others
 
     def admit(self, conversation: Conversation, total: int, now: float) -> list[Ticket]:
-        """Pin the conversation. Give it a row, and a slot to each position below `total` that has none.
-        The caller has checked `shortfall` and `free_rows`.
+        """Pin the conversation. Give it a row, and a slot to each position below `total` that has
+        none. The caller has checked `shortfall` and `free_rows`.
 
-        It is pinned first, so that `_take_slots` takes none of its own. Its turn waits no longer, and
-        none of its chunks stays evictable without a copy. `_give_slots` hands out the slots, all at
-        once, and `_write_table` writes the whole row.
+        It is pinned first, so that `_take_slots` takes none of its own. Its turn waits no longer,
+        and none of its chunks stays evictable without a copy. `_give_slots` hands out the slots,
+        all at once, and `_write_table` writes the whole row.
 
         Returns the swap-ins, one ticket (`_begin_copy`) for each chunk in state CPU."""
         conversation.pinned, conversation.waiting = True, False
@@ -300,12 +303,12 @@ class KVCache:
         return [self._begin_copy(conversation, chunk, "in", chunk.place) for chunk in arriving]
 
     def grow(self, conversation: Conversation, now: float) -> bool:
-        """Give a running conversation slots for the tokens that it has grown by. False if there are too
-        few.
+        """Give a running conversation slots for the tokens that it has grown by. False if there are
+        too few.
 
-        While every running conversation could get a whole chunk, this one gets all slots of its last
-        chunk at once. Then it asks again only a chunk later. When slots are rare, it gets one at a
-        time."""
+        While every running conversation could get a whole chunk, this one gets all slots of its
+        last chunk at once. Then it asks again only a chunk later. When slots are rare, it gets one
+        at a time."""
         total, begin = len(conversation.tokens), conversation.room
         if total <= begin:
             return True
@@ -321,12 +324,12 @@ class KVCache:
         return True
 
     def computed(self, conversation: Conversation, start: int, end: int):
-        """The model has computed the KV of positions [start, end) of a running conversation, or a step
-        that has been launched will compute it before any later step.
+        """The model has computed the KV of positions [start, end) of a running conversation, or a
+        step that has been launched will compute it before any later step.
 
-        They fill one or more chunks from the left, and `known` is at least `end` now. A chunk that has
-        grown needs more than its copy holds: it gives up its place, and a copy in flight is stale. (A
-        chunk that is shared may be filled further already. Then it stays as it is.)"""
+        They fill one or more chunks from the left, and `known` is at least `end` now. A chunk that
+        has grown needs more than its copy holds: it gives up its place, and a copy in flight is
+        stale. (A chunk that is shared may be filled further already. Then it stays as it is.)"""
         size = self.chunk_size
         for index in range(start // size, (end - 1) // size + 1):
             chunk, first = conversation.chunks[index], index * size
@@ -342,8 +345,8 @@ class KVCache:
             conversation.known = end
 
     def release(self, conversation: Conversation, now: float):
-        """Unpin the conversation and take back its row: the counterpart of `admit`. Slots without KV are
-        free again, unless another user of the chunk still runs."""
+        """Unpin the conversation and take back its row: the counterpart of `admit`. Slots without
+        KV are free again, unless another user of the chunk still runs."""
         del self.running[conversation.order]
         self.free_rows.append(conversation.row)
         conversation.row, conversation.room = None, 0
@@ -367,14 +370,14 @@ class KVCache:
     # ---- eviction
 
     def plan_swap_out(self, wanted: int, now: float) -> list[Ticket]:
-        """Copy idle chunks to the CPU, the cheapest first, until `wanted` more slots are available or
-        will be when the copies in flight have ended. Returns the new copies. The GPU copies stay valid
-        until someone takes their slots.
+        """Copy idle chunks to the CPU, the cheapest first, until `wanted` more slots are available
+        or will be when the copies in flight have ended. Returns the new copies. The GPU copies stay
+        valid until someone takes their slots.
 
         A chunk for which `_take_place` finds no place becomes evictable without a copy.
 
-        Three full chunks of 32 tokens are idle on the GPU, worth 1, 2 and 3. 60 slots are wanted. The
-        CPU tier has one place, and the chunk there is worth 1.5:
+        Three full chunks of 32 tokens are idle on the GPU, worth 1, 2 and 3. 60 slots are wanted.
+        The CPU tier has one place, and the chunk there is worth 1.5:
 
             worth 1    less than the one in the tier: evictable without a copy       32 of 60 slots
             worth 2    takes the place, and the one worth 1.5 is dropped             64 of 60 slots
@@ -398,7 +401,7 @@ class KVCache:
 
     def plan_swap_out_for(self, conversation: Conversation, total: int, reserve: int,
                           now: float) -> list[Ticket]:
-        """`plan_swap_out` for the shortfall of a request that waits, at the expense of all others."""
+        """`plan_swap_out` for what a waiting request lacks, at the expense of all others."""
         wanted = self.shortfall(conversation, total, reserve)
         if wanted <= 0:
             return []
@@ -409,10 +412,10 @@ class KVCache:
         return tickets
 
     def complete(self, ticket: Ticket):
-        """The copy has ended. A copy out gives the chunk its place, unless the chunk changed meanwhile.
-        Slots and a place that were given up during the copy become free only now: the slots are the
-        ticket's `orphans`, and the place is free if it is not the chunk's. (The statistics count stale
-        copies, too: `chunks_swapped_in` and `chunks_swapped_out`.)"""
+        """The copy has ended. A copy out gives the chunk its place, unless the chunk changed
+        meanwhile. Slots and a place that were given up during the copy become free only now: the
+        slots are the ticket's `orphans`, and the place is free if it is not the chunk's. (The
+        statistics count stale copies, too: `chunks_swapped_in` and `chunks_swapped_out`.)"""
         self.in_flight.remove(ticket)
         chunk = ticket.chunk
         chunk.ticket = None
@@ -425,21 +428,21 @@ class KVCache:
         self.stats["chunks_swapped_" + ticket.direction] += 1
 
     def next_to_leave(self, now: float) -> Chunk | None:
-        """The chunk that leaves the GPU next, if nobody returns before: the cheapest whose slots may be
-        taken at once. If there is none, it is the one that is copied to the CPU next."""
+        """The chunk that leaves the GPU next, if nobody returns before: the cheapest whose slots
+        may be taken at once. If there is none, it is the one that is copied to the CPU next."""
         return self._cheapest("reclaim", now) or self._cheapest("swap_out", now)
 
     def reclaim(self, chunk: Chunk):
-        """Free the slots of an idle chunk. If it has a CPU copy, it lives on there. If it has none, it
-        becomes absent (`_drop`)."""
+        """Free the slots of an idle chunk. If it has a CPU copy, it lives on there. If it has none,
+        it becomes absent (`_drop`)."""
         if chunk.place is None:
             self._drop(chunk)
         else:
             self._give_up_slots(chunk, 0)
 
     def _coming_available(self) -> int:
-        """Slots that will be available when the copies in flight have ended: those that have been given
-        up, and those of chunks that a copy out makes reclaimable."""
+        """Slots that will be available when the copies in flight have ended: those that have been
+        given up, and those of chunks that a copy out makes reclaimable."""
         given_up = sum(len(ticket.orphans) for ticket in self.in_flight)
         copied = sum(len(ticket.chunk.slots) for ticket in self.in_flight
                      if ticket.direction == "out" and not ticket.stale and not ticket.chunk.pinned)
@@ -449,7 +452,9 @@ class KVCache:
         """Take free slots; if they do not suffice, first reclaim those of idle chunks, the cheapest
         first. The caller has checked that so many are available."""
         while len(self.free_slots) < needed:
-            for chunk in self._victims("reclaim", now):
+            victims = self._victims("reclaim", now)
+            assert victims, "too few slots are available"
+            for chunk in victims:
                 self.reclaim(chunk)
         cut = len(self.free_slots) - needed
         taken = self.free_slots[cut:]
@@ -457,8 +462,9 @@ class KVCache:
         return taken
 
     def _take_place(self, chunk: Chunk, now: float) -> int | None:
-        """A place for an idle chunk: a free one, or one that a running conversation can spare, or that
-        of the cheapest chunk in state CPU if that is worth less. None if there is no such place."""
+        """A place for an idle chunk: a free one, or one that a running conversation can spare, or
+        that of the cheapest chunk in state CPU if that is worth less. None if there is no such
+        place."""
         if not self.free_places:
             if spare := self._cheapest("spare", now):
                 self._give_up_place(spare)
@@ -476,8 +482,10 @@ class KVCache:
         self.changed.add(chunk)
         return chunk.ticket
 
-    def _give_slots(self, conversation: Conversation, first_index: int, total: int, slots: list[int]):
-        """Hand out `slots` to every position below `total` that has none, from chunk `first_index` on."""
+    def _give_slots(self, conversation: Conversation, first_index: int, total: int,
+                    slots: list[int]):
+        """Hand out `slots` to every position below `total` that has none, from chunk `first_index`
+        on."""
         remaining, chunks = iter(slots), conversation.chunks
         for index in range(first_index, chunks_for(total, self.chunk_size)):
             if index == len(chunks):
@@ -487,8 +495,8 @@ class KVCache:
                 chunk.slots += islice(remaining, wanted - len(chunk.slots))
 
     def _write_table(self, conversation: Conversation, start: int, slots: list[int]):
-        """Write `slots` into the conversation's row of the slot table, from position `start` on. Its
-        `room` ends behind them."""
+        """Write `slots` into the conversation's row of the slot table, from position `start` on.
+        Its `room` ends behind them."""
         conversation.room = start + len(slots)
         self.table[conversation.row, start:conversation.room] = slots
         self.table_updates.append((conversation.row, start, conversation.room))
@@ -505,8 +513,8 @@ class KVCache:
         self.stats["chunks_dropped"] += 1
 
     def _trim(self, chunk: Chunk):
-        """Give up what holds no KV: slots beyond `filled`, and everything of a chunk that has nothing
-        left."""
+        """Give up what holds no KV: slots beyond `filled`, and everything of a chunk that has
+        nothing left."""
         if not chunk.filled:
             self._empty(chunk)
         else:
@@ -529,8 +537,8 @@ class KVCache:
         self.changed.add(chunk)
 
     def _give_up_place(self, chunk: Chunk):
-        """Give up the chunk's place, if it has one. While a copy is in flight the place stays busy, and
-        `complete` frees it."""
+        """Give up the chunk's place, if it has one. While a copy is in flight the place stays busy,
+        and `complete` frees it."""
         if chunk.place is not None and not chunk.ticket:
             heapq.heappush(self.free_places, chunk.place)
         chunk.place = None
@@ -544,8 +552,8 @@ class KVCache:
         self.maybe_cold[conversation.order] = conversation
 
     def refile(self):
-        """Bring the indexes up to date with the chunks that have changed. We do so when somebody asks,
-        and not before, because a chunk changes several times on its way."""
+        """Bring the indexes up to date with the chunks that have changed. We do so when somebody
+        asks, and not before, because a chunk changes several times on its way."""
         for chunk in self.changed:
             move = chunk.next_move
             member = self.member(chunk, move) if move else None
@@ -566,7 +574,7 @@ class KVCache:
         return Member(last_needed, nth, users[0].order, key, len(users), move, chunk)
 
     def _cheapest(self, move: str, now: float) -> Chunk | None:
-        """The chunk that is worth least among those that allow the move. None: there is no such chunk."""
+        """Of the chunks that allow the move, the one that is worth least. None: there is none."""
         self.refile()
         while member := self.indexes[move].cheapest(now):
             if member.chunk.next_move == move:

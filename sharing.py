@@ -1,26 +1,28 @@
 """Conversations that begin alike share chunks: a layer over kv_cache.py.
 
-Two replies to one message have the whole conversation before it in common. The KV of a position depends
-on the tokens up to there and on nothing else, so both conversations can use the same chunks:
+Two replies to one message have the whole conversation before it in common. The KV of a position
+depends on the tokens up to there and on nothing else, so both conversations can use the same
+chunks:
 
     chunk            0        1        2        3        4
     a              [ ab ]   [ ab ]   [ ab ]   [ a  ]   [ a  ]
-    b, a fork        ^        ^        ^      [ b  ]          a.chunks[2] is b.chunks[2], users (a, b)
+    b, a fork        ^        ^        ^      [ b  ]       a.chunks[2] is b.chunks[2], users (a, b)
 
-If a and b also begin chunk 3 with the same tokens, b gets their KV as a copy, from slots of a to its own,
-when it is admitted. So only full chunks are shared (those with a token at each position), and nobody
-writes other KV into a slot that others use. (PagedAttention shares the chunk that is not full, too, and
-copies it when one of its users first writes there.) Nobody searches for conversations that begin alike:
-the caller names the *origin*, by `fork` or `follow`.
+If a and b also begin chunk 3 with the same tokens, b gets their KV as a copy, from slots of a to
+its own, when it is admitted. So only full chunks are shared (those with a token at each position),
+and nobody writes other KV into a slot that others use. (PagedAttention shares the chunk that is not
+full, too, and copies it when one of its users first writes there.) Nobody searches for
+conversations that begin alike: the caller names the *origin*, by `fork` or `follow`.
 
-The core does the rest, since eviction looks at single chunks. A chunk is pinned while any of its users
-runs, and waits while a turn of any of them waits. It has been idle since the latest run of a user ended.
-With three users it is worth three times as much. Whoever recomputes it does it for all of them; only if
-one step takes it for two of them, both compute it. A user that gives it up leaves it to the others.
+The core does the rest, since eviction looks at single chunks. A chunk is pinned while any of its
+users runs, and waits while a turn of any of them waits. It has been idle since the latest run of a
+user ended. With three users it is worth three times as much. Whoever recomputes it does it for all
+of them; only if one step takes it for two of them, both compute it. A user that gives it up leaves
+it to the others.
 
 The *designated prefix* (the operator's system prompt) is a conversation that is pinned for good. A
-conversation that has no chunk yet shares those full chunks of it with which its context begins. They
-count the prefix as their only user.
+conversation that has no chunk yet shares those full chunks of it with which its context begins.
+They count the prefix as their only user.
 
 Invariant: the shared chunks of a conversation come first.
 """
@@ -60,8 +62,9 @@ class SharingCache(KVCache):
     def fork(self, origin: Conversation, name: str | None, tokens: Iterable[int]) -> Conversation:
         """A new conversation made from `tokens`, which begin like those of `origin`.
 
-        It shares the full chunks of what they have in common, wherever these are and whatever the origin
-        is doing. With its first turn it also gets what it has in common behind these: see `follow`."""
+        It shares the full chunks of what they have in common, wherever these are and whatever the
+        origin is doing. With its first turn it also gets what it has in common behind these: see
+        `follow`."""
         assert name not in self.conversations
         conversation = self.open(name, tokens)
         self._share(conversation, conversation.tokens[:conversation.known], origin)
@@ -69,17 +72,18 @@ class SharingCache(KVCache):
         return conversation
 
     def follow(self, conversation: Conversation, origin: Conversation):
-        """The next turn of `conversation` uses what `origin` has computed, as far as both begin alike: it
-        shares full chunks and copies what is behind them. While the origin computes the same prompt, this
-        turn waits at the head of the queue, and all others behind it: one prompt, n replies."""
+        """The next turn of `conversation` uses what `origin` has computed, as far as both begin
+        alike: it shares full chunks and copies what is behind them. While the origin computes the
+        same prompt, this turn waits at the head of the queue, and all others behind it: one prompt,
+        n replies."""
         self.origins[conversation.order] = origin
 
     def extend(self, conversation: Conversation, prompt: Sequence[int]) -> bool:
-        """The prompt joins the conversation's tokens, and what it has in common with others is shared.
-        False while the origin still computes the same: then the caller asks again later.
+        """The prompt joins the conversation's tokens, and what it has in common with others is
+        shared. False while the origin still computes the same: then the caller asks again later.
 
-        The last token of the prompt stays the conversation's own, since its reply is sampled there. With
-        chunks of 4 and a prompt of 8, chunk 0 is shared and chunk 1 is not."""
+        The last token of the prompt stays the conversation's own, since its reply is sampled there.
+        With chunks of 4 and a prompt of 8, chunk 0 is shared and chunk 1 is not."""
         origin, prompt = self.origins.get(conversation.order), array("i", prompt)
         shareable = (conversation.tokens + prompt)[:-1]
         if origin and origin.row is not None:
@@ -92,9 +96,9 @@ class SharingCache(KVCache):
         return True
 
     def _share(self, conversation: Conversation, tokens: Sequence[int], origin: Conversation):
-        """The conversation, whose context begins with `tokens`, shares the full chunks that these have in
-        common with the first `known` tokens of the origin. Nothing happens if the conversation has
-        a chunk that the origin does not have."""
+        """The conversation, whose context begins with `tokens`, shares the full chunks that these
+        have in common with the first `known` tokens of the origin. Nothing happens if the
+        conversation has a chunk that the origin does not have."""
         begin = len(conversation.chunks)
         if conversation.chunks == origin.chunks[:begin]:
             common = common_length(tokens, origin.tokens[:origin.known])
@@ -113,15 +117,15 @@ class SharingCache(KVCache):
         return swap_in
 
     def _copy_tail(self, conversation: Conversation, origin: Conversation):
-        """Copy the KV that the conversation has in common with its origin in the first chunk behind those
-        that it shares. It has its slots already. In chunks of 4, if the common tokens are those of
-        positions 0 to 9:
+        """Copy the KV that the conversation has in common with its origin in the first chunk behind
+        those that it shares. It has its slots already. In chunks of 4, if the common tokens are
+        those of positions 0 to 9:
 
             origin            [    ]   [    ]   [ 8  9  10  11 ]
-            conversation        ^        ^      [ 8  9 ]            the next step begins with two copies
+            conversation        ^        ^      [ 8  9 ]        the next step begins with two copies
 
-        The origin may have lost these slots meanwhile, or their KV may be on its way from the CPU. Then
-        the conversation computes its tokens itself."""
+        The origin may have lost these slots meanwhile, or their KV may be on its way from the CPU.
+        Then the conversation computes its tokens itself."""
         pairs = zip(conversation.chunks, origin.chunks)
         chunk, source = next((pair for pair in pairs if pair[0] is not pair[1]), (None, None))
         if not chunk or chunk.filled or not source.slots:
