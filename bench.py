@@ -219,6 +219,7 @@ WORDS = dict(
     history="history (tokens)", seconds="time (s)", mean_ttft_ms="mean time to first token (ms)",
     normalized_latency_ms="normalized latency (ms/token)", computed_tokens="computed tokens",
     recomputed_seconds="recomputation (s)", servers="servers", replies="replies to a prompt",
+    turn="turn (each adds 100 tokens)", ttft_ms="time to first token (ms)",
     running="requests at once", tokens_per_second="throughput (tokens/s)", saved="slots saved (share)")
 
 
@@ -232,7 +233,7 @@ def plot(figure: Figure, rows: list[dict], path: str):
     if figure.bars or all(row[figure.x] is None for row in rows):       # a trace has one load: its own
         draw_bars(canvas, rows, figure.bars or (figure.y,))
     else:
-        draw_lines(canvas, by_panel(rows), figure.x, figure.y)
+        draw_lines(canvas, by_panel(rows), figure.x, figure.y, figure.linear)
     canvas.savefig(path, dpi=100, format="png")
 
 
@@ -247,7 +248,7 @@ def draw_bars(canvas, rows: list[dict], fields: tuple):
         ax.set(title=WORDS[field])
 
 
-def draw_lines(canvas, panels: dict[str, list[dict]], x: str, y: str):
+def draw_lines(canvas, panels: dict[str, list[dict]], x: str, y: str, linear: bool = False):
     """A diagram for each panel, and in it a line for each system: for each way to run it, or chunk size."""
     canvas.set_size_inches(5 * len(panels), 4)
     axes = canvas.subplots(1, len(panels), squeeze=False)[0]
@@ -257,9 +258,13 @@ def draw_lines(canvas, panels: dict[str, list[dict]], x: str, y: str):
             label = ", ".join(str(row[field]) for field in ("system", "how", "chunk") if field in row)
             lines.setdefault(label, []).append((row[x], row[y]))
         for label, points in lines.items():
-            ax.plot(*zip(*sorted(points)), marker="o", label=label)
-        ax.set(title=panel, xlabel=WORDS[x], ylabel=WORDS[y], yscale="log")
-    axes[0].legend()
+            drawn, = ax.plot(*zip(*sorted(points)), marker="o", label=label)
+            if linear:
+                ax.annotate(f"{label}: {max(points)[1]:,.0f}", max(points), (-8, 6),
+                            textcoords="offset points", ha="right", color=drawn.get_color(), weight="bold")
+        ax.set(title=panel, xlabel=WORDS[x], ylabel=WORDS[y], yscale="linear" if linear else "log")
+    if not linear:
+        axes[0].legend()
 
 
 def main():
