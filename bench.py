@@ -237,6 +237,11 @@ def plot(figure: Figure, rows: list[dict], path: str):
     canvas.savefig(path, dpi=100, format="png")
 
 
+def three_digits(value: float) -> str:
+    """12345.6 -> 12,346; 44.54 -> 44.5."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def draw_bars(canvas, rows: list[dict], fields: tuple):
     """A diagram for each field, and in it a bar for each row."""
     canvas.set_size_inches(3.5 * len(fields), 4)
@@ -244,7 +249,7 @@ def draw_bars(canvas, rows: list[dict], fields: tuple):
     for ax, field in zip(canvas.subplots(1, len(fields), squeeze=False)[0], fields):
         values = [row[field] for row in rows]
         bars = ax.bar([row["system"] for row in rows], values)
-        ax.bar_label(bars, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values])
+        ax.bar_label(bars, [three_digits(value) for value in values])
         ax.set(title=WORDS[field])
 
 
@@ -260,8 +265,10 @@ def draw_lines(canvas, panels: dict[str, list[dict]], x: str, y: str, linear: bo
         for label, points in lines.items():
             drawn, = ax.plot(*zip(*sorted(points)), marker="o", label=label)
             if linear:
-                ax.annotate(f"{label}: {max(points)[1]:,.0f}", max(points), (-8, 6),
-                            textcoords="offset points", ha="right", color=drawn.get_color(), weight="bold")
+                last = max(points)
+                ax.annotate(f"{label}: {three_digits(last[1])}", last, (0, 8), ha="right", weight="bold",
+                            textcoords="offset points", color=drawn.get_color())
+                ax.margins(y=0.12)              # the highest name, too, stands inside
         ax.set(title=panel, xlabel=WORDS[x], ylabel=WORDS[y], yscale="linear" if linear else "log")
     if not linear:
         axes[0].legend()
