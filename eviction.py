@@ -69,8 +69,8 @@ class RecomputeCost:
 
 class Policy:
     """Of all chunks that could leave a tier now, the one that is worth least leaves first,
-    whichever conversation it belongs to. A policy says what chunks are worth. Most policies override
-    one or two methods:
+    whichever conversation it belongs to. A policy says what chunks are worth. Most policies
+    override one or two methods:
 
         value(key, idle)            what a user of the chunk loses if it leaves
         key(conversation, index)    a small integer: all that this depends on, but for idle time

@@ -1,9 +1,8 @@
-"""Are the books of a KVCache right? Checks them from scratch: for tests, and for
-Engine(debug=True).
+"""Are the books of a KVCache right? For tests, and for Engine(debug=True).
 
 Every slot and every place is free, or in exactly one chunk, or held by a copy in flight alone. The
 slot table agrees with the chunks, and the indexes of victims too. (Whether the KV is there, these
-integers cannot say.) An AssertionError names the first invariant that does not hold."""
+integers cannot say.) We derive all of it from scratch. AssertionError if it does not hold."""
 from collections import Counter
 
 
@@ -12,14 +11,14 @@ def check(cache, conversations: list):
     chunks = {chunk for conversation in conversations for chunk in conversation.chunks}
     for conversation in conversations:
         check_conversation(cache, conversation)
+    everyone = {*conversations}
     for chunk in chunks:
-        check_chunk(cache, chunk, conversations)
+        check_chunk(cache, chunk, everyone)
     check_owners(cache, chunks)
     check_indexes(cache, chunks)
-    named = [*cache.conversations.values()]
-    assert [one for one in named if one.row is not None] == sorted(
-        cache.running.values(), key=named.index), "not all that have a row are running"
-    cold = {one for one in named if not (one.pinned or one.waiting or keeps_cached(one))}
+    named = cache.conversations.values()
+    assert {one for one in named if one.row is not None} == {*cache.running.values()}
+    cold = {one for one in named if not (one.pinned or one.waiting or has_cached(one))}
     assert {*cache.cold_conversations()} == cold
 
 
@@ -38,9 +37,9 @@ def check_owners(cache, chunks: set):
     assert sorted(rows) == list(range(len(cache.table))), "a row is lost, or owned twice"
 
 
-def check_chunk(cache, chunk, conversations: list):
-    assert chunk.users and all(chunk in user.chunks for user in chunk.users)
-    assert {*chunk.users} <= {*conversations}
+def check_chunk(cache, chunk, conversations: set):
+    assert chunk.users and all(user in conversations for user in chunk.users)
+    assert all(user.chunks[chunk.index:chunk.index + 1] == [chunk] for user in chunk.users)
     assert chunk.filled <= cache.chunk_size
     assert len(chunk.slots) in (0, chunk.filled) or chunk.pinned and len(chunk.slots) > chunk.filled
     assert (chunk.filled or chunk.place is None) and (chunk.state or not chunk.filled)
@@ -52,7 +51,9 @@ def check_conversation(cache, conversation):
     runs = conversation.row is not None
     assert runs == (cache.running.get(conversation.order) is conversation)
     for index, chunk in enumerate(conversation.chunks):
-        assert chunk.index == index
+        first = chunk.users[0]
+        of_prefix = first.pinned and first.row is None          # the designated one, see sharing.py
+        assert chunk.index == index and (conversation in chunk.users or of_prefix)
         if chunk.filled and chunk.users == (conversation,):
             end = index * cache.chunk_size + chunk.filled
             assert end <= min(conversation.known, len(conversation.tokens))
@@ -79,5 +80,5 @@ def check_indexes(cache, chunks: set):
     assert cache.reclaimable == sum(offered) == sum(chunk.offered for chunk in chunks)
 
 
-def keeps_cached(conversation) -> bool:
+def has_cached(conversation) -> bool:
     return any(chunk.state and conversation in chunk.users for chunk in conversation.chunks)

@@ -173,9 +173,10 @@ def test_cheapest_by_scanning_by_hand():
 def test_of_equal_worth_the_longest_idle_leaves_first_then_the_nth_then_the_oldest():
     """The cost is flat, and nobody counts as idle for less than MIN_IDLE."""
     policy = POLICIES["retention"](RecomputeCost({32: 1.0}, rest=0.0), 32)
+    later = 10.0 + MIN_IDLE / 2
     a, b, c, d = left = [
         Member(last, nth, order, nth, 1, "", SimpleNamespace()) for last, nth, order in [
-            (10.0, 9, 9), (10.0 + MIN_IDLE / 2, 0, 8), (10.0 + MIN_IDLE / 2, 1, 6), (10.0 + MIN_IDLE / 2, 1, 7)]]
+            (10.0, 9, 9), (later, 0, 8), (later, 1, 6), (later, 1, 7)]]
     assert len({worth(policy, member, 10.0) for member in left}) == 1
     index = VictimIndex(policy)
     for member in reversed(left):

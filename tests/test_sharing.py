@@ -161,8 +161,9 @@ def test_a_trailing_policy_takes_a_shared_chunk_when_nothing_is_behind_it(policy
 
 
 # a, b: three chunks each, idle for as long. Shared: b has a's first two, and one of its own.
-ORDERS = {"plain": {"retention": "a0 b0 a1 b1 a2 b2", "lru": "a0 b0 a1 b1 a2 b2", "trailing": "a2 b2 a1 b1 a0 b0",
-                    "trailing-half": "a2 a1, b2 b1, a0, b0", "conversation": "a0 a1 a2, b0 b1 b2"},
+ORDERS = {"plain": {"retention": "a0 b0 a1 b1 a2 b2", "lru": "a0 b0 a1 b1 a2 b2",
+                    "trailing": "a2 b2 a1 b1 a0 b0", "trailing-half": "a2 a1, b2 b1, a0, b0",
+                    "conversation": "a0 a1 a2, b0 b1 b2"},
           "shared": {"retention": "a2 b2 a0 a1", "lru": "a2 b2 a0 a1", "trailing": "a2 b2 a1 a0",
                      "trailing-half": "a2 b2 a1 a0", "conversation": "a2 b2 a0 a1"}}
 ONE_BY_ONE = {"trailing-half": "a2 b2 a1 b1 a0 b0", "conversation": "a0 b0 a1 b1 a2 b2"}   # in the CPU tier
@@ -172,7 +173,7 @@ ONE_BY_ONE = {"trailing-half": "a2 b2 a1 b1 a0 b0", "conversation": "a0 b0 a1 b1
 @pytest.mark.parametrize("how", ORDERS)
 @pytest.mark.parametrize("cost", [COST, RecomputeCost({4: 1.0}, rest=0.0)], ids=["rising", "flat"])
 def test_the_order_in_which_chunks_leave(policy, how, cost):
-    """The same for each move. The cost of shared chunks would mix with their users, so it is flat for them."""
+    """The same for each move. What shared chunks cost would mix with their users, so it is flat there."""
     if how == "shared":
         cost = RecomputeCost({4: 1.0}, rest=0.0)
     cache = SharingCache(32, 8, 4, 4, 64, POLICIES[policy](cost, 4))
