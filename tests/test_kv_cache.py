@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from eviction import POLICIES
+from eviction import POLICIES, RecomputeCost
 from fakes import COST
 from kv_cache import KVCache
 
@@ -366,6 +366,26 @@ def test_a_chunk_worth_more_displaces_the_cheapest():
     cache, old, other = full_cpu_tier(worth_more=True)
     assert runs(copy(cache, 4, now=100.0)) == [("other", 0, 4)]
     assert states(old) == [None] and states(other) == ["GPU_AND_CPU"] and cache.stats["chunks_dropped"] == 1
+
+
+@pytest.mark.parametrize("policy, first, second", [("retention", 0, 1), ("lru", 0, 1), ("trailing", 1, 0)])
+def test_of_equal_worth_the_chunk_that_leaves_first_gives_its_place_to_the_other(policy, first, second):
+    """The cost is flat. The one that leaves first is in the CPU tier, whose only place the other one needs."""
+    cache = KVCache(16, 1, 4, 4, 64, POLICIES[policy](RecomputeCost({4: 1.0}, rest=0.0), 4))
+    a = idle(cache, "a", 8)
+    copy(cache, 4)
+    reclaim(cache, a)
+    assert states(a)[first] == "CPU"
+    copy(cache, 4)
+    assert states(a)[first] is None and states(a)[second] == "GPU_AND_CPU"
+
+
+def test_what_is_copied_of_a_running_conversation_makes_no_room():
+    cache = make(slots=16)
+    a, b = idle(cache, "a", 4, now=0.0), idle(cache, "b", 4, now=5.0)
+    assert runs(cache.plan_swap_out(4, 10.0)) == [("a", 0, 4)] and cache.plan_swap_out(4, 10.0) == []
+    cache.admit(a, 4, 11.0)
+    assert runs(cache.plan_swap_out(4, 11.0)) == [("b", 0, 4)]
 
 
 def test_the_place_of_an_idle_chunk_in_both_tiers_is_never_taken():
