@@ -382,7 +382,8 @@ def test_of_equal_worth_the_chunk_that_leaves_first_gives_its_place_to_the_other
 
 def test_what_is_copied_of_a_running_conversation_makes_no_room():
     cache = make(slots=16)
-    a, b = idle(cache, "a", 4, now=0.0), idle(cache, "b", 4, now=5.0)
+    a = idle(cache, "a", 4, now=0.0)
+    idle(cache, "b", 4, now=5.0)
     assert runs(cache.plan_swap_out(4, 10.0)) == [("a", 0, 4)] and cache.plan_swap_out(4, 10.0) == []
     cache.admit(a, 4, 11.0)
     assert runs(cache.plan_swap_out(4, 11.0)) == [("b", 0, 4)]
