@@ -15,7 +15,6 @@ Most words of values are made up, so the model cannot learn values by heart: it 
 and copy it. A hash keeps one made-up word in eight out of training; we measure with those.
 """
 import json
-import random
 import re
 import sys
 import zlib
