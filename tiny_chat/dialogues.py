@@ -10,9 +10,9 @@ A user tells facts, the assistant notes them, and much later the user asks:
     What do you know about me?      Note 1: your name is Ada. Note 2: your home city is Rome. Note 3
                                     is still empty.
 
-A fact is a thing ("home city") and its value ("Rome"). Each answer follows from the dialogue so far.
-Most words of values are made up, so the model cannot learn values by heart: it must find the note
-and copy it. A hash keeps one made-up word in eight out of training; we measure with those.
+A fact is a thing ("home city") and its value ("Rome"). Each answer follows from the dialogue so
+far. Most words of values are made up, so the model cannot learn values by heart: it must find the
+note and copy it. A hash keeps one made-up word in eight out of training; we measure with those.
 """
 import json
 import re
@@ -28,21 +28,17 @@ BLANKS = {"tell": ["my {thing}", "{value}"], "change": ["my {thing}", "{value}"]
           "ask": ["my {thing}"], "list": []}
 
 
-def check(kind, sentence):
-    """Raise ValueError if the sentence lacks a blank, has a wrong one, or ends with . ? or !"""
-    blanks = re.findall(r"my \{thing\}|\{.*?\}", sentence.replace("My {", "my {"))
-    if sorted(blanks) != BLANKS[kind] or sentence.endswith((".", "?", "!")):
-        raise ValueError(f"{sentence!r} in {kind!r} must have "
-                         f"{' and '.join(BLANKS[kind]) or 'no braces'}, and no . ? or ! at its end")
-
-
 def read_sentences(file):
     """The content of sentences.json. A mistake in the file ends the program with one line."""
     try:
         said = json.loads(file.read_text())
-        for kind in BLANKS:
+        for kind, blanks in BLANKS.items():
             for sentence in said[kind]["train"] + said[kind]["final"]:
-                check(kind, sentence)
+                found = re.findall(r"my \{thing\}|\{.*?\}", sentence.replace("My {", "my {"))
+                if sorted(found) != blanks or sentence.endswith((".", "?", "!")):
+                    needed = " and ".join(blanks) or "no braces"
+                    raise ValueError(f"{sentence!r} in {kind!r} must have {needed}, "
+                                     "and no . ? or ! at its end")
     except ValueError as error:
         print(f"{file}: {error}", file=sys.stderr)
         sys.exit(2)
@@ -200,8 +196,8 @@ def a_phrase(rng):
 
 def shows_its_thing(value, thing):
     """Does "I'm {value}" tell this thing? A number tells the age, "a bluck" the job, and anything
-    else that begins with a letter the name. A comma or "from" would end the fact: "I'm Ada, a nurse".
-    """
+    else that begins with a letter the name. A comma or "from" would end the fact ("I'm Ada, a
+    nurse"). Sentences about other things name them."""
     words, last = value.lower().split(), thing.split()[-1]
     if last not in ("name", "age", "job"):
         return True
@@ -234,8 +230,8 @@ class Dialogue:
 
     `tell`, `ask`, `list_notes` and `chatter` return the user's message, without its full stop, and
     the answer; `say` adds both to `text`. training: if False, we measure: no thing is made up, and
-    sentences and values are such as training never has. README's table depends on the order in which
-    these methods then draw from `rng`."""
+    sentences and values are such as training never has. README's table depends on the order in
+    which these methods then draw from `rng`."""
 
     def __init__(self, rng, training):
         self.rng, self.training = rng, training
@@ -251,9 +247,9 @@ class Dialogue:
 
     def system(self):
         """Begin with a system message, which may name the assistant or ask it to be cheerful."""
-        self.bot = self.word().capitalize()
         message = self.rng.choice(SAID["system"])
-        self.bot = self.bot if "{}" in message else "Tiny"
+        if "{}" in message:
+            self.bot = self.word().capitalize()
         self.cheerful = self.rng.random() < 0.3
         mood = self.rng.choice(SAID["cheerful"]) if self.cheerful else ""
         self.text = f"<|system|>{message.format(self.bot)} {mood}".strip() + "<|end|>"
@@ -266,11 +262,11 @@ class Dialogue:
         elif not said.endswith("?"):
             said += self.rng.choice("...!")     # three full stops to one exclamation mark
         if self.cheerful:
-            answer = re.sub(r"\.( (?=(?:Your|Note|I|Try)\b)|$)", r"!\1", answer)     # not "Dr. Kosh"
+            answer = re.sub(r"\.( (?=(?:Your|Note|I|Try)\b)|$)", r"!\1", answer)   # not "Dr. Kosh"
         self.text += f"<|user|>{said}<|end|><|assistant|>{answer}<|end|>"
 
     def fill_in(self, sentence, *words, **blanks):
-        """The sentence as this user writes it: "I'm {value}" as "I'm Ada", "i'm Ada" or "im ada"."""
+        """The sentence as this user writes it: "I'm {value}" as "I'm Ada" or "im ada"."""
         if self.training and self.rng.random() < 0.05:
             sentence = re.sub(r"\b[Mm]y \{thing\}", "our {thing}", sentence)
         if self.casual:
@@ -301,8 +297,8 @@ class Dialogue:
         return value.lower() if self.casual and self.lower_values else value
 
     def perhaps_alike(self, value):
-        """One value in six begins as an earlier one of its sort does: "5807" after "5828". So the model
-        must copy to the end."""
+        """One value in six begins as an earlier one of its sort does: "5807" after "5828". So the
+        model must copy to the end."""
         same_sort = [other for other in self.facts.values() if " " not in other + value and
                      (other.isdigit(), other[0].isupper()) == (value.isdigit(), value[0].isupper())]
         if not same_sort or self.rng.random() > 1 / 6:
@@ -356,9 +352,9 @@ class Dialogue:
     # ---- facts
 
     def sentence(self, kind, thing, may_be_special=True):
-        """What the user says to "tell", "change" or "ask" for a thing. When we measure, it is of the
-        list "final". In training, 40% suit one thing only ("I live in {value}"), if there are such,
-        and some others begin with words that tell nothing ("I'm late, so my {thing} is {value}")."""
+        """A sentence of the kind "tell", "change" or "ask". When we measure, it is of the list
+        "final". In training, 40% suit one thing only ("I live in {value}"), if there are such, and
+        some others begin with words that tell nothing ("I'm late, so my {thing} is {value}")."""
         rng = self.rng
         if not self.training:
             return rng.choice(SAID[kind]["final"])
@@ -396,8 +392,8 @@ class Dialogue:
         return said
 
     def tell(self, thing, value=None):
-        """The user tells or changes a fact, and the assistant notes it. If the value is None, or if the
-        note has it already, we make one up. At the beginning of a sentence it gets a capital."""
+        """The user tells or changes a fact, and the assistant notes it. If the value is None, or if
+        the note has it already, we make one up. It gets a capital where it begins a sentence."""
         known, old = thing in self.facts, self.facts.get(thing)
         while value is None or value == old:
             value = self.value(thing)
@@ -414,7 +410,7 @@ class Dialogue:
                 f"Your {spelt} {note}: your {spelt} is {value}.")
 
     def ask(self, thing):
-        """The user asks for a fact. In training, one question in four is only its thing: "Hobby?"."""
+        """The user asks for a fact. In training, one question in four is only "Hobby?"."""
         spelt = spelling(thing, self.asks_american)
         clear = " " in thing or thing in [*self.facts, *THINGS, *SAID["more things"]]
         bare = clear and self.training and self.rng.random() < 0.25
@@ -426,8 +422,8 @@ class Dialogue:
         return said, f"Your {spelt} is {self.facts[thing]}."
 
     def list_notes(self):
-        """The user asks for all notes. The answer ends with an empty note: so the model need not know
-        that a note is the last one before it has looked for the next."""
+        """The user asks for all notes. The answer ends with an empty note: so the model need not
+        know which note is the last before it has looked for the next."""
         said = self.rng.choice(SAID["list"]["train" if self.training else "final"])
         notes = [f"Note {number}: your {spelling(thing, self.tells_american)} is {value}."
                  for number, (thing, value) in enumerate(self.facts.items(), 1)]
@@ -440,7 +436,7 @@ class Dialogue:
     def small_talk(self):
         """Small talk, or the user asks who the assistant is."""
         rng = self.rng
-        if rng.random() < (0.1 if self.bot == "Tiny" else 0.4):     # users try out the name they gave
+        if rng.random() < (0.1 if self.bot == "Tiny" else 0.4):     # users try out a name they gave
             return self.who_are_you()
         answer, said = rng.choice(list(SAID["small talk"].items()))
         you = f", {self.facts['name']}" if "name" in self.facts else ""
@@ -501,17 +497,17 @@ class TrainingDialogue(Dialogue):
         self.rest(LISTS)
 
     def rest(self, *things):
-        """For a while the user does not ask for these things. Without rests, nearly all questions are
-        about something said a moment ago, and the model does not learn to look far back. A long rest
-        takes at least 60% of the text still to come, a short one at most 25%."""
+        """For a while the user does not ask for these things. Without rests, nearly all questions
+        are about something said a moment ago, and the model does not learn to look far back. A long
+        rest takes at least 60% of the text still to come, a short one at most 25%."""
         for thing in things:
             now, rng = len(self.text), self.rng
             share = rng.uniform(0.6, 1) if rng.random() < self.far else rng.random() ** 2 / 4
             self.rests_until[thing] = now + share * (self.end - now)
 
     def turn(self):
-        """Add a turn. We try in this order: the user tells new facts, chats, changes a fact, asks for
-        all notes (of at most 12), for a fact with a note, for one without; else the user chats."""
+        """Add a turn. We try in this order: the user tells new facts, chats, changes a fact, asks
+        for all notes (of at most 12), for a fact with a note, for one without; else chats."""
         rng = self.rng
         ready = [thing for thing in self.facts if self.rests_until[thing] <= len(self.text)]
         at_hand = self.last in self.facts       # the turn before was about a fact with a note
@@ -539,8 +535,8 @@ class TrainingDialogue(Dialogue):
             self.say(*self.chatter())
 
     def tell_new(self):
-        """One message with a new fact, often with more: "I'm Ada and my hobby is chess". If the user
-        has just asked for a fact without a note, often that one comes first."""
+        """One message with a new fact, often with more: "I'm Ada and my hobby is chess". Often it
+        begins with a fact that the user has just asked for in vain."""
         rng = self.rng
         asked = self.last and self.last not in self.facts and rng.random() < 0.4
         thing = self.last if asked else self.pick_unknown()
@@ -560,9 +556,9 @@ class TrainingDialogue(Dialogue):
 
 
 def dialogue(rng, length, characters_per_token=4):
-    """The text of a dialogue to train on: "<|user|>Hi, I'm Ada.<|end|><|assistant|>Your name becomes
-    note 1: your name is Ada.<|end|><|user|>...". It has at least `length` tokens if a token has at
-    most `characters_per_token`."""
+    """The text of a dialogue to train on: "<|user|>Hi, I'm Ada.<|end|><|assistant|>Your name
+    becomes note 1: your name is Ada.<|end|><|user|>...". It has at least `length` tokens if a token
+    has at most `characters_per_token`."""
     chat = TrainingDialogue(rng, characters_per_token * length, long=length > 1024)
     while len(chat.text) < chat.end:
         chat.turn()

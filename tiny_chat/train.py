@@ -4,10 +4,10 @@
     python my_sentences/train.py --tune --directory my_sentences        # trains a copy further
     python tiny_chat/train.py --evaluate                                # prints README's table
 
-dialogues.py makes dialogues. Here they become token ids, a Llama learns to predict the answers, and the
-evaluation asks for facts told long ago. Training begins with dialogues of 256 tokens and goes on with
-longer ones. In half of all the positions jump, so that the model meets distances up to 5,120 tokens
-early. It saves the model every 500 steps.
+dialogues.py makes dialogues. Here they become token ids, a Llama learns to predict the answers, and
+the evaluation asks for facts told long ago. Training begins with dialogues of 256 tokens, and goes
+on with longer ones. In half of all, the positions jump, so that the model meets distances of up to
+5,120 tokens early. It saves the model every 500 steps.
 """
 import argparse
 import copy
@@ -53,7 +53,7 @@ def train_tokenizer(texts):
 
 
 def encode(tokenizer, texts, length):
-    """Token ids, the ids after them, and whether these next ids belong to an answer: all [B, length].
+    """Token ids, the ids after them, and whether these belong to an answer: all [B, length].
 
     Texts are cut, or padded with <|end|>. Of "<|user|>Hi.<|end|><|assistant|>Hello.<|end|>" only
     "Hello." and the last <|end|> belong to an answer: the latest special token before them is
@@ -74,7 +74,7 @@ def positions_with_gaps(rng, ids, user):
     If the second turn begins at index 3, with a gap of 100 before it: 0 1 2 103 104 105 ..."""
     increments = torch.ones_like(ids)
     for row, increment in zip(ids, increments):
-        turns = (row == user).nonzero().flatten().tolist()[1:]      # the first has no fact before it
+        turns = (row == user).nonzero().flatten().tolist()[1:]      # no fact is before the first
         spare = rng.randint(0, LONGEST - len(row)) if rng.random() < 0.5 else 0
         for turn in rng.sample(turns, min(len(turns), rng.randint(1, 4))):
             gap = rng.randint(0, spare)
@@ -88,9 +88,9 @@ def positions_with_gaps(rng, ids, user):
 
 
 def new_model(vocabulary):
-    """A Llama whose slowest nine of 16 rotary angles turn 8 times as slowly as usual, as in Llama 3.1.
-    Some hardly turn within the context: so the model can find a note by its words, however far away.
-    """
+    """A Llama whose slowest nine of 16 rotary angles turn 8 times as slowly as usual, as in Llama
+    3.1. Some hardly turn within the context: so the model finds a note by its words, however far
+    away it is."""
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=vocabulary, hidden_size=256, num_hidden_layers=6, num_attention_heads=8,
         num_key_value_heads=2, intermediate_size=512, max_position_embeddings=CONTEXT,
@@ -103,7 +103,8 @@ def new_model(vocabulary):
 
 def has_bfloat16(device):
     """Has the device instructions for bfloat16? A CPU without them computes faster in float32."""
-    return device.type == "cuda" or torch.cpu.get_capabilities().get("avx512_bf16", False)
+    abilities = getattr(torch.cpu, "get_capabilities", dict)()      # older torch cannot say
+    return device.type == "cuda" or abilities.get("avx512_bf16", False)
 
 
 def logits_of(model, ids, positions):
@@ -155,7 +156,7 @@ class Muon(torch.optim.Optimizer):
 def schedule(steps, tune):
     """For each step: how many dialogues it has, their length in tokens, and the learning rates as a
     share of PEAKS. The rates rise for 200 steps, and fall in the last 35%. A tuning has more tokens
-    a step, no phase of short dialogues, and lower rates, which fall from step 140 on.
+    a step, no phase of short dialogues, and rates that rise to nearly 0.7 and then fall.
 
     schedule(10_900, tune=False) begins with (8, 256, 0.005): eight dialogues of 256 tokens."""
     short, tokens, top, cool_down = int(0.41 * steps), 2048, 1, 0.35
@@ -222,9 +223,9 @@ def told_and_asked(rng, tokenizer, column, distance):
     """The text of a dialogue, and how many of its first answers note the facts that we measure.
 
     The user tells a fact (for "changed" twice, for "list" one to six, for "never told" none), talks
-    about other things for about `distance` tokens, and asks. For "list" and "changed" the facts count
-    as part of the distance, so that all fits into the context. No measured fact is the user's name,
-    because "Goodbye, Ada." would repeat it on the way."""
+    about other things for about `distance` tokens, and asks. For "list" and "changed" the facts
+    count as part of the distance, so that all fits into the context. No measured fact is the user's
+    name, because "Goodbye, Ada." would repeat it on the way."""
     chat = Dialogue(rng, training=False)
     chat.casual = chat.tells_american = chat.asks_american = False      # as REAL_VALUES is written
     chat.alike = 0
@@ -240,7 +241,7 @@ def told_and_asked(rng, tokenizer, column, distance):
             chat.say(*chat.tell(thing, value_for(column, thing, chat)))
     told = chat.text.count("<|assistant|>")
     between = len(tokenizer.encode(chat.text).ids) if column in ("list", "changed") else 0  # tokens
-    # We stop 60 tokens early: one more turn has about 30, at times 200, and all must fit in CONTEXT.
+    # We stop 60 tokens early: a turn has about 30, at times 200, and all must fit in CONTEXT.
     while between < distance - 60:
         start = len(chat.text)
         talk_about_others(chat, thing, may_tell=column != "list")
@@ -274,7 +275,7 @@ def talk_about_others(chat, thing, may_tell):
 def right_answers(model, tokenizer, text):
     """For each answer: is each of its tokens the model's first choice after the text before it?"""
     length = len(tokenizer.encode(text).ids) - 1
-    ids, next_ids, in_answer = encode(tokenizer, [text], length)                    # all [1, length]
+    ids, next_ids, in_answer = encode(tokenizer, [text], length)                    # [1, length]
     wrong = ((model(ids).logits.argmax(-1) != next_ids) & in_answer)[0]             # [length]
     number = (ids[0] == tokenizer.token_to_id("<|assistant|>")).cumsum(0)           # [length]
     return [not wrong[number == n].any() for n in range(1, number[-1] + 1)]
