@@ -15,7 +15,7 @@ from __future__ import annotations      # they are not evaluated: without triton
 import torch
 from torch import Tensor
 
-from attention_kernel import jit, runs_triton, tl, triton
+from arrays import jit, runs_triton, tl, triton
 
 Rotation = tuple[Tensor, Tensor]        # cos and sin of each token's angles, [T, D/2] float32
 ELEMENTS = 1024                         # of one tile: 8 for each of 128 threads (in bfloat16 16 bytes)

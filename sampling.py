@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention_kernel import upload
+from arrays import upload
 from scheduler import Request
 
 LIMITS = {      # of each value, both inclusive; where the limits are ints, so must the value be

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 import attention_kernel as kernel
 import interpreter  # noqa: F401
-from attention_kernel import (AMPERE, FLOAT32, HOPPER, ITEM, MERGE, NO_ITEMS, PIECES_AT_ONCE, SpanTensors,
-                              make_plan, multi_token_attention, multi_token_attention_reference)
+from arrays import upload
+from attention_kernel import (PIECES_AT_ONCE, SpanTensors, multi_token_attention,
+                              multi_token_attention_reference)
+from attention_plan import AMPERE, FLOAT32, HOPPER, ITEM, MERGE, NO_ITEMS, make_plan, room_for
 
 HALF, FLOAT = torch.float16, torch.float32
 GPU = torch.cuda.is_available()
@@ -177,7 +179,7 @@ def test_any_batch_fits_into_the_room_of_its_size(decodes, spans, fewer, group, 
         spans = spans + [(1, 0)] * (size - sum(tokens for tokens, _ in spans))
         q_len, history = np.array(spans).T
         plan = make_plan(np.array([range(len(spans)), q_len, history + q_len]), group, wanted)
-        room = plan.padded(size, decodes, group, wanted)
+        room = plan.padded(room_for(size, 1 if decodes else size, group, wanted))
         assert plan.partial_rows <= room.partial_rows
         planned = dict(plan.launches)
         pairs = [(planned.pop(shape, NO_ITEMS), items) for shape, items in room.launches]
@@ -189,9 +191,10 @@ def test_any_batch_fits_into_the_room_of_its_size(decodes, spans, fewer, group, 
 
 
 def test_room_of_decodes():
-    """The example of Plan.padded."""
+    """The example of room_for."""
     wanted = dict.fromkeys(HOPPER, 10)
-    room = make_plan(np.array([range(64), [1] * 64, [1] * 64]), 4, wanted).padded(64, True, 4, wanted)
+    plan = make_plan(np.array([range(64), [1] * 64, [1] * 64]), 4, wanted)
+    room = plan.padded(room_for(64, 1, 4, wanted))
     assert [len(rows) for rows in room.arrays()] == [74, 20] and room.partial_rows == 40
 
 
@@ -265,7 +268,7 @@ def check_case(case, shapes, dtype, device):
     arguments = make_case(q_len, kv_len, group, kv_heads, D, dtype, device)
     spans = arguments[-1]
     plan = finest_plan(spans, group, shapes)
-    arrays = kernel.upload(plan.arrays(), torch.device(device))
+    arrays = upload(plan.arrays(), torch.device(device))
     spans.plans[group, kv_heads, D, dtype] = plan.with_arrays(arrays)
     out = torch.full_like(arguments[0], torch.nan)
     assert multi_token_attention(*arguments, out=out) is out

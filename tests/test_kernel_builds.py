@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import attention_kernel as kernel
+import attention_plan
 import kv_pool
 import rotary_store
 
@@ -20,7 +21,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-TILES = {90: kernel.HOPPER, 80: kernel.AMPERE}
+TILES = {90: attention_plan.HOPPER, 80: attention_plan.AMPERE}
 # KB that a program may have; 99: of consumer GPUs, an A100 has 163.
 SHARED = {90: 227, 80: 99}
 # KB that the programs on a processor of an H100 or an A100 share, 1 of each for the system.
@@ -125,7 +126,7 @@ def test_merge(capability, D, tmp_path):
 
 
 def test_exact_float32(tmp_path):
-    tile, = kernel.FLOAT32
+    tile, = attention_plan.FLOAT32
     compiled = build_attention(80, tile, 128, 4, "fp32")
     code = sass(compiled, tmp_path)
     assert "FFMA" in code and "HMMA" not in code and compiled.metadata.shared <= SHARED[80] * 1024
@@ -134,7 +135,7 @@ def test_exact_float32(tmp_path):
 
 @pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.soak)])
 def test_larger_heads_fit_into_shared_memory(capability):
-    tile, = kernel.wanted_items(1, 256, torch.bfloat16, torch.device("cpu"))
+    tile, = attention_plan.wanted_items(1, 256, torch.bfloat16, torch.device("cpu"))
     compiled = build_attention(capability, tile, 256, 4)
     assert compiled.metadata.shared <= SHARED[capability] * 1024
 

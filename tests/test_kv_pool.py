@@ -9,8 +9,9 @@ import torch
 
 import interpreter  # noqa: F401
 import kv_pool
+from arrays import pinned
 from kv_cache import Ticket
-from kv_pool import Flight, KVPool, copy_tokens, pinned
+from kv_pool import Flight, KVPool, copy_tokens
 from streams import OperatorWatcher
 
 LAYERS, HEADS, DIM, CHUNK, SLOTS, PLACES = 3, 2, 5, 4, 64, 12

@@ -6,8 +6,9 @@ import os
 import pytest
 import torch
 
-import attention_kernel as kernel
-from attention_kernel import FLOAT32, HOPPER, make_plan, multi_token_attention
+from arrays import upload
+from attention_kernel import multi_token_attention
+from attention_plan import FLOAT32, HOPPER, make_plan
 from grading import SEED
 from test_attention_kernel import exact, make_case
 
@@ -47,7 +48,7 @@ def right(spans, shapes, min_piece) -> bool:
     group, kv_heads, D = sizes[2:]
     batch = arguments[-1]
     plan = make_plan(batch.host, group, dict.fromkeys(shapes, 999), min_piece)
-    arrays = kernel.upload(plan.arrays(), torch.device("cpu"))
+    arrays = upload(plan.arrays(), torch.device("cpu"))
     batch.plans[group, kv_heads, D, dtype] = plan.with_arrays(arrays)
     out = torch.full_like(arguments[0], torch.nan)
     multi_token_attention(*arguments, out=out)
