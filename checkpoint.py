@@ -24,7 +24,12 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor
 
-from model import ALONE, NORMS, ROPE_SCALING, Alone, Model, ModelConfig, empty_model
+from model import ACTIVATIONS, ALONE, NORMS, Alone, Model, ModelConfig, empty_model
+
+SIZES = "vocab_size", "num_layers", "num_heads", "num_kv_heads", "width", "ffn_width", "max_context"
+MOST_LAYERS = 1000      # no model has so many; to make a million modules would take minutes
+# What rope_scaling consists of, in the words of Llama 3.1's config.json.
+ROPE_SCALING = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 
 
 def find_checkpoint(model: str | Path) -> Path:
@@ -274,7 +279,7 @@ def filled(config: dict, kind: type, *fields: str):
 def read_gpt2(config: dict) -> ModelConfig:
     refuse_variants(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
                     reorder_and_upcast_attn=False, add_cross_attention=False)
-    return ModelConfig(
+    return checked(
         vocab_size=config["vocab_size"], max_context=config["n_positions"], num_layers=config["n_layer"],
         num_heads=config["n_head"], num_kv_heads=config["n_head"],
         width=config["n_embd"], ffn_width=config.get("n_inner") or 4 * config["n_embd"],
@@ -286,7 +291,7 @@ def read_gpt2(config: dict) -> ModelConfig:
 def read_opt(config: dict) -> ModelConfig:
     refuse_variants(config, do_layer_norm_before=True, word_embed_proj_dim=config["hidden_size"],
                     enable_bias=True, layer_norm_elementwise_affine=True, _remove_final_layer_norm=False)
-    return ModelConfig(
+    return checked(
         **common_sizes(config), num_kv_heads=config["num_attention_heads"], ffn_width=config["ffn_dim"],
         activation=config.get("activation_function", "relu"), position_offset=2,
         tied_embeddings=config.get("tie_word_embeddings", True), eos_ids=config["eos_ids"])
@@ -300,7 +305,7 @@ def read_llama(config: dict) -> ModelConfig:
     biased = dict(qkv=attention_bias or kind == "qwen2", out=attention_bias, mlp=config.get("mlp_bias"))
     rotated = filled(config, list, "no_rope_layers")        # despite the name, 1: this layer rotates
     rope_theta, rope_scaling = read_rope(config)
-    return ModelConfig(
+    return checked(
         **common_sizes(config),
         num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
         head_dim=config.get("head_dim"), qk_norm=kind == "qwen3",
@@ -310,6 +315,45 @@ def read_llama(config: dict) -> ModelConfig:
         rope_theta=rope_theta, rope_scaling=rope_scaling,
         unrotated=frozenset(layer for layer, rotates in enumerate(rotated) if not rotates),
         tied_embeddings=config.get("tie_word_embeddings", kind == "smollm3"), eos_ids=config["eos_ids"])
+
+
+def checked(**fields) -> ModelConfig:
+    """The ModelConfig of these fields. A config.json can hold anything, so ValueError, with the name
+    of the field, for a value that is no such size or number, and for sizes that do not fit."""
+    check_sizes(fields)
+    config = ModelConfig(**fields)
+    if str(config.activation) not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {config.activation!r}; known: {', '.join(ACTIVATIONS)}")
+    numbers = dict(zip(ROPE_SCALING, config.rope_scaling or ()), norm_eps=config.norm_eps)
+    if config.rope_theta is not None:
+        numbers["rope_theta"] = config.rope_theta
+        if config.head_dim % 2:
+            raise ValueError("rotary positions need an even head size, not head_dim = "
+                             f"{config.head_dim}")
+    for name, number in numbers.items():
+        if type(number) not in (int, float) or not 0 < number < 2**63:
+            raise ValueError(f"{name} must be a number above 0 and below 2**63, not {number!r:.100}")
+    if config.rope_scaling and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
+        raise ValueError(f"low_freq_factor {numbers['low_freq_factor']} must be below "
+                         f"high_freq_factor {numbers['high_freq_factor']}")
+    return config
+
+
+def check_sizes(fields: dict):
+    """ValueError unless the sizes are sizes, and the heads share the width and the KV heads evenly."""
+    sizes, divisors = [*SIZES], [("num_heads", "num_kv_heads")]
+    if fields.get("head_dim") is None:
+        divisors.append(("width", "num_heads"))
+    else:
+        sizes.append("head_dim")
+    for name in sizes:
+        value, most = fields[name], MOST_LAYERS if name == "num_layers" else 2**31 - 1
+        if type(value) is not int or not 1 <= value <= most:
+            raise ValueError(f"{name} must be an int from 1 to {most}, not {value!r:.100}")
+    for name, divisor in divisors:
+        if fields[name] % fields[divisor]:
+            raise ValueError(f"{name} {fields[name]} must be a multiple of "
+                             f"{divisor} {fields[divisor]}")
 
 
 def common_sizes(config: dict) -> dict:

@@ -26,9 +26,7 @@ ended when the call returns.
 from __future__ import annotations      # where triton is absent, `tl.constexpr` is, too
 
 import math
-import mmap
 import time
-import weakref
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -38,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention_kernel import enumerate_each, jit, tl, triton
+from arrays import enumerate_each, jit, pinned, tl, triton
 from kv_cache import Ticket
 
 # Of the copying kernel. Each program keeps a processor of the GPU busy, for which the model's matrix products
@@ -259,23 +257,6 @@ def copy_kernel(source, source_rows, target, target_rows, halves, tokens, source
         inside = (token < tokens)[:, None] & (column < WIDTH)
         values = tl.load(source + source_row[:, None] * WIDTH + column, mask=inside)
         tl.store(target + target_row[:, None] * WIDTH + column, values, mask=inside)
-
-
-def pinned(shape: tuple[int, ...], dtype: torch.dtype, owner) -> Tensor:
-    """A tensor in host memory which the GPU reads and writes by itself, for as long as `owner`
-    exists. OSError or RuntimeError if there is not enough memory.
-
-    torch's own pinned memory comes in powers of two: it takes 128 GB for a tier of 70 GB. Here the
-    tensor's storage begins where the pinned pages do, since is_pinned() asks about that address."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    size = max(1, nbytes)
-    memory = mmap.mmap(-1, size, access=mmap.ACCESS_COPY)       # whole pages, ours alone
-    flat = torch.frombuffer(memory, dtype=torch.uint8)
-    cudart, address = torch.cuda.cudart(), flat.data_ptr()
-    if error := int(cudart.cudaHostRegister(address, size, 0)):
-        raise RuntimeError(f"{size:,} bytes of host memory could not be pinned (CUDA error {error})")
-    weakref.finalize(owner, cudart.cudaHostUnregister, address)
-    return flat[:nbytes].view(dtype).view(shape)
 
 
 class InOrder:

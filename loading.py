@@ -11,6 +11,7 @@ a CPU, `pack_weights` stores the weights of a larger model in the order in which
 import gc
 import os
 import sys
+from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -20,15 +21,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from attention_kernel import runs_triton
+from arrays import runs_triton
+from attention_plan import wanted_items
 from checkpoint import load_model, random_model
-from kv_cache import Conversation
+from graphs import MOST_REPLAYED, Graphs
 from model import ALONE, Alone, Attend, Layer, Model
-from sampling import Sampling, sample
-from scheduler import Request
-from worker import MOST_REPLAYED, Worker
+from sampling import keep_top_p
+from worker import Packed, Worker, table_changes
 
-SMALL_MODEL = 10_000_000    # parameters; below, threads on a CPU wait for one another longer than they work
+SMALL_MODEL = 10_000_000    # parameters; below, threads on a CPU mostly wait for one another
 
 
 def load_worker(config, directory: Path | None, ranks: Alone = ALONE, kind: Callable = Worker) -> Worker:
@@ -111,12 +112,11 @@ def free_memory(model: Model, max_batch_tokens: int, max_running: int) -> int:
 
 
 def largest_step(model: Model, num_tokens: int, max_running: int):
-    """Run the model on num_tokens, and sample a token behind each of the first max_running of them."""
+    """Run the model on num_tokens, and sampling's largest stage behind the first max_running."""
     tokens = torch.zeros(num_tokens, dtype=torch.int32, device=next(model.parameters()).device)
     hidden = model(tokens, tokens, lambda layer, q, k, v, rotation: q.clone())
     logits = model.logits(hidden[:max_running])
-    drawn = Request(Conversation("", 0, [0], 1, toward=1), [], sampling=Sampling(temperature=1.0, top_p=0.9))
-    sample(logits, [drawn] * len(logits))
+    keep_top_p(logits, torch.full_like(logits[:, 0], 0.9))
 
 
 def peak_memory(run: Callable) -> int:
@@ -151,7 +151,7 @@ def speed_up(worker: Worker):
     On a CPU, pack the weights of a float32 model that is not small."""
     if worker.device.type == "cuda" and runs_triton(worker.device, worker.dtype):
         fuse(worker.model)
-        worker.warm_up()
+        warm_up(worker)
         try_capture(worker, partial(make_cuda_graph, pool=torch.cuda.graph_pool_handle()))
     packable = worker.dtype == torch.float32 and torch.backends.mkldnn.is_available()
     if worker.device.type == "cpu" and packable and not is_small(worker.model):
@@ -205,16 +205,33 @@ def fuse(model: Model, compiler: Callable = INDUCTOR):
         x = layer.after_attention(x, attended)
         return x, *following.before_attention(x)
 
-    # With `model` in it, the function would be part of a cycle, and a model that nobody needs would stay in
-    # memory until a garbage collection.
+    # With `model` in it, the function would be part of a cycle, and a model that nobody needs would stay
+    # in memory until a garbage collection.
     layers, norm = model.layers, model.norm
 
-    def through_layers(x: Tensor, attend: Attend) -> Tensor:        # computes what the model's own does
+    def run_layers(x: Tensor, attend: Attend) -> Tensor:            # computes what model.run_layers does
         q_k_v = layers[0].before_attention(x)
         for number, (layer, following) in enumerate(pairwise(layers)):
             x, *q_k_v = between(layer, x, attend(number, *q_k_v), following)
         return norm(layers[-1].after_attention(x, attend(len(layers) - 1, *q_k_v)))
-    model.through_layers = through_layers
+    model.run_layers = run_layers
+
+
+@torch.inference_mode()
+def warm_up(worker: Worker):
+    """Use every kernel once, so that none of them has to be compiled while a request waits.
+
+    For each shape of tile, a step computes the fewest tokens that take it, one more than the next
+    smaller shape holds. They are padding, and they stand at the end of a whole context, so that their
+    tiles are split wherever any are."""
+    wanted = wanted_items(worker.kv_heads, worker.head_dim, worker.dtype, worker.device)
+    held = [0, *(shape.rows for shape in wanted)]
+    for rows in held[:-1]:
+        end = worker.max_context
+        q_len = min(rows // worker.group + 1, end)
+        packed = Packed([worker.padding_row], [end - q_len], [end], array("i", [0]) * q_len,
+                        sample_at=[q_len - 1], sampling_requests=[])
+        worker.logits(worker.upload_inputs(packed, table_changes([])))
 
 
 def try_capture(worker: Worker, make_graph: Callable):
@@ -223,9 +240,9 @@ def try_capture(worker: Worker, make_graph: Callable):
     try:
         worker.capture(make_graph)
     except Exception as error:
-        worker.graphs.clear()
-        print(f"warning: small batches will be slower, they could not be captured as CUDA graphs: {error!r}",
-              file=sys.stderr)
+        worker.graphs = Graphs()
+        print("warning: small batches will be slower, they could not be captured as CUDA graphs: "
+              f"{error!r}", file=sys.stderr)
 
 
 def make_cuda_graph(run: Callable, pool) -> Callable:

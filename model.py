@@ -28,9 +28,6 @@ Attend = Callable[..., Tensor]          # see Model.forward
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "gelu_new": partial(F.gelu, approximate="tanh"),
                "silu": F.silu}
 NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
-MOST_LAYERS = 1000      # no model has so many; to make a million modules would take minutes
-# What rope_scaling consists of, in the words of Llama 3.1's config.json.
-ROPE_SCALING = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -67,35 +64,8 @@ class ModelConfig:
         return self.num_layers * (attention + mlp)
 
     def __post_init__(self):
-        sizes = ["vocab_size", "num_layers", "num_heads", "num_kv_heads", "width", "ffn_width", "max_context"]
-        divisors = [("num_heads", "num_kv_heads")]
         if self.head_dim is None:
-            divisors.append(("width", "num_heads"))
-        else:
-            sizes.append("head_dim")
-        for name in sizes:
-            value, most = getattr(self, name), MOST_LAYERS if name == "num_layers" else 2**31 - 1
-            if type(value) is not int or not 1 <= value <= most:
-                raise ValueError(f"{name} must be an int from 1 to {most}, not {value!r:.100}")
-        for name, divisor in divisors:
-            if getattr(self, name) % getattr(self, divisor):
-                raise ValueError(f"{name} {getattr(self, name)} must be a multiple of "
-                                 f"{divisor} {getattr(self, divisor)}")
-        if self.head_dim is None:
-            object.__setattr__(self, "head_dim", self.width // self.num_heads)      # the class is frozen
-        if self.rope_theta is not None and self.head_dim % 2:
-            raise ValueError(f"rotary positions need an even head size, not head_dim = {self.head_dim}")
-        numbers = dict(zip(ROPE_SCALING, self.rope_scaling or ()), norm_eps=self.norm_eps)
-        if self.rope_theta is not None:
-            numbers["rope_theta"] = self.rope_theta
-        for name, number in numbers.items():
-            if type(number) not in (int, float) or not 0 < number < 2**63:
-                raise ValueError(f"{name} must be a number above 0 and below 2**63, not {number!r:.100}")
-        if self.rope_scaling and self.rope_scaling[1] >= self.rope_scaling[2]:
-            raise ValueError(f"low_freq_factor {self.rope_scaling[1]} must be below "
-                             f"high_freq_factor {self.rope_scaling[2]}")
-        if str(self.activation) not in ACTIVATIONS:         # in a config.json it can be anything
-            raise ValueError(f"unknown activation {self.activation!r}; known: {', '.join(ACTIVATIONS)}")
+            object.__setattr__(self, "head_dim", self.width // self.num_heads)  # the class is frozen
 
     def share(self, size: int) -> "ModelConfig":
         """What each of `size` processes has. With size 4, 32 query heads and 8 KV heads become 8 and
@@ -199,6 +169,15 @@ def embedding(rows: int, width: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(rows, width))
 
 
+def run_layers(layers: nn.ModuleList, norm: nn.Module, x: Tensor, attend: Attend) -> Tensor:
+    """Embeddings -> hidden states, both [T, width]. attend(layer, q, k, v): that of Model.forward,
+    with the rotation already given."""
+    for number, layer in enumerate(layers):
+        attended = attend(number, *layer.before_attention(x))               # [T, H, D]
+        x = layer.after_attention(x, attended)                              # [T, width]
+    return norm(x)
+
+
 class Model(nn.Module):
     """A pre-norm decoder over packed tokens. Build it with `load_model` or `random_model`.
 
@@ -216,6 +195,8 @@ class Model(nn.Module):
         self.norm = NORMS[config.norm](config.width, config.norm_eps)
         if not config.tied_embeddings:
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        # May be replaced by a faster function of (x, attend) that computes the same: see loading.fuse.
+        self.run_layers: Callable = partial(run_layers, self.layers, self.norm)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens [T], positions [T] (each token's index in its own context) -> hidden [T, width],
@@ -230,7 +211,7 @@ class Model(nn.Module):
         if self.config.rope_theta is None:
             x = x + self.positions(positions + self.config.position_offset)  # [T, width]
         rotation = self.rotation(positions)
-        return self.through_layers(x, lambda layer, q, k, v: attend(
+        return self.run_layers(x, lambda layer, q, k, v: attend(
             layer, q, k, v, None if layer in self.config.unrotated else rotation))
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -241,15 +222,6 @@ class Model(nn.Module):
         frequencies = rotary_frequencies(self.config, positions.device)     # [D/2]
         angles = positions[:, None] * frequencies                           # [T, D/2]
         return angles.cos(), angles.sin()
-
-    def through_layers(self, x: Tensor, attend: Attend) -> Tensor:
-        """Embeddings -> hidden states, both [T, width]. attend(layer, q, k, v): that of `forward`, with
-        the rotation already given. This is a method so that loading.fuse can replace it: there
-        everything between two attentions is compiled."""
-        for number, layer in enumerate(self.layers):
-            attended = attend(number, *layer.before_attention(x))           # [T, H, D]
-            x = layer.after_attention(x, attended)                          # [T, width]
-        return self.norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
         """Hidden states [N, width] -> logits [N, vocab_size] in float32. Pass only the rows that

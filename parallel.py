@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention_kernel import join
+from arrays import join
 from checkpoint import find_checkpoint
 from kv_cache import Ticket
 from kv_pool import Flight

@@ -16,14 +16,15 @@ import torch
 import attention_kernel
 import interpreter  # noqa: F401
 import loading
+import recompute_cost
 import worker as module
-from attention_kernel import AMPERE, FLOAT32, MERGE_COLUMNS, make_plan
+from attention_plan import AMPERE, FLOAT32, Merge, make_plan
 from config import Config
 from engine import Engine
 from eviction import RecomputeCost
 from experiments.simulator import VirtualClock
 from kv_cache import Conversation, Ticket
-from loading import INDUCTOR, fuse, largest_step, make_cuda_graph, tier_sizes, try_capture
+from loading import INDUCTOR, fuse, largest_step, make_cuda_graph, tier_sizes, try_capture, warm_up
 from model import ModelConfig, empty_model
 from sampling import Sampling
 from scheduler import PLACEHOLDER, Batch, Request, Span
@@ -74,8 +75,11 @@ def decode(found, step=1):
 def replays(worker):
     """Notes the size of each graph that is replayed."""
     counts = []
-    for graph, (inputs, run) in worker.graphs.items():
-        worker.graphs[graph] = inputs, lambda size=graph[0], run=run: counts.append(size) or run()
+    for size, graph in worker.graphs.captured.items():
+        def replay(size=size, graph=graph):
+            counts.append(size.tokens)
+            return graph.replay()
+        worker.graphs.captured[size] = graph._replace(replay=replay)
     return counts
 
 
@@ -111,9 +115,9 @@ def test_the_profile_is_what_a_chunk_adds_to_a_batch_that_reads_the_weights_anyw
     """A device that reads the weights in 10 s, computes a token in 1 s, and attends to 1,000 in 1 s."""
     worker, clock = make_worker(), VirtualClock()
     worker.model.forward = lambda tokens, positions, attend: clock.sleep(10 + len(tokens))
-    monkeypatch.setattr(module, "multi_token_attention",
+    monkeypatch.setattr(recompute_cost, "multi_token_attention",
                         lambda q, k, v, table, spans: clock.sleep(spans.host[2].max() / 1000))
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(recompute_cost, "time", SimpleNamespace(perf_counter=clock))
     cost, layers = worker.profile(), 2
     assert cost.rest == pytest.approx(CHUNK) and cost.lengths == [4, 8, 16, 32, 64]
     assert cost(64) == pytest.approx(CHUNK + layers * 64 / 1000)
@@ -130,7 +134,7 @@ def test_inputs_are_the_batch():
     found = requests(worker, [9, 5, 20])
     spans = [Span(found[0], 2, 6), Span(found[2], 19, 20), Span(found[1], 0, 5)]
     packed = pack(spans)
-    inputs = worker._inputs(packed, table_changes([(1, 3, np.array([40, 41]))]), None)
+    inputs = worker.upload_inputs(packed, table_changes([(1, 3, np.array([40, 41]))]))
     tokens = [token for request, start, end in spans for token in request.conversation.tokens[start:end]]
     assert inputs.tokens.tolist() == tokens
     # Behind the first span nothing is sampled: its context goes on.
@@ -183,16 +187,16 @@ def test_a_token_that_the_host_does_not_know_yet_is_the_one_that_was_sampled(gra
 def test_sizes_are_captured_largest_first(max_running, sizes):
     worker = make_worker(rows=max_running)
     worker.capture(eagerly)
-    assert [tokens for tokens, decodes in worker.graphs if decodes] == sizes
-    assert [tokens for tokens, decodes in worker.graphs if not decodes] == [256, 192, 128, 64]
+    assert [tokens for tokens, decodes in worker.graphs.captured if decodes] == sizes
+    assert [tokens for tokens, decodes in worker.graphs.captured if not decodes] == [256, 192, 128, 64]
 
 
 def test_a_graph_keeps_no_logits():
     """The result of a graph stays in memory, and there are dozens of graphs."""
     worker = make_worker()
     worker.capture(eagerly)
-    assert [list(run().shape) for _, run in worker.graphs.values()] == [
-        [size, worker.model.config.width] for size, _ in worker.graphs]
+    assert [list(graph.replay().shape) for graph in worker.graphs.captured.values()] == [
+        [size, worker.model.config.width] for size, _ in worker.graphs.captured]
 
 
 @pytest.mark.parametrize("lengths", [[9], [9, 5], [80, 5, 1], [7, 8, 9, 30]])
@@ -301,11 +305,11 @@ def test_without_graphs_the_server_still_serves(capsys):
     worker = make_worker()
 
     def make_graph(run):
-        if len(worker.graphs) == 1:
+        if len(worker.graphs.captured) == 1:
             raise RuntimeError("no such luck")
         return run
     try_capture(worker, make_graph)
-    assert not worker.graphs and "no such luck" in capsys.readouterr().err
+    assert not worker.graphs.captured and "no such luck" in capsys.readouterr().err
     assert len(worker.execute(decode(requests(worker, [9, 5]))).tokens) == 2
 
 
@@ -403,8 +407,8 @@ def check_kernel():
             np.testing.assert_allclose(*([report[0] for report in result.logprobs] for result in results),
                                        atol=1e-4)
             torch.testing.assert_close(plain.pool.gpu[:, :, :SLOTS], padded.pool.gpu[:, :, :SLOTS])
-            plan, = padded.graphs[4, True][0].spans.plans.values()
-            pieces = plan.merges[:, MERGE_COLUMNS.index("pieces")]
+            plan, = padded.graphs.captured[4, True].spans.plans.values()
+            pieces = plan.merges[:, Merge._fields.index("pieces")]
             merges.append(int((pieces > 0).sum()))
         assert used == [4, 4, 64] and merges == [4, 4, 4]        # heads of the one long context, twice
         assert len(plan.merges) == 6 // 2 * 4                    # of 4 decodes at most 3 can be split
@@ -415,12 +419,13 @@ def check_warm_up():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shapes = dict.fromkeys(AMPERE, 6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "wanted_items", lambda *_: shapes)
+        for file in module, loading:
+            patch.setattr(file, "wanted_items", lambda *_: shapes)
         patch.setattr(module, "make_plan", partial(make_plan, min_piece=32))
         worker = make_worker(kv_heads=1, device=device, dtype=torch.float16)
         plan, planned, before = worker._plan, [], worker.pool.gpu[:, :, :SLOTS].clone()
         patch.setattr(worker, "_plan", lambda *args: planned.append(plan(*args)) or planned[-1])
-        worker.warm_up()
+        warm_up(worker)
     assert [[shape for shape, _ in plan.launches] for plan in planned] == [[shape] for shape in AMPERE]
     assert all(len(plan.merges) for plan in planned)
     assert torch.equal(worker.pool.gpu[:, :, :SLOTS], before)    # nothing but padding was stored
@@ -488,7 +493,7 @@ def test_an_engine_on_the_gpu_replays_its_steps():
     for eager in (False, True):
         engine = Engine("tiny_chat", cost=COST, device="cuda", dtype="float32", gpu_cache_tokens=512,
                         cpu_cache_tokens=128, eager=eager)
-        assert bool(engine.worker.graphs) != eager
+        assert bool(engine.worker.graphs.captured) != eager
         used = replays(engine.worker)
         replies.append(engine.generate([72, 101, 108, 108, 111], max_tokens=20, ignore_eos=True).token_ids)
         assert len(used) == (0 if eager else 20)
