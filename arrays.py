@@ -74,6 +74,7 @@ def pinned(shape: tuple[int, ...], dtype: torch.dtype, owner: object) -> Tensor:
     flat = torch.frombuffer(memory, dtype=torch.uint8)
     cudart, address = torch.cuda.cudart(), flat.data_ptr()
     if error := int(cudart.cudaHostRegister(address, size, 0)):
-        raise RuntimeError(f"{size:,} bytes of host memory could not be pinned (CUDA error {error})")
+        raise RuntimeError(f"{size:,} bytes of host memory could not be pinned "
+                           f"(CUDA error {error})")
     weakref.finalize(owner, cudart.cudaHostUnregister, address)
     return flat[:nbytes].view(dtype).view(shape)

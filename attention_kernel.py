@@ -8,14 +8,14 @@ the KV-token of that position lies.
 
     the request in row 1 has 6 positions; a span of the queries at 3, 4 and 5 (q_len 3, kv_len 6)
 
-    slot_table[1]    7   2   9   4   0   5   ?   ?       position -> slot; unused from kv_len on
-    query at 3       x   x   x   x   .   .               x: attends to k_cache[slot] and v_cache[slot]
+    slot_table[1]    7   2   9   4   0   5   ?   ?   position -> slot; unused from kv_len on
+    query at 3       x   x   x   x   .   .           x: attends to k_cache[slot] and v_cache[slot]
     query at 4       x   x   x   x   x   .
-    query at 5       x   x   x   x   x   x               a decode is this last line alone
+    query at 5       x   x   x   x   x   x           a decode is this last line alone
 
 Invariant: the KV-token of every position that a span sees is in the cache when the kernel starts.
 """
-from __future__ import annotations      # they are not evaluated: without triton there is no tl.constexpr
+from __future__ import annotations      # where triton is absent, `tl.constexpr` is, too
 
 from dataclasses import dataclass, field
 
@@ -43,7 +43,7 @@ def multi_token_attention_reference(
     k_cache     [num_slots, H_kv, D]    the K of ONE layer of the GPU cache, at any slots
     v_cache     [num_slots, H_kv, D]    its V, with the same strides
     slot_table  [rows, max_context]     int32; from kv_len on a row may hold anything
-    spans                               row, q_len and kv_len of each span; T is the sum of all q_len
+    spans                               row, q_len and kv_len of each span; T is the sum of q_len
     scale                               of the scores, positive; 1 / sqrt(D) unless given
     out         [T, H, D]               where to write the result; a new tensor unless given
 
@@ -111,7 +111,7 @@ class SpanTensors:
     num_tokens: int                 # T, the sum of all q_len
     max_row: int                    # the largest table row
     max_kv_len: int
-    plans: dict = field(default_factory=dict)       # (group, kv_heads, D, dtype) -> Plan: see `plan`
+    plans: dict = field(default_factory=dict)   # (group, kv_heads, D, dtype) -> Plan: see `plan`
 
     @staticmethod
     def build(row, q_len, kv_len, device="cpu") -> SpanTensors:
@@ -130,7 +130,8 @@ class SpanTensors:
 
     def plan(self, group: int, kv_heads: int, D: int, dtype: torch.dtype) -> Plan:
         """The work of the kernels for `kv_heads` KV heads of `group` query heads each, of D
-        dimensions. The first layer that asks plans and uploads it, unless the worker has done so."""
+        dimensions. The first layer that asks plans and uploads it, unless the worker has done
+        so."""
         key = group, kv_heads, D, dtype
         if key not in self.plans:
             plan = make_plan(self.host, group, wanted_items(kv_heads, D, dtype, self.device))
@@ -168,13 +169,14 @@ def multi_token_attention(
     if len(plan.merges):
         merge_kernel[kv_heads, len(plan.merges)](
             partial_out, partial_lse, out, plan.merges, *out.stride()[:2],
-            TILE_P=PIECES_AT_ONCE, **sizes, enable_fp_fusion=True)      # given, or else triton warns
+            TILE_P=PIECES_AT_ONCE, **sizes, enable_fp_fusion=True)  # given, or else triton warns
     return out
 
 
 @jit
-def attention_kernel(q, k_cache, v_cache, slot_table, out, partial_out, partial_lse, items, scale_log2,
-                     stride_qt, stride_qh, stride_slot, stride_kh, stride_row, stride_ot, stride_oh,
+def attention_kernel(q, k_cache, v_cache, slot_table, out, partial_out, partial_lse, items,
+                     scale_log2, stride_qt, stride_qh, stride_slot, stride_kh, stride_row,
+                     stride_ot, stride_oh,
                      TILE_M: tl.constexpr, TILE_N: tl.constexpr,
                      GROUP: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
     """One of the work items [n, 8] for one KV head: a tile of query rows against the positions
@@ -187,7 +189,8 @@ def attention_kernel(q, k_cache, v_cache, slot_table, out, partial_out, partial_
     kv_head, item = tl.program_id(0), pointers_to_item(items + tl.program_id(1) * 8)
     table_row = tl.load(item.table_row)
     table = slot_table + table_row.to(tl.int64) * stride_row
-    offsets, inside, token, _ = query_rows(item, kv_head, stride_qt, stride_qh, TILE_M, GROUP, D, TILE_D)
+    offsets, inside, token, _ = query_rows(item, kv_head, stride_qt, stride_qh,
+                                           TILE_M, GROUP, D, TILE_D)
     query = tl.load(q + offsets, mask=inside, other=0.0)                # [TILE_M, TILE_D]
     head_start = kv_head.to(tl.int64) * stride_kh
     k_head, v_head = k_cache + head_start, v_cache + head_start
@@ -198,7 +201,8 @@ def attention_kernel(q, k_cache, v_cache, slot_table, out, partial_out, partial_
     acc, lse = attend_range(query, position, k_head, v_head, table, kv_start, kv_end,
                             scale_log2, stride_slot, TILE_M, TILE_N, D, TILE_D)
     first_partial = tl.load(item.first_partial)
-    offsets, inside, _, exists = query_rows(item, kv_head, stride_ot, stride_oh, TILE_M, GROUP, D, TILE_D)
+    offsets, inside, _, exists = query_rows(item, kv_head, stride_ot, stride_oh,
+                                            TILE_M, GROUP, D, TILE_D)
     if first_partial < 0:
         tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside)
     else:
@@ -211,8 +215,9 @@ def attention_kernel(q, k_cache, v_cache, slot_table, out, partial_out, partial_
 @jit
 def pointers_to_item(first):
     """The work item of pointers to the eight numbers from `first` on."""
-    return WorkItem(first_row=first, end_row=first + 1, first_partial=first + 2, table_row=first + 3,
-                    shift=first + 4, kv_start=first + 5, kv_end=first + 6, unused=first + 7)
+    return WorkItem(first_row=first, end_row=first + 1, first_partial=first + 2,
+                    table_row=first + 3, shift=first + 4, kv_start=first + 5, kv_end=first + 6,
+                    unused=first + 7)
 
 
 @jit
@@ -245,33 +250,35 @@ def attend_range(query, position, k_head, v_head, table, kv_start, kv_end, scale
     exp. Returns the output [TILE_M, TILE_D] in float32, normalised over this range, and
     log2(sum(exp(score))) [TILE_M]: 0 and -inf for a row that sees nothing here.
 
-    The loop takes one strip at a time: the K and V at the slots of TILE_N positions. It computes the
-    strip's scores, and raises the maximum so far, `highest`. The sums so far shrink by exp2(old
+    The loop takes one strip at a time: the K and V at the slots of TILE_N positions. It computes
+    the strip's scores, and raises the maximum so far, `highest`. The sums so far shrink by exp2(old
     maximum - new maximum), and the strip's weights and weighted values are added to them. Strips of
-    one position with the scores 1 and 3, after the multiplication by scale_log2: highest 1, total 1;
-    then shrink = 2^(1 - 3), total = 0.25 + 1, lse = 3 + log2(1.25), output = (0.25 v1 + v2) / 1.25.
+    one position with the scores 1 and 3, after the multiplication by scale_log2: highest 1, total
+    1; then shrink = 2^(1 - 3), total = 0.25 + 1, lse = 3 + log2(1.25), output = (0.25 v1 + v2) /
+    1.25.
 
-    kv_start is a multiple of TILE_N. kv_end is one, too, or lies beyond every position that the tile's rows
-    see. (Rows that do not exist compute garbage, which is never stored.) So the causal mask is the only one,
-    and only strips that reach beyond the first row's position need it."""
+    kv_start is a multiple of TILE_N. kv_end is one, too, or lies beyond every position that the
+    tile's rows see. (Rows that do not exist compute garbage, which is never stored.) So the causal
+    mask is the only one, and only strips that reach beyond the first row's position need it."""
     columns, dims = tl.arange(0, TILE_N), tl.arange(0, TILE_D)
     seen_by_all = tl.min(position, 0) + 1
-    last = tl.maximum(kv_end - 1, 0)        # table entries behind it are garbage: its own is read instead
+    last = tl.maximum(kv_end - 1, 0)  # table entries behind it are garbage: its own is read instead
     highest = tl.full([TILE_M], -1e38, tl.float32)      # not -inf: -inf - -inf is NaN
     total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, TILE_D], tl.float32)
     slots = tl.load(table + tl.minimum(kv_start + columns, last))
     for start in range(kv_start, kv_end, TILE_N):
         # Slots are loaded a strip ahead, or the copies of K and V would have to wait for them.
-        # Offsets are int64: int32 overflows at a million slots of 16 KV heads of D 128. K is loaded as
-        # rows, so that it shares V's offsets.
+        # Offsets are int64: int32 overflows at a million slots of 16 KV heads of D 128. K is loaded
+        # as rows, so that it shares V's offsets.
         next_slots = tl.load(table + tl.minimum(start + TILE_N + columns, last))
         offsets = slots.to(tl.int64)[:, None] * stride_slot + dims[None, :]
         k = tl.load(k_head + offsets, mask=dims[None, :] < D, other=0.0)        # [TILE_N, TILE_D]
         v = tl.load(v_head + offsets, mask=dims[None, :] < D, other=0.0)        # [TILE_N, TILE_D]
         scores = tl.dot(query, k.T, input_precision="ieee")                     # [TILE_M, TILE_N]
         if start + TILE_N > seen_by_all:
-            scores = tl.where((start + columns)[None, :] <= position[:, None], scores, float("-inf"))
+            seen = (start + columns)[None, :] <= position[:, None]              # [TILE_M, TILE_N]
+            scores = tl.where(seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)       # [TILE_M]
         weights = tl.exp2(scores * scale_log2 - new_highest[:, None])           # [TILE_M, TILE_N]
         shrink = tl.exp2(highest - new_highest)                                 # [TILE_M]
@@ -300,7 +307,7 @@ def merge_kernel(partial_out, partial_lse, out, merges, stride_ot, stride_oh,
     for start in range(0, pieces, TILE_P):
         piece = start + tl.arange(0, TILE_P)
         entry = (first_partial + piece * stride).to(tl.int64) * tl.num_programs(0) + kv_head
-        lse = tl.load(partial_lse + entry, mask=piece < pieces, other=float("-inf"))        # [TILE_P]
+        lse = tl.load(partial_lse + entry, mask=piece < pieces, other=float("-inf"))    # [TILE_P]
         inside = (piece < pieces)[:, None] & (dims < D)[None, :]
         values = tl.load(partial_out + entry[:, None] * D + dims[None, :], mask=inside, other=0.0)
         new_highest = tl.maximum(highest, tl.max(lse, 0))
@@ -310,7 +317,8 @@ def merge_kernel(partial_out, partial_lse, out, merges, stride_ot, stride_oh,
         highest = new_highest
     offsets = ((query_row // GROUP).to(tl.int64) * stride_ot
                + (kv_head * GROUP + query_row % GROUP) * stride_oh + dims)
-    tl.store(out + offsets, (acc / total).to(out.dtype.element_ty), mask=dims < tl.where(pieces > 0, D, 0))
+    stored = tl.where(pieces > 0, D, 0)
+    tl.store(out + offsets, (acc / total).to(out.dtype.element_ty), mask=dims < stored)
 
 
 def check_arguments(q, k_cache, v_cache, slot_table, spans: SpanTensors, scale: float | None, out):

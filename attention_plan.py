@@ -8,9 +8,9 @@ by the four or eight warps that it gets. To keep all processors busy, the host p
     and these into work items     a tile and a piece of the context that it sees: 3 pieces each
 
 A program computes one work item for one KV head, and takes the positions in strips. Most tiles have
-one item, which sees all positions and writes to `out`. A tile that sees a long context is split into
-several. Each of these leaves a partial result, one partial row for each query row of the tile. A
-second kernel merges these: a merge is for one query row of a split tile.
+one item, which sees all positions and writes to `out`. A tile that sees a long context is split
+into several. Each of these leaves a partial result, one partial row for each query row of the tile.
+A second kernel merges these: a merge is for one query row of a split tile.
 
 `group` query heads share a KV head. A query row is a token and one of these heads: row r is token
 r // group of the packed queries, head r % group of the group. With group 4, row 22 is token 5, head
@@ -39,11 +39,12 @@ class TileShape(NamedTuple):
 # compiling: no register is spilled, and copies of further strips go on while one is used (with two
 # stages they would wait for its end). Hopper's tensor cores want 64 rows and more, and its shared
 # memory holds 227 KB. Elsewhere all shapes stay within the 99 KB of consumer GPUs, up to D 128.
-# Exact float32 has no tensor cores: it is for checking. Its small shape serves any D above 128, too.
+# Exact float32 has no tensor cores: it is for checking. Its small shape serves any D above 128,
+# too.
 HOPPER = TileShape(16, 64, 4, 3, 3), TileShape(64, 64, 4, 3, 2), TileShape(128, 128, 8, 3, 1)
 AMPERE = TileShape(16, 64, 4, 3, 2), TileShape(64, 32, 4, 4, 2), TileShape(128, 32, 8, 4, 1)
 FLOAT32 = (TileShape(16, 32, 8, 2, 3),)
-Wanted = dict[TileShape, int]       # how many work items of each shape, per KV head, should fill the GPU
+Wanted = dict[TileShape, int]  # how many work items of each shape, per KV head, should fill the GPU
 MIN_PIECE = 256                     # positions: finer pieces cost more to merge than they gain
 
 
@@ -100,7 +101,8 @@ class Plan(NamedTuple):
 
 
 def with_zeros(array: np.ndarray, length: int) -> np.ndarray:
-    """The array [n, columns] with zeros behind it, [length, columns]. np.pad takes 40 us for this."""
+    """The array [n, columns] with zeros behind it, [length, columns]. np.pad takes 40 us for
+    this."""
     longer = np.zeros((length, array.shape[1]), array.dtype)
     longer[:len(array)] = array
     return longer
@@ -206,7 +208,7 @@ def list_items(tiles: Tiles, first_partial, pieces, length) -> np.ndarray:
     items = np.zeros(len(tile), ITEM)
     items["first_row"] = tiles.first_row[tile]
     items["end_row"] = tiles.end_row[tile]
-    items["first_partial"] = first_partial[tile] + nth * tiles.rows()[tile]     # -1 + 0 if not split
+    items["first_partial"] = first_partial[tile] + nth * tiles.rows()[tile]    # -1 + 0 if not split
     items["table_row"] = tiles.table_row[tile]
     items["shift"] = tiles.shift[tile]
     items["kv_start"] = nth * length[tile]
@@ -226,7 +228,7 @@ def list_merges(tiles: Tiles, first_partial, pieces) -> np.ndarray:
     return merges.view(np.int32).reshape(-1, len(MERGE))
 
 
-# ---- the room of a captured graph, which launches as many programs each time -----------------------
+# ---- the room of a captured graph, which launches as many programs each time --------------------
 
 class Room(NamedTuple):
     """How large the plans of some batches can become."""
@@ -239,9 +241,9 @@ def room_for(tokens: int, longest: int, group: int, wanted: Wanted) -> Room:
     """The room for the plan of any batch of `tokens` tokens, if no span has more than `longest`.
 
     If n items of a shape are wanted, a tile is split only if its share of them (see split_context)
-    is two or more. So at most n // 2 tiles are split, into at most n pieces in all. Every other tile
-    is one item. 64 decodes (longest 1), group 4, HOPPER, n = 10: 64 tiles of 4 rows need at most 64
-    + 10 items, 5 x 4 merges and 10 x 4 partial rows."""
+    is two or more. So at most n // 2 tiles are split, into at most n pieces in all. Every other
+    tile is one item. 64 decodes (longest 1), group 4, HOPPER, n = 10: 64 tiles of 4 rows need at
+    most 64 + 10 items, 5 x 4 merges and 10 x 4 partial rows."""
     total, most = tokens * group, longest * group   # query rows: of all spans, and of the longest
     last = list(wanted)[-1]
     items, merges, partial_rows, smaller = [], 0, 0, 0

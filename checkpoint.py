@@ -97,7 +97,8 @@ def read_model(directory: Path, device, dtype: torch.dtype, ranks: Alone) -> Mod
 # ---- reading files -------------------------------------------------------------------------------
 
 def refuse_other_formats(directory: Path):
-    """ValueError for a directory that holds an adapter or GGUF files, and no weights that we can read."""
+    """ValueError for a directory that holds an adapter or GGUF files, and no weights that we can
+    read."""
     if any(directory.glob("model*.safetensors*")) or any(directory.glob("pytorch_model*.bin*")):
         return
     for pattern, kind in (("adapter_config.json", "an adapter (LoRA) without its model: merge the two"),
@@ -179,15 +180,16 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 # ---- filling parameters --------------------------------------------------------------------------
 
 class Destination(NamedTuple):
-    """Where a tensor of theirs goes. It has the parts of one or several parameters, row below row."""
-    parts: list[Tensor]         # views of our parameters: of several ranks, what this one has of each part
-    wholes: list[Tensor]        # of the same parts in a whole model, on the device "meta": their shapes
+    """Where a tensor of theirs goes. It has the parts of one or several parameters, row below
+    row."""
+    parts: list[Tensor]  # views of our parameters: of several ranks, what this one has of each part
+    wholes: list[Tensor]    # of the same parts in a whole model, on the device "meta": their shapes
     transposed: bool            # they store the tensor [in, out]
 
 
 def destinations(model: Model, whole: Model, architecture: "Architecture") -> dict[str, Destination]:
-    """For each name of theirs, where that tensor goes. whole: the same model, unshared, without values.
-    Together the destinations cover every parameter exactly once:
+    """For each name of theirs, where that tensor goes. whole: the same model, unshared, without
+    values. Together the destinations cover every parameter exactly once:
 
         layers.3.attn.qkv.weight [H D + 2 H_kv D, width]    takes, in a Llama,
         layers.3.self_attn.q_proj.weight [H D, width], ...k_proj.weight and ...v_proj.weight;
@@ -199,7 +201,7 @@ def destinations(model: Model, whole: Model, architecture: "Architecture") -> di
         layer = re.findall(r"\d+", module)                      # ["3"], or [] outside the layers
         parts, wholes = split(module, parameter, model.config), split(module, whole_parameter, whole.config)
         their_modules = architecture.names[re.sub(r"\d+", "{}", module)].split()
-        each = len(parts) // len(their_modules)                 # parts in each tensor of theirs: all, or one
+        each = len(parts) // len(their_modules)     # parts in each tensor of theirs: all, or one
         for number, their_module in enumerate(their_modules):
             of_this = slice(number * each, (number + 1) * each)
             their_name = f"{their_module.format(*layer)}.{leaf}"
@@ -217,8 +219,8 @@ def split(module: str, parameter: Tensor, config: ModelConfig) -> tuple[Tensor, 
 
 
 def fill(destination: Destination, tensor: Tensor, rank: int, label: str):
-    """Copy this rank's share of a checkpoint's tensor. ValueError, beginning with `label`, if the tensor
-    does not fit, or if a value is not finite (also one that is too large for our dtype)."""
+    """Copy this rank's share of a checkpoint's tensor. ValueError, beginning with `label`, if the
+    tensor does not fit, or if a value is not finite (also one that is too large for our dtype)."""
     parts, wholes, transposed = destination
     rows = [len(whole) for whole in wholes]
     shape = [sum(rows), *wholes[0].shape[1:]][::-1 if transposed else 1]
@@ -227,15 +229,15 @@ def fill(destination: Destination, tensor: Tensor, rank: int, label: str):
                          f"found {tensor.dtype} of {list(tensor.shape)}")
     for part, theirs in zip(parts, (tensor.t() if transposed else tensor).split(rows)):
         theirs = share(theirs, part.shape, rank)
-        part.copy_(theirs.to(part.device))          # moved in the file's dtype: the device converts faster
-        if not part.sum(dtype=torch.float32).isfinite():        # one NaN or infinity makes the sum one
+        part.copy_(theirs.to(part.device))  # moved in the file's dtype: the device converts faster
+        if not part.sum(dtype=torch.float32).isfinite():    # one NaN or infinity makes the sum one
             raise ValueError(f"{label}: it holds NaN or infinity in {part.dtype}; "
                              "download the checkpoint again")
 
 
 def share(whole: Tensor, shape: torch.Size, rank: int) -> Tensor:
-    """What a rank has of a whole tensor: a piece of `shape`, a view. The ranks' pieces lie one behind
-    another along the dimension that they share."""
+    """What a rank has of a whole tensor: a piece of `shape`, a view. The ranks' pieces lie one
+    behind another along the dimension that they share."""
     for dimension, length in enumerate(shape):
         if length < whole.shape[dimension]:
             whole = whole.narrow(dimension, rank * length, length)
@@ -255,8 +257,8 @@ def keep_one_of_biases(model: Model, rank: int):
 @dataclass(frozen=True)
 class Architecture:
     read: Callable[[dict], ModelConfig]     # reads config.json, to which "eos_ids" has been added
-    names: dict[str, str]                   # our module -> theirs, or several that ours joins; {}: the layer
-    transposed: tuple[str, ...] = ()        # the ends of their names whose weights are stored [in, out]
+    names: dict[str, str]       # our module -> theirs, or several that ours joins; {}: the layer
+    transposed: tuple[str, ...] = ()    # the ends of their names whose weights are stored [in, out]
 
 
 def refuse_variants(config: dict, **supported):
@@ -268,7 +270,8 @@ def refuse_variants(config: dict, **supported):
 
 
 def filled(config: dict, kind: type, *fields: str):
-    """The first of these fields that is not empty; else an empty dict or list, the `kind` that it must be."""
+    """The first of these fields that is not empty; else an empty dict or list, the `kind` that it
+    must be."""
     for field in filter(config.get, fields):
         if not isinstance(config[field], kind):
             raise ValueError(f"{field} must be a {kind.__name__}, not {config[field]!r:.100}")
@@ -299,11 +302,11 @@ def read_opt(config: dict) -> ModelConfig:
 
 def read_llama(config: dict) -> ModelConfig:
     """Llama, and the models that differ from it in switches only."""
-    if config.get("use_sliding_window") is not False:       # False: Qwen states a window that is unused
+    if config.get("use_sliding_window") is not False:   # False: Qwen states a window that is unused
         refuse_variants(config, sliding_window=None)
     kind, attention_bias = config["model_type"], config.get("attention_bias")
     biased = dict(qkv=attention_bias or kind == "qwen2", out=attention_bias, mlp=config.get("mlp_bias"))
-    rotated = filled(config, list, "no_rope_layers")        # despite the name, 1: this layer rotates
+    rotated = filled(config, list, "no_rope_layers")    # despite the name, 1: this layer rotates
     rope_theta, rope_scaling = read_rope(config)
     return checked(
         **common_sizes(config),
@@ -318,8 +321,8 @@ def read_llama(config: dict) -> ModelConfig:
 
 
 def checked(**fields) -> ModelConfig:
-    """The ModelConfig of these fields. A config.json can hold anything, so ValueError, with the name
-    of the field, for a value that is no such size or number, and for sizes that do not fit."""
+    """The ModelConfig of these fields. A config.json can hold anything, so ValueError, with the
+    name of the field, for a value that is no such size or number, and for sizes that do not fit."""
     check_sizes(fields)
     config = ModelConfig(**fields)
     if str(config.activation) not in ACTIVATIONS:
@@ -340,7 +343,8 @@ def checked(**fields) -> ModelConfig:
 
 
 def check_sizes(fields: dict):
-    """ValueError unless the sizes are sizes, and the heads share the width and the KV heads evenly."""
+    """ValueError unless the sizes are sizes, and the heads share the width and the KV heads
+    evenly."""
     sizes, divisors = [*SIZES], [("num_heads", "num_kv_heads")]
     if fields.get("head_dim") is None:
         divisors.append(("width", "num_heads"))
@@ -424,7 +428,7 @@ NOT_IMPLEMENTED = dict.fromkeys(
     ["gemma3", "gemma3_text"], ": most of its layers attend to a window only, our attention does not")
 WORKING = ("three that work: Qwen/Qwen3-0.6B, HuggingFaceTB/SmolLM2-135M-Instruct, facebook/opt-125m "
            "(in general: float weights of " + ", ".join(ARCHITECTURES) + ")")
-PREFIX = re.compile(r"^((transformer|model|decoder)\.)+")       # depends on the class that was saved
+PREFIX = re.compile(r"^((transformer|model|decoder)\.)+")   # depends on the class that was saved
 NOT_PARAMETERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")    # constants in old checkpoints
 
 
@@ -448,7 +452,7 @@ def llama2(layers: int, heads: int, kv_heads: int, width: int, ffn_width: int) -
 
 PRESETS = {
     "gpt2": gpt(12, 12, 768, 1024),
-    "gpt3-6.7b": gpt(32, 32, 4096, 2048),       # dense in every layer; GPT-3's own is in every other one
+    "gpt3-6.7b": gpt(32, 32, 4096, 2048),  # dense in every layer; GPT-3's own is in every other one
     "gpt3-13b": gpt(40, 40, 5120, 2048),        # the draft's Table 1
     "opt-125m": opt(12, 12, 768),
     "opt-1.3b": opt(24, 32, 2048),
@@ -467,8 +471,8 @@ PRESETS = {
 def random_model(preset: str, device, dtype: torch.dtype, max_context: int | None = None, seed: int = 0,
                  ranks: Alone = ALONE) -> Model:
     """The Model of that PRESET with weights drawn from N(0, 0.02), the same for the same seed and
-    device; of several ranks, the part of this one. max_context: None for the preset's. ValueError if
-    there is no such preset."""
+    device; of several ranks, the part of this one. max_context: None for the preset's. ValueError
+    if there is no such preset."""
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
     shape = replace(PRESETS[preset], max_context=max_context or PRESETS[preset].max_context)

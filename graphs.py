@@ -16,9 +16,9 @@ from torch import Tensor
 
 from attention_kernel import SpanTensors
 
-# The most tokens of a batch with a prompt that has a graph. On an H100 with models of 13B, a graph of
-# 128 tokens takes 2 to 23% less time than launching each kernel, but one of 320 tokens 7% more: with
-# so many tokens the host is faster than the GPU.
+# The most tokens of a batch with a prompt that has a graph. On an H100 with models of 13B, a graph
+# of 128 tokens takes 2 to 23% less time than launching each kernel, but one of 320 tokens 7% more:
+# with so many tokens the host is faster than the GPU.
 MOST_REPLAYED = 256
 
 

@@ -4,10 +4,10 @@
                              tier_sizes                    -> how many slots and places
                              speed_up                      -> the same Worker, faster
 
-Without `speed_up` the worker gives the same tokens, up to rounding, but later. On CUDA, `fuse` compiles
-the small kernels between two attentions, and CUDA graphs spare the host the launches of a small batch. On
-a CPU, `pack_weights` stores the weights of a larger model in the order in which they are multiplied.
-"""
+Without `speed_up` the worker gives the same tokens, up to rounding, but later. On CUDA, `fuse`
+compiles the small kernels between two attentions, and CUDA graphs spare the host the launches of a
+small batch. On a CPU, `pack_weights` stores the weights of a larger model in the order in which
+they are multiplied. """
 import gc
 import os
 import sys
@@ -34,8 +34,8 @@ SMALL_MODEL = 10_000_000    # parameters; below, threads on a CPU mostly wait fo
 
 def load_worker(config, directory: Path | None, ranks: Alone = ALONE, kind: Callable = Worker) -> Worker:
     """The worker that a config.Config asks for, with the checkpoint in `directory`; None: with
-    random weights. ranks, kind: see parallel.py. ValueError, with the remedy, where the machine cannot
-    do it."""
+    random weights. ranks, kind: see parallel.py. ValueError, with the remedy, where the machine
+    cannot do it."""
     device, dtype = config.device, config.dtype
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,7 +45,7 @@ def load_worker(config, directory: Path | None, ranks: Alone = ALONE, kind: Call
         dtype = "bfloat16" if device == "cuda" else "float32"
     dtype = getattr(torch, dtype)
     if device == "cuda":
-        gc.collect()        # an engine that was closed has its weights and tiers while a cycle holds it
+        gc.collect()    # an engine that was closed has its weights and tiers while a cycle holds it
     try:
         model = (load_model(directory, device, dtype, ranks) if directory else
                  random_model(config.model, device, dtype, config.max_context, ranks=ranks))
@@ -75,9 +75,9 @@ def tier_sizes(config, model: Model, processes: int) -> tuple[int, int]:
 
     On CUDA the GPU tier takes nine tenths of the free memory of the GPU, but room for at most a
     thousand whole contexts. The CPU tier is four times as large as the GPU tier, given or not, but
-    takes at most a quarter of the host's memory; `processes` of one model share that quarter. On a CPU
-    both tiers lie in it, unless their sizes are given; there the GPU tier has room for at most sixteen
-    contexts."""
+    takes at most a quarter of the host's memory; `processes` of one model share that quarter. On a
+    CPU both tiers lie in it, unless their sizes are given; there the GPU tier has room for at most
+    sixteen contexts."""
     parameter, shape = next(model.parameters()), model.config
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * parameter.element_size()
     host = host_memory() // 4 // processes // token_bytes
@@ -97,9 +97,9 @@ def tier_sizes(config, model: Model, processes: int) -> tuple[int, int]:
 @torch.inference_mode()
 def free_memory(model: Model, max_batch_tokens: int, max_running: int) -> int:
     """Bytes of the GPU that neither the weights nor the largest steps need. It runs these to find
-    out: a step of max_batch_tokens, and the largest that is replayed, because graphs have memory of their
-    own. The tenth that tier_sizes leaves free is for what is small: the partial results of attention,
-    the columns of a batch, log probabilities, fragments."""
+    out: a step of max_batch_tokens, and the largest that is replayed, because graphs have memory of
+    their own. The tenth that tier_sizes leaves free is for what is small: the partial results of
+    attention, the columns of a batch, log probabilities, fragments."""
     try:
         step = peak_memory(partial(largest_step, model, max_batch_tokens, max_running))
         graph = peak_memory(partial(largest_step, model, max(max_running, MOST_REPLAYED), max_running))
@@ -128,8 +128,8 @@ def peak_memory(run: Callable) -> int:
 
 
 def host_memory() -> int:
-    """Bytes of the machine's memory, or of the container's, if that has a limit (by cgroup v2); if the
-    system does not tell, those of a small machine."""
+    """Bytes of the machine's memory, or of the container's, if that has a limit (by cgroup v2); if
+    the system does not tell, those of a small machine."""
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError):                # Windows
@@ -141,14 +141,15 @@ def host_memory() -> int:
 
 # ---- faster
 
-# We switch off inductor's pattern matcher. One of its patterns takes the sum with the residual out of the
-# norm's kernel, into the matrix product before it. There CUDA first copies the residual: one more launch.
+# We switch off inductor's pattern matcher. One of its patterns takes the sum with the residual out
+# of the norm's kernel, into the matrix product before it. There CUDA first copies the residual: one
+# more launch.
 INDUCTOR = partial(torch.compile, options={"pattern_matcher": False})
 
 
 def speed_up(worker: Worker):
-    """On CUDA, compile the small kernels, and capture the launches for which the GPU would otherwise wait.
-    On a CPU, pack the weights of a float32 model that is not small."""
+    """On CUDA, compile the small kernels, and capture the launches for which the GPU would
+    otherwise wait. On a CPU, pack the weights of a float32 model that is not small."""
     if worker.device.type == "cuda" and runs_triton(worker.device, worker.dtype):
         fuse(worker.model)
         warm_up(worker)
@@ -175,11 +176,11 @@ class PackedLinear(nn.Module):
 
 
 def pack_weights(model: Model):
-    """Pack the linear layers of a model on a CPU, in float32. The dense weights of one Attention or MLP
-    are let go before the next one is packed, so the model is never in memory twice.
+    """Pack the linear layers of a model on a CPU, in float32. The dense weights of one Attention or
+    MLP are let go before the next one is packed, so the model is never in memory twice.
 
-    An embedding that is also the output layer stays dense, since its rows are looked up. We store it
-    by columns: the output layer then reads it in order, and a copy is not needed."""
+    An embedding that is also the output layer stays dense, since its rows are looked up. We store
+    it by columns: the output layer then reads it in order, and a copy is not needed."""
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, nn.Linear):
@@ -190,14 +191,14 @@ def pack_weights(model: Model):
 
 
 def fuse(model: Model, compiler: Callable = INDUCTOR):
-    """Compile all that lies between the attentions of two neighbouring layers as one function. The two
-    layers are its arguments, so that one compiled function serves all layers. Torch compiles it up to
-    three times: for the number of tokens of the first call, for any number, and for a single token.
-    If compiling fails, torch logs why and the model runs as it was.
+    """Compile all that lies between the attentions of two neighbouring layers as one function. The
+    two layers are its arguments, so that one compiled function serves all layers. Torch compiles it
+    up to three times: for the number of tokens of the first call, for any number, and for a single
+    token. If compiling fails, torch logs why and the model runs as it was.
 
-    In a decode, a Llama layer then launches ten kernels: four matrix products; two sums with norms and
-    the activation of the MLP between them; rotate_and_store, attention and its merge. (If several
-    processes share the model, two sums over them cut the function into parts.)"""
+    In a decode, a Llama layer then launches ten kernels: four matrix products; two sums with norms
+    and the activation of the MLP between them; rotate_and_store, attention and its merge. (If
+    several processes share the model, two sums over them cut the function into parts.)"""
     torch._dynamo.config.suppress_errors = True
 
     @compiler
@@ -205,11 +206,11 @@ def fuse(model: Model, compiler: Callable = INDUCTOR):
         x = layer.after_attention(x, attended)
         return x, *following.before_attention(x)
 
-    # With `model` in it, the function would be part of a cycle, and a model that nobody needs would stay
-    # in memory until a garbage collection.
+    # With `model` in it, the function would be part of a cycle, and a model that nobody needs would
+    # stay in memory until a garbage collection.
     layers, norm = model.layers, model.norm
 
-    def run_layers(x: Tensor, attend: Attend) -> Tensor:            # computes what model.run_layers does
+    def run_layers(x: Tensor, attend: Attend) -> Tensor:    # computes what model.run_layers does
         q_k_v = layers[0].before_attention(x)
         for number, (layer, following) in enumerate(pairwise(layers)):
             x, *q_k_v = between(layer, x, attend(number, *q_k_v), following)
@@ -222,8 +223,8 @@ def warm_up(worker: Worker):
     """Use every kernel once, so that none of them has to be compiled while a request waits.
 
     For each shape of tile, a step computes the fewest tokens that take it, one more than the next
-    smaller shape holds. They are padding, and they stand at the end of a whole context, so that their
-    tiles are split wherever any are."""
+    smaller shape holds. They are padding, and they stand at the end of a whole context, so that
+    their tiles are split wherever any are."""
     wanted = wanted_items(worker.kv_heads, worker.head_dim, worker.dtype, worker.device)
     held = [0, *(shape.rows for shape in wanted)]
     for rows in held[:-1]:
@@ -235,8 +236,8 @@ def warm_up(worker: Worker):
 
 
 def try_capture(worker: Worker, make_graph: Callable):
-    """Capture graphs, or go on without them: a slower server is better than none. (If several processes
-    share the model, one that cannot capture ends, and ends all: see RankWorker.)"""
+    """Capture graphs, or go on without them: a slower server is better than none. (If several
+    processes share the model, one that cannot capture ends, and ends all: see RankWorker.)"""
     try:
         worker.capture(make_graph)
     except Exception as error:
@@ -247,7 +248,7 @@ def try_capture(worker: Worker, make_graph: Callable):
 
 def make_cuda_graph(run: Callable, pool) -> Callable:
     """For Worker.capture: a CUDA graph of the kernels that run() launches, in the memory `pool`."""
-    run()                                               # what compiles and allocates must not be captured
+    run()                                       # what compiles and allocates must not be captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = run()

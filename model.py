@@ -32,7 +32,8 @@ NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes and switches of a decoder; the defaults are GPT's. ValueError if the sizes do not fit."""
+    """The sizes and switches of a decoder; the defaults are GPT's. ValueError if the sizes do not
+    fit."""
     vocab_size: int
     num_layers: int
     num_heads: int
@@ -44,11 +45,11 @@ class ModelConfig:
     norm: str = "layer"             # a key of NORMS
     norm_eps: float = 1e-5
     gated: bool = False             # the MLP multiplies its inner values by activated gates: SwiGLU
-    biases: frozenset[str] = frozenset({"qkv", "out", "mlp"})       # the projections that have biases
+    biases: frozenset[str] = frozenset({"qkv", "out", "mlp"})   # the projections that have biases
     head_dim: int | None = None     # None: width / num_heads
     qk_norm: bool = False           # every head's q and k are normed before they are rotated
     position_offset: int = 0        # OPT's position embedding begins with 2 unused rows
-    rope_theta: float | None = None     # the base of rotary positions; None: a learned position embedding
+    rope_theta: float | None = None     # the base of rotary positions; None: learned positions
     rope_scaling: tuple[float, ...] | None = None       # its ROPE_SCALING, see rotary_frequencies
     unrotated: frozenset[int] = frozenset()             # layers without any positions
     tied_embeddings: bool = True    # the token embedding is the output layer, too
@@ -57,8 +58,8 @@ class ModelConfig:
     @property
     def matmul_parameters(self) -> int:
         """How many weights multiply every token, at 2 FLOP each: the matrices of all layers. The
-        output layer has vocab_size * width more; it multiplies only a token after which the next one
-        is sampled."""
+        output layer has vocab_size * width more; it multiplies only a token after which the next
+        one is sampled."""
         attention = 2 * self.width * self.head_dim * (self.num_heads + self.num_kv_heads)
         mlp = (3 if self.gated else 2) * self.width * self.ffn_width
         return self.num_layers * (attention + mlp)
@@ -68,14 +69,14 @@ class ModelConfig:
             object.__setattr__(self, "head_dim", self.width // self.num_heads)  # the class is frozen
 
     def share(self, size: int) -> "ModelConfig":
-        """What each of `size` processes has. With size 4, 32 query heads and 8 KV heads become 8 and
-        2. ValueError for what they cannot share evenly."""
+        """What each of `size` processes has. With size 4, 32 query heads and 8 KV heads become 8
+        and 2. ValueError for what they cannot share evenly."""
         parts = {}
         for name in ("num_heads", "num_kv_heads", "ffn_width"):
             parts[name], rest = divmod(getattr(self, name), size)
             if rest:
-                raise ValueError(f"{name} {getattr(self, name)} cannot be shared evenly by {size} processes: "
-                                 "start fewer (torchrun --nproc-per-node)")
+                raise ValueError(f"{name} {getattr(self, name)} cannot be shared evenly by {size} "
+                                 "processes: start fewer (torchrun --nproc-per-node)")
         return replace(self, **parts)
 
 
@@ -97,7 +98,8 @@ def rotary_frequencies(config: ModelConfig, device) -> Tensor:
 
 
 class Alone:
-    """The processes that share a model, seen by one of them: here it is alone. parallel.Ranks has more."""
+    """The processes that share a model, seen by one of them: here it is alone. parallel.Ranks has
+    more."""
     rank, size = 0, 1
 
     def add_up(self, part: Tensor) -> Tensor:
@@ -119,14 +121,15 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]       # of q, k, v
         self.head_dim = config.head_dim
-        self.qkv = nn.Linear(config.width, sum(self.heads) * self.head_dim, bias="qkv" in config.biases)
-        self.out = nn.Linear(config.num_heads * self.head_dim, config.width, bias="out" in config.biases)
-        norm = partial(NORMS[config.norm], self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity
-        self.q_norm, self.k_norm = norm(), norm()
+        inner, biases = config.num_heads * self.head_dim, config.biases
+        self.qkv = nn.Linear(config.width, sum(self.heads) * self.head_dim, bias="qkv" in biases)
+        self.out = nn.Linear(inner, config.width, bias="out" in biases)
+        norm = NORMS[config.norm] if config.qk_norm else nn.Identity
+        self.q_norm, self.k_norm = (norm(self.head_dim, config.norm_eps) for _ in "qk")
 
     def q_k_v(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:            # x [T, width]
         qkv = self.qkv(x).view(len(x), sum(self.heads), self.head_dim)      # [T, H + 2 H_kv, D]
-        q, k, v = qkv.split(self.heads, dim=1)                              # [T, H, D], [T, H_kv, D] twice
+        q, k, v = qkv.split(self.heads, dim=1)                      # [T, H, D], [T, H_kv, D] twice
         return self.q_norm(q), self.k_norm(k), v
 
 
@@ -140,7 +143,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.ffn_width, config.width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:                                 # [T, width]
-        inner = self.up(x)                                                  # [T, ffn_width], or twice that
+        inner = self.up(x)                                          # [T, ffn_width], or twice that
         if self.gated:
             gate, up = inner.chunk(2, dim=-1)                               # [T, ffn_width] each
             return self.down(self.activation(gate) * up)                    # [T, width]
@@ -157,7 +160,7 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:     # x [T, width]
-        return self.attn.q_k_v(self.attn_norm(x))                           # [T, H, D], [T, H_kv, D] twice
+        return self.attn.q_k_v(self.attn_norm(x))                   # [T, H, D], [T, H_kv, D] twice
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:       # [T, width], [T, H, D]
         x = x + self.add_up(self.attn.out(attended.flatten(1)))             # [T, width]
@@ -182,8 +185,9 @@ class Model(nn.Module):
     """A pre-norm decoder over packed tokens. Build it with `load_model` or `random_model`.
 
     Several processes can share a model: each has some of the heads and some of each MLP's inner
-    values. attn.out and mlp.down have a bias on rank 0 only, since the sum over all processes follows
-    them. Everything else is the same in all of them. `config` has the sizes of this process."""
+    values. attn.out and mlp.down have a bias on rank 0 only, since the sum over all processes
+    follows them. Everything else is the same in all of them. `config` has the sizes of this
+    process."""
 
     def __init__(self, config: ModelConfig, ranks: Alone = ALONE):
         super().__init__()
@@ -195,7 +199,8 @@ class Model(nn.Module):
         self.norm = NORMS[config.norm](config.width, config.norm_eps)
         if not config.tied_embeddings:
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        # May be replaced by a faster function of (x, attend) that computes the same: see loading.fuse.
+        # May be replaced by a faster function of (x, attend) that computes the same: see
+        # loading.fuse.
         self.run_layers: Callable = partial(run_layers, self.layers, self.norm)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -1,10 +1,10 @@
 """What it costs to recompute a chunk, measured when the engine starts (paper §4.3.1).
 
-    Cost(l) = attention(l) + c      for one more chunk, at context length l, in a batch that runs anyway
+    Cost(l) = attention(l) + c      of one more chunk, ending at position l, in a batch that runs
 
-The batch reads the weights and launches its kernels with or without the chunk. So c is the difference
-of two batches that both take longer to compute than to read the weights, divided by the number of
-chunks between them. In a simulation of OPT-13B on an A100:
+The batch reads the weights and launches its kernels with or without the chunk. So c is the
+difference of two batches that both take longer to compute than to read the weights, divided by the
+number of chunks between them. In a simulation of OPT-13B on an A100:
 
     1,024 tokens take 63.5 ms longer than 512 tokens, which is 16 chunks:  c = 4.0 ms
 
@@ -27,8 +27,9 @@ from rotary_store import rotate_and_store
 @torch.inference_mode()
 def measure_recompute_cost(model: Model, pool: KVPool, slot_table: Tensor,
                            repeats: int = 4) -> RecomputeCost:
-    """The attention of one chunk at context lengths of chunk_size, twice it, four times it, ...; and
-    the rest, the paper's c. Every entry of slot_table [rows, max_context] must name some slot."""
+    """The attention of one chunk at context lengths of chunk_size, twice it, four times it, ...;
+    and the rest, the paper's c. Every entry of slot_table [rows, max_context] must name some
+    slot."""
     device, max_context = slot_table.device, slot_table.shape[1]
     chunk = min(pool.chunk_size, max_context)
     lengths = [chunk]
@@ -39,7 +40,7 @@ def measure_recompute_cost(model: Model, pool: KVPool, slot_table: Tensor,
     def fastest(run: Callable, *arguments) -> float:        # the first run compiles and warms up
         return min(device_seconds(device, partial(run, *arguments)) for _ in range(repeats))
     small, large = (fastest(all_but_attention, model, pool, count) for count in (few, many))
-    added = max(large - small, 1e-9)                        # noise of a busy machine can turn it around
+    added = max(large - small, 1e-9)                    # noise of a busy machine can turn it around
     attention = {length: fastest(attention_of_chunk, model, pool, slot_table, chunk, length)
                  for length in lengths}
     return RecomputeCost(attention, rest=added * chunk / (many - few))
@@ -68,8 +69,8 @@ def attention_of_chunk(model: Model, pool: KVPool, slot_table: Tensor, chunk: in
 def device_seconds(device: torch.device, run: Callable) -> float:
     """The seconds that the device works on run().
 
-    On CUDA the GPU first spins for some 4 ms. If the host launches everything in that time, the time
-    between the two events contains no wait for the host."""
+    On CUDA the GPU first spins for some 4 ms. If the host launches everything in that time, the
+    time between the two events contains no wait for the host."""
     if device.type == "cpu":
         start = time.perf_counter()
         run()

@@ -1,18 +1,18 @@
 """A batch becomes tensors: inputs, copies, forward, sampling (paper §4.2-4.4).
 
 The scheduler speaks of integers; from here on there are tensors. The spans of a batch are packed
-into one ragged sequence of T tokens and go through the model together, whatever phase their requests
-are in. In each layer the worker stores the new K and V into their slots, waits until the swapped-in
-KV of this layer has arrived, and attends.
+into one ragged sequence of T tokens and go through the model together, whatever phase their
+requests are in. In each layer the worker stores the new K and V into their slots, waits until the
+swapped-in KV of this layer has arrived, and attends.
 
     tokens      a0 a1 a2 a3 | a16 ... a22 | b31         [T]
-    positions    0  1  2  3 |  16 ...  22 |  31         [T]    slot = slot_table[table_row, position]
-    sampled at                         ^     ^          [N]    where a span ends its request's context
+    positions    0  1  2  3 |  16 ...  22 |  31         [T]   slot = slot_table[table_row, position]
+    sampled at                         ^     ^          [N]   where a span ends its context
 
 A launch does not wait for the device, so the last token of a context may be one that the device has
-yet to sample. The host says PLACEHOLDER, and the device takes the token that it last sampled in that
-row of the slot table. A batch without spans skips the model; it still writes the slot table and moves
-chunks. A small batch that waits for no swap-in is replayed (graphs.py).
+yet to sample. The host says PLACEHOLDER, and the device takes the token that it last sampled in
+that row of the slot table. A batch without spans skips the model; it still writes the slot table
+and moves chunks. A small batch that waits for no swap-in is replayed (graphs.py).
 
 Invariant: a token depends on its request alone: the context, where the reply begins in it, and the
 options of sampling, seed included. The other spans of the batch change logits by rounding only.
@@ -51,7 +51,8 @@ class Packed(NamedTuple):
     sampling_requests: list[Request]    # [N] the requests of those spans
 
     def padded(self, size: int, table_row: int) -> "Packed":
-        """Append spans of one token, at position 0 of `table_row`, until there are `size` tokens."""
+        """Append spans of one token, at position 0 of `table_row`, until there are `size`
+        tokens."""
         missing = size - len(self.tokens)
         return self._replace(table_row=self.table_row + [table_row] * missing,
                              start=self.start + [0] * missing, end=self.end + [1] * missing,
@@ -107,16 +108,16 @@ class Worker:
         self.vocab_size, self.stop_ids = config.vocab_size, config.eos_ids
         self.kv_heads, self.group = config.num_kv_heads, config.num_heads // config.num_kv_heads
         self.head_dim = config.head_dim
-        self.pool = KVPool(config.num_layers, self.kv_heads, self.head_dim, num_slots + 1, num_places,
-                           chunk_size, self.device, self.dtype, pipeline)
-        # Before any request has a row, every entry names some slot: `profile` reads some. Padding has
-        # the last row, whose only slot is one more than the scheduler knows of.
+        self.pool = KVPool(config.num_layers, self.kv_heads, self.head_dim, num_slots + 1,
+                           num_places, chunk_size, self.device, self.dtype, pipeline)
+        # Before any request has a row, every entry names some slot: `profile` reads some. Padding
+        # has the last row, whose only slot is one more than the scheduler knows of.
         any_slots = torch.arange(max_context, dtype=torch.int32, device=self.device) % num_slots
-        self.slot_table = any_slots.repeat(max_running + 1, 1)          # [max_running + 1, max_context]
+        self.slot_table = any_slots.repeat(max_running + 1, 1)      # [max_running + 1, max_context]
         self.padding_row = max_running
         self.slot_table[self.padding_row] = num_slots
         self.sampled = self.slot_table.new_zeros(max_running + 1)       # the last token of each row
-        self.depth = int(self.device.type == "cuda")                    # batches in flight, see Engine
+        self.depth = int(self.device.type == "cuda")                # batches in flight, see Engine
         self.graphs = Graphs()
 
     def execute(self, batch: Batch) -> Result:
@@ -126,11 +127,13 @@ class Worker:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Callable[[], Result]:
-        """Tell the device to execute the batch, behind everything that was launched before. Returns a
-        function that waits for the result. The books may change as soon as launch has returned."""
+        """Tell the device to execute the batch, behind everything that was launched before. Returns
+        a function that waits for the result. The books may change as soon as launch has
+        returned."""
         packed = pack(batch.spans)
         changes = table_changes(batch.table_updates)
-        inputs, logits = self._start(packed, changes, batch.slot_copies, batch.swap_in, batch.swap_out)
+        inputs, logits = self._start(packed, changes, batch.slot_copies, batch.swap_in,
+                                     batch.swap_out)
         if not batch.spans:
             return lambda: Result([], self.pool.landed(wait=True))
         sampled = sample(logits, packed.sampling_requests)
@@ -152,19 +155,19 @@ class Worker:
 
     def _start(self, packed: Packed, changes: list[np.ndarray], slot_copies: dict[int, int],
                swap_in: list[Ticket], swap_out: list[Ticket]) -> tuple[Inputs, Tensor | None]:
-        """All of a step but the sampling. (parallel.py sends the numbers in these arguments to other
-        processes.) Returns the inputs, and the logits [N, vocab]: None if there is no span.
+        """All of a step but the sampling. (parallel.py sends the numbers in these arguments to
+        other processes.) Returns the inputs, and the logits [N, vocab]: None if there is no span.
 
         The upload of the inputs comes first: behind the copies of KV it would wait for the link."""
         size = None
-        if packed.tokens and not swap_in and not self.pool.arriving:    # a graph waits for no swap-in
+        if packed.tokens and not swap_in and not self.pool.arriving:  # a graph waits for no swap-in
             size = self.graphs.size_for(len(packed.tokens), len(packed.table_row))
         inputs = self.upload_inputs(packed, changes, size)
         self.pool.copy_slots(slot_copies)
         self.pool.swap_in(swap_in)
         earlier = self.pool.now()               # earlier steps have written what is swapped out
         logits = self.logits(inputs, size) if packed.tokens else None           # [N, vocab]
-        self.pool.swap_out(swap_out, earlier)   # the host starts these copies while the GPU computes
+        self.pool.swap_out(swap_out, earlier)  # the host starts these copies while the GPU computes
         return inputs, logits
 
     def _remember(self, inputs: Inputs, tokens: Tensor):
@@ -173,8 +176,8 @@ class Worker:
 
     def upload_inputs(self, packed: Packed, changes: list[np.ndarray],
                       size: GraphSize | None = None) -> Inputs:
-        """Upload a batch, padded to the size of a graph if one is given, together with the changes of
-        the slot table (see table_changes), and carry these out: one copy for all."""
+        """Upload a batch, padded to the size of a graph if one is given, together with the changes
+        of the slot table (see table_changes), and carry these out: one copy for all."""
         if size:
             packed = packed.padded(size.tokens, self.padding_row)
         columns = [packed.table_row, packed.start, packed.end]
@@ -189,10 +192,11 @@ class Worker:
 
         flat, sample_at, *changed = upload([join(for_kernels), sample_at, *changes], self.device)
         *planned, tokens, positions, table_rows = split_like(flat, for_kernels)
-        spans.plans[self.group, self.kv_heads, self.head_dim, self.dtype] = plan.with_arrays(planned)
+        key = self.group, self.kv_heads, self.head_dim, self.dtype
+        spans.plans[key] = plan.with_arrays(planned)
         self._change_table(*changed)
         known = torch.where(tokens == PLACEHOLDER, self.sampled[table_rows], tokens)
-        tokens.copy_(known)                                     # in place: they are a part of `flat`
+        tokens.copy_(known)                                 # in place: they are a part of `flat`
         return Inputs(tokens, positions, table_rows, spans, sample_at, flat)
 
     def _change_table(self, rows: Tensor, positions: Tensor, slots: Tensor):
@@ -200,13 +204,15 @@ class Worker:
         self.slot_table[rows, positions] = slots
 
     def _plan(self, host: np.ndarray, size: GraphSize | None) -> Plan:
-        """The work of the kernels for spans, host [3, S]; for a graph, with as much room as any batch
-        of this size can need."""
+        """The work of the kernels for spans, host [3, S]; for a graph, with as much room as any
+        batch of this size can need."""
         if not runs_triton(self.device, self.dtype):
             return Plan([], NO_MERGES, 0)
         wanted = wanted_items(self.kv_heads, self.head_dim, self.dtype, self.device)
         plan = make_plan(host, self.group, wanted)
-        return plan.padded(room_for(size.tokens, size.longest, self.group, wanted)) if size else plan
+        if not size:
+            return plan
+        return plan.padded(room_for(size.tokens, size.longest, self.group, wanted))
 
     def logits(self, inputs: Inputs, size: GraphSize | None = None) -> Tensor:
         """One forward over all spans -> logits [N, vocab] of the tokens at `sample_at`."""
@@ -230,13 +236,13 @@ class Worker:
 
     @torch.inference_mode()
     def capture(self, make_graph: Callable):
-        """Capture a graph for each of graph_sizes(). make_graph(run) returns a function that does, and
-        returns, the same as run() on whatever run's tensors hold when the function is called.
+        """Capture a graph for each of graph_sizes(). make_graph(run) returns a function that does,
+        and returns, the same as run() on whatever run's tensors hold when the function is called.
 
-        Each graph keeps the memory of its result. So a graph ends at the hidden states: the logits of
-        all decodes up to 256 would be 2,191 rows, 1.1 GB with a vocabulary of 128,256."""
+        Each graph keeps the memory of its result. So a graph ends at the hidden states: the logits
+        of all decodes up to 256 would be 2,191 rows, 1.1 GB with a vocabulary of 128,256."""
         for size in tqdm(graph_sizes(self.max_running), "CUDA graphs", leave=False, disable=None):
-            inputs = self.upload_inputs(pack([]), table_changes([]), size)      # nothing but padding
+            inputs = self.upload_inputs(pack([]), table_changes([]), size)  # nothing but padding
             replay = make_graph(partial(self._forward, inputs))
             self.graphs.captured[size] = Captured(inputs.flat, inputs.spans, replay)
 
