@@ -130,8 +130,7 @@ class SpanTensors:
 
     def plan(self, group: int, kv_heads: int, D: int, dtype: torch.dtype) -> Plan:
         """The work of the kernels for `kv_heads` KV heads of `group` query heads each, of D
-        dimensions. The first layer that asks plans and uploads it, unless the worker has done
-        so."""
+        dimensions. The first layer that asks plans and uploads it, unless the worker has done it."""
         key = group, kv_heads, D, dtype
         if key not in self.plans:
             plan = make_plan(self.host, group, wanted_items(kv_heads, D, dtype, self.device))
@@ -182,22 +181,19 @@ def attention_kernel(q, k_cache, v_cache, slot_table, out, partial_out, partial_
     """One of the work items [n, 8] for one KV head: a tile of query rows against the positions
     [kv_start, kv_end).
 
-    Grid (H_kv, n): the heads of one item run side by side, so that they read neighbouring parts of
-    the same slots together. The result goes to `out`, or, if the tile is split, to the piece's rows
-    of partial_out [partial_rows, H_kv, D] and partial_lse [partial_rows, H_kv]. Registers are
-    scarce, so each number of the item is loaded where it is needed."""
+    Grid (H_kv, n): the heads of one item run side by side, and read neighbouring parts of the same
+    slots. The result goes to `out`, or, if the tile is split, to the piece's rows of partial_out
+    [partial_rows, H_kv, D] and partial_lse [partial_rows, H_kv]. Registers are scarce, so each
+    number of the item is loaded where it is needed."""
     kv_head, item = tl.program_id(0), pointers_to_item(items + tl.program_id(1) * 8)
-    table_row = tl.load(item.table_row)
-    table = slot_table + table_row.to(tl.int64) * stride_row
+    table = slot_table + tl.load(item.table_row).to(tl.int64) * stride_row
     offsets, inside, token, _ = query_rows(item, kv_head, stride_qt, stride_qh,
                                            TILE_M, GROUP, D, TILE_D)
     query = tl.load(q + offsets, mask=inside, other=0.0)                # [TILE_M, TILE_D]
     head_start = kv_head.to(tl.int64) * stride_kh
     k_head, v_head = k_cache + head_start, v_cache + head_start
-    shift = tl.load(item.shift)
-    position = token + shift                                            # [TILE_M]
-    kv_start = tl.load(item.kv_start)
-    kv_end = tl.load(item.kv_end)
+    position = token + tl.load(item.shift)                              # [TILE_M]
+    kv_start, kv_end = tl.load(item.kv_start), tl.load(item.kv_end)
     acc, lse = attend_range(query, position, k_head, v_head, table, kv_start, kv_end,
                             scale_log2, stride_slot, TILE_M, TILE_N, D, TILE_D)
     first_partial = tl.load(item.first_partial)
@@ -226,14 +222,12 @@ def query_rows(item, kv_head, stride_token, stride_head,
     """The query rows of an item: their offsets in q or out, and which of these to touch [TILE_M,
     TILE_D]; the token of each row, and whether the row exists [TILE_M].
 
-    The kernel calls this before the loop over K and V and once more behind it. The load of
-    first_row is volatile, so that the compiler really computes everything again: kept over the
-    loop, it would take a third of the registers."""
+    The kernel calls this before the loop over K and V and again behind it. The volatile load makes
+    the compiler compute all of it again: kept over the loop, it takes a third of the registers."""
     first_row = tl.load(item.first_row, volatile=True)
     query_row, dims = first_row + tl.arange(0, TILE_M), tl.arange(0, TILE_D)
     token, head = query_row // GROUP, kv_head * GROUP + query_row % GROUP
-    end_row = tl.load(item.end_row)
-    exists = query_row < end_row
+    exists = query_row < tl.load(item.end_row)
     offsets = (token.to(tl.int64) * stride_token + head * stride_head)[:, None] + dims[None, :]
     return offsets, exists[:, None] & (dims < D)[None, :], token, exists
 
@@ -244,25 +238,28 @@ def attend_range(query, position, k_head, v_head, table, kv_start, kv_end, scale
     """Attention of a tile's queries over the positions [kv_start, kv_end), TILE_N at a time, with
     an online softmax.
 
-    query [TILE_M, TILE_D]; position [TILE_M]: each row sees the positions up to its own. k_head,
-    v_head: one KV head of the cache, stride_slot elements from one slot to the next. table: the
-    request's row of the slot table. scale_log2: the scale times log2(e), since exp2 is faster than
-    exp. Returns the output [TILE_M, TILE_D] in float32, normalised over this range, and
+    query       [TILE_M, TILE_D]
+    position    [TILE_M]            each row sees the positions up to its own
+    k_head, v_head                  one KV head of the cache; stride_slot elements from slot to slot
+    table                           the request's row of the slot table
+    scale_log2                      the scale times log2(e), since exp2 is faster than exp
+
+    Returns the output [TILE_M, TILE_D] in float32, normalised over this range, and
     log2(sum(exp(score))) [TILE_M]: 0 and -inf for a row that sees nothing here.
 
-    The loop takes one strip at a time: the K and V at the slots of TILE_N positions. It computes
-    the strip's scores, and raises the maximum so far, `highest`. The sums so far shrink by exp2(old
-    maximum - new maximum), and the strip's weights and weighted values are added to them. Strips of
-    one position with the scores 1 and 3, after the multiplication by scale_log2: highest 1, total
-    1; then shrink = 2^(1 - 3), total = 0.25 + 1, lse = 3 + log2(1.25), output = (0.25 v1 + v2) /
-    1.25.
+    A strip is the K and V of TILE_N positions. When a strip raises the maximum so far, `highest`,
+    the sums so far shrink by exp2(old maximum - new maximum). With strips of one position and the
+    scores 1 and 3 (multiplied by scale_log2):
 
-    kv_start is a multiple of TILE_N. kv_end is one, too, or lies beyond every position that the
-    tile's rows see. (Rows that do not exist compute garbage, which is never stored.) So the causal
-    mask is the only one, and only strips that reach beyond the first row's position need it."""
+        highest 1, total 1;     then shrink 2^(1 - 3), total 0.25 + 1, lse 3 + log2(1.25),
+                                output (0.25 v1 + v2) / 1.25
+
+    kv_start is a multiple of TILE_N; kv_end is one, too, or lies beyond all that the rows see. So
+    only strips that reach beyond the first row's position need a mask, the causal one. Rows that do
+    not exist compute garbage, which is never stored."""
     columns, dims = tl.arange(0, TILE_N), tl.arange(0, TILE_D)
     seen_by_all = tl.min(position, 0) + 1
-    last = tl.maximum(kv_end - 1, 0)  # table entries behind it are garbage: its own is read instead
+    last = tl.maximum(kv_end - 1, 0)        # behind it the table may hold anything: read it again
     highest = tl.full([TILE_M], -1e38, tl.float32)      # not -inf: -inf - -inf is NaN
     total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, TILE_D], tl.float32)
@@ -298,10 +295,8 @@ def merge_kernel(partial_out, partial_lse, out, merges, stride_ot, stride_oh,
     finite from there on. A merge of zeros, which pads a graph's plan, stores nothing."""
     kv_head, first = tl.program_id(0), merges + tl.program_id(1) * 4
     merge = Merge(query_row=first, first_partial=first + 1, stride=first + 2, pieces=first + 3)
-    query_row = tl.load(merge.query_row)
-    first_partial = tl.load(merge.first_partial)
-    stride = tl.load(merge.stride)
-    pieces = tl.load(merge.pieces)
+    query_row, first_partial = tl.load(merge.query_row), tl.load(merge.first_partial)
+    stride, pieces = tl.load(merge.stride), tl.load(merge.pieces)
     dims = tl.arange(0, TILE_D)
     highest, total, acc = float("-inf"), 0.0, tl.zeros([TILE_D], tl.float32)
     for start in range(0, pieces, TILE_P):

@@ -1,11 +1,11 @@
 """The model: GPT-2, OPT, Llama, Mistral, Qwen and SmolLM as one plain decoder.
 
 The batch is ragged (the paper's unified batching, §4.2): the tokens of all spans lie packed in one
-dimension T, whatever request and phase they belong to. Except for attention, a decoder computes
-each token by itself, so T is the only batch dimension there is. Tokens meet in attention alone, and
-the caller hands that in as a function: `attend(layer, q, k, v, rotation)` rotates q and k, stores K
-and V, and lets every query see its context up to its own position. So this file knows nothing of
-caches, spans or batches, and a test can run it with ten lines of dense attention.
+dimension T, whatever request and phase they belong to. A decoder computes each token by itself,
+except in attention, so T is the only batch dimension. The caller hands attention in as a function:
+`attend(layer, q, k, v, rotation)` rotates q and k, stores K and V, and lets every query see its
+context up to its own position. So this file knows nothing of caches, spans or batches, and a test
+can run it with ten lines of dense attention.
 
     tokens [T] -> embeddings -> layer 0 ... layer L-1 -> norm -> hidden [T, width] -> logits
                                    |
@@ -13,7 +13,7 @@ caches, spans or batches, and a test can run it with ten lines of dense attentio
 
 Architectures differ in a ModelConfig: Llama from GPT mainly in norm, activation, gated, biases and
 rope_theta; Qwen and SmolLM from Llama in biases, head_dim, qk_norm and unrotated. checkpoint.py
-fills the parameters.
+reads the ModelConfig and fills the parameters.
 """
 import math
 from collections.abc import Callable
@@ -32,8 +32,8 @@ NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes and switches of a decoder; the defaults are GPT's. ValueError if the sizes do not
-    fit."""
+    """The sizes and switches of a decoder; the defaults are GPT's. checkpoint.checked refuses values
+    that do not fit."""
     vocab_size: int
     num_layers: int
     num_heads: int
@@ -50,23 +50,22 @@ class ModelConfig:
     qk_norm: bool = False           # every head's q and k are normed before they are rotated
     position_offset: int = 0        # OPT's position embedding begins with 2 unused rows
     rope_theta: float | None = None     # the base of rotary positions; None: learned positions
-    rope_scaling: tuple[float, ...] | None = None       # its ROPE_SCALING, see rotary_frequencies
+    rope_scaling: tuple[float, ...] | None = None       # see rotary_frequencies
     unrotated: frozenset[int] = frozenset()             # layers without any positions
     tied_embeddings: bool = True    # the token embedding is the output layer, too
     eos_ids: frozenset[int] = frozenset()
 
+    def __post_init__(self):
+        if self.head_dim is None:                       # the class is frozen, hence this detour
+            object.__setattr__(self, "head_dim", self.width // self.num_heads)
+
     @property
     def matmul_parameters(self) -> int:
         """How many weights multiply every token, at 2 FLOP each: the matrices of all layers. The
-        output layer has vocab_size * width more; it multiplies only a token after which the next
-        one is sampled."""
+        output layer has vocab_size * width more, for a token after which the next one is sampled."""
         attention = 2 * self.width * self.head_dim * (self.num_heads + self.num_kv_heads)
         mlp = (3 if self.gated else 2) * self.width * self.ffn_width
         return self.num_layers * (attention + mlp)
-
-    def __post_init__(self):
-        if self.head_dim is None:
-            object.__setattr__(self, "head_dim", self.width // self.num_heads)  # the class is frozen
 
     def share(self, size: int) -> "ModelConfig":
         """What each of `size` processes has. With size 4, 32 query heads and 8 KV heads become 8
@@ -78,23 +77,6 @@ class ModelConfig:
                 raise ValueError(f"{name} {getattr(self, name)} cannot be shared evenly by {size} "
                                  "processes: start fewer (torchrun --nproc-per-node)")
         return replace(self, **parts)
-
-
-def rotary_frequencies(config: ModelConfig, device) -> Tensor:
-    """By how many radians per position each pair of dimensions turns: [D/2] in float32, from 1 down
-    to nearly 1 / rope_theta (before any scaling).
-
-    rope_scaling = (factor, low, high, trained) is how Llama 3.1 reaches beyond the `trained`
-    positions. A pair that turns fewer than `low` times within them is slowed down by `factor`. A
-    pair that turns more than `high` times keeps its speed. Pairs between blend the two."""
-    exponents = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim  # [D/2]
-    frequencies = 1 / config.rope_theta ** exponents                        # [D/2]
-    if config.rope_scaling is None:
-        return frequencies
-    factor, low, high, trained = config.rope_scaling
-    turns = trained * frequencies / (2 * math.pi)                           # [D/2]
-    kept = ((turns - low) / (high - low)).clamp(0, 1)                       # [D/2]
-    return frequencies * (kept + (1 - kept) / factor)
 
 
 class Alone:
@@ -125,7 +107,8 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, sum(self.heads) * self.head_dim, bias="qkv" in biases)
         self.out = nn.Linear(inner, config.width, bias="out" in biases)
         norm = NORMS[config.norm] if config.qk_norm else nn.Identity
-        self.q_norm, self.k_norm = (norm(self.head_dim, config.norm_eps) for _ in "qk")
+        self.q_norm = norm(self.head_dim, config.norm_eps)
+        self.k_norm = norm(self.head_dim, config.norm_eps)
 
     def q_k_v(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:            # x [T, width]
         qkv = self.qkv(x).view(len(x), sum(self.heads), self.head_dim)      # [T, H + 2 H_kv, D]
@@ -234,6 +217,23 @@ class Model(nn.Module):
         if self.config.tied_embeddings:
             return F.linear(x, self.tokens.weight).float()
         return self.head(x).float()
+
+
+def rotary_frequencies(config: ModelConfig, device) -> Tensor:
+    """By how many radians per position each pair of dimensions turns: [D/2] in float32, from 1 down
+    to nearly 1 / rope_theta (before any scaling).
+
+    rope_scaling = (factor, low, high, trained) is how Llama 3.1 reaches beyond the `trained`
+    positions. A pair that turns fewer than `low` times within them is slowed down by `factor`. A
+    pair that turns more than `high` times keeps its speed. Pairs between blend the two."""
+    exponents = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim  # [D/2]
+    frequencies = 1 / config.rope_theta ** exponents                        # [D/2]
+    if config.rope_scaling is None:
+        return frequencies
+    factor, low, high, trained = config.rope_scaling
+    turns = trained * frequencies / (2 * math.pi)                           # [D/2]
+    kept = ((turns - low) / (high - low)).clamp(0, 1)                       # [D/2]
+    return frequencies * (kept + (1 - kept) / factor)
 
 
 def empty_model(config: ModelConfig, device, dtype: torch.dtype, ranks: Alone = ALONE) -> Model:
