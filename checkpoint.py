@@ -39,19 +39,20 @@ def find_checkpoint(model: str | Path) -> Path:
         if directory.is_dir():
             return directory
     if str(model).lower().endswith("gguf"):         # a file, or a name on the hub
-        raise ValueError(f"model {str(model)!r} is in GGUF, which is quantised: take the original in "
-                         f"safetensors; {WORKING}")
+        raise ValueError(f"model {str(model)!r} is in GGUF, which is quantised: take the original "
+                         f"in safetensors; {WORKING}")
     download = partial(snapshot_download, model)
     try:
-        directory = Path(download(allow_patterns=["*.json", "*.txt", "*.jinja", "model*.safetensors"]))
+        wanted = ["*.json", "*.txt", "*.jinja", "model*.safetensors"]
+        directory = Path(download(allow_patterns=wanted))
         if not any(directory.glob("*.safetensors")):
             download(allow_patterns=["pytorch_model*.bin"])         # an old checkpoint
         return directory
     except (OSError, ValueError) as error:      # no network; unknown or gated; not even a name
-        hint = "it is a preset: add --random-weights to measure with it; or " if model in PRESETS else ""
+        hint = "it is a preset: add --random-weights to measure with it; or "
         raise ValueError(
-            f"model {model!r} is not a directory, and the Hugging Face hub gave {type(error).__name__}: "
-            f"{hint}give a checkpoint's directory, or a hub name (owner/name), online, "
+            f"model {model!r} is not a directory, and the Hugging Face hub gave "
+            f"{type(error).__name__}: {hint if model in PRESETS else ''}give a checkpoint's directory, or a hub name (owner/name), online, "
             f"whose licence you have accepted (`hf auth login`); {WORKING}") from error
 
 
@@ -82,7 +83,8 @@ def read_model(directory: Path, device, dtype: torch.dtype, ranks: Alone) -> Mod
             if unused_head or name.endswith(NOT_PARAMETERS):
                 continue
             if tensor.dtype.itemsize == 1:
-                raise ValueError(f"{file}: its weights are quantised (tensor {name!r} is {tensor.dtype})")
+                raise ValueError(f"{file}: its weights are quantised "
+                                 f"(tensor {name!r} is {tensor.dtype})")
             if name not in unfilled:
                 raise ValueError(f"{file}: tensor {name!r} is unexpected: "
                                  "unknown to this architecture, or there twice")
@@ -101,8 +103,9 @@ def refuse_other_formats(directory: Path):
     read."""
     if any(directory.glob("model*.safetensors*")) or any(directory.glob("pytorch_model*.bin*")):
         return
-    for pattern, kind in (("adapter_config.json", "an adapter (LoRA) without its model: merge the two"),
-                          ("*.gguf", "GGUF, which is quantised: take the original in safetensors")):
+    kinds = {"adapter_config.json": "an adapter (LoRA) without its model: merge the two",
+             "*.gguf": "GGUF, which is quantised: take the original in safetensors"}
+    for pattern, kind in kinds.items():
         if any(directory.glob(pattern)):
             raise ValueError(f"{directory} holds {kind}")
 
@@ -118,16 +121,19 @@ def read_config(directory: Path) -> "tuple[Architecture, ModelConfig]":
         if quantization:
             raise ValueError(f"its weights are quantised ({quantization!r:.100})")
         if str(kind) not in ARCHITECTURES:
-            raise ValueError(f"unknown model_type {kind!r:.100}{NOT_IMPLEMENTED.get(str(kind), '')}")
-        config["eos_ids"] = ids_of(config.get("eos_token_id")) | ids_of(generation.get("eos_token_id"))
+            why = NOT_IMPLEMENTED.get(str(kind), "")
+            raise ValueError(f"unknown model_type {kind!r:.100}{why}")
+        config["eos_ids"] = ids_of(config) | ids_of(generation)
         return ARCHITECTURES[kind], ARCHITECTURES[kind].read(config)
     except KeyError as error:
         raise ValueError(f"{file}: field {error} is missing") from error
-    except (TypeError, ValueError, AttributeError, OverflowError) as error:     # a field of a wrong type
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:     # of a wrong type
         raise ValueError(f"{file}: {error}") from error
 
 
-def ids_of(entry: int | list | None) -> frozenset[int]:
+def ids_of(config: dict) -> frozenset[int]:
+    """Its end-of-sequence ids: none, one, or a list."""
+    entry = config.get("eos_token_id")
     ids = entry if isinstance(entry, list) else [] if entry is None else [entry]
     if not all(type(token) is int for token in ids):
         raise ValueError(f"eos_token_id must be an id or a list of ids, not {entry!r:.100}")
@@ -171,7 +177,8 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
                 for name in tensors.keys():
                     yield name, tensors.get_tensor(name)
         else:
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+            content = torch.load(file, map_location="cpu", weights_only=True,
+                                 mmap=zipfile.is_zipfile(file))
             yield from dict(content).items()
     except Exception as error:                  # a corrupt pickle can raise anything
         raise ValueError(f"{file} cannot be read ({error}); download it again") from error
@@ -187,7 +194,8 @@ class Destination(NamedTuple):
     transposed: bool            # they store the tensor [in, out]
 
 
-def destinations(model: Model, whole: Model, architecture: "Architecture") -> dict[str, Destination]:
+def destinations(model: Model, whole: Model,
+                 architecture: "Architecture") -> dict[str, Destination]:
     """For each name of theirs, where that tensor goes. whole: the same model, unshared, without
     values. Together the destinations cover every parameter exactly once:
 
@@ -199,7 +207,8 @@ def destinations(model: Model, whole: Model, architecture: "Architecture") -> di
     for (name, parameter), whole_parameter in zip(model.named_parameters(), whole.parameters()):
         module, leaf = name.rsplit(".", 1)                      # "layers.3.attn.qkv", "weight"
         layer = re.findall(r"\d+", module)                      # ["3"], or [] outside the layers
-        parts, wholes = split(module, parameter, model.config), split(module, whole_parameter, whole.config)
+        parts = split(module, parameter, model.config)
+        wholes = split(module, whole_parameter, whole.config)
         their_modules = architecture.names[re.sub(r"\d+", "{}", module)].split()
         each = len(parts) // len(their_modules)     # parts in each tensor of theirs: all, or one
         for number, their_module in enumerate(their_modules):
@@ -283,8 +292,8 @@ def read_gpt2(config: dict) -> ModelConfig:
     refuse_variants(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
                     reorder_and_upcast_attn=False, add_cross_attention=False)
     return checked(
-        vocab_size=config["vocab_size"], max_context=config["n_positions"], num_layers=config["n_layer"],
-        num_heads=config["n_head"], num_kv_heads=config["n_head"],
+        vocab_size=config["vocab_size"], max_context=config["n_positions"],
+        num_layers=config["n_layer"], num_heads=config["n_head"], num_kv_heads=config["n_head"],
         width=config["n_embd"], ffn_width=config.get("n_inner") or 4 * config["n_embd"],
         activation=config.get("activation_function", "gelu_new"),
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
@@ -293,10 +302,12 @@ def read_gpt2(config: dict) -> ModelConfig:
 
 def read_opt(config: dict) -> ModelConfig:
     refuse_variants(config, do_layer_norm_before=True, word_embed_proj_dim=config["hidden_size"],
-                    enable_bias=True, layer_norm_elementwise_affine=True, _remove_final_layer_norm=False)
+                    enable_bias=True, layer_norm_elementwise_affine=True,
+                    _remove_final_layer_norm=False)
     return checked(
-        **common_sizes(config), num_kv_heads=config["num_attention_heads"], ffn_width=config["ffn_dim"],
-        activation=config.get("activation_function", "relu"), position_offset=2,
+        **common_sizes(config), num_kv_heads=config["num_attention_heads"],
+        ffn_width=config["ffn_dim"], position_offset=2,
+        activation=config.get("activation_function", "relu"),
         tied_embeddings=config.get("tie_word_embeddings", True), eos_ids=config["eos_ids"])
 
 
@@ -305,7 +316,8 @@ def read_llama(config: dict) -> ModelConfig:
     if config.get("use_sliding_window") is not False:   # False: Qwen states a window that is unused
         refuse_variants(config, sliding_window=None)
     kind, attention_bias = config["model_type"], config.get("attention_bias")
-    biased = dict(qkv=attention_bias or kind == "qwen2", out=attention_bias, mlp=config.get("mlp_bias"))
+    biased = dict(qkv=attention_bias or kind == "qwen2", out=attention_bias,
+                  mlp=config.get("mlp_bias"))
     rotated = filled(config, list, "no_rope_layers")    # despite the name, 1: this layer rotates
     rope_theta, rope_scaling = read_rope(config)
     return checked(
@@ -317,7 +329,8 @@ def read_llama(config: dict) -> ModelConfig:
         biases=frozenset(name for name, has_bias in biased.items() if has_bias),
         rope_theta=rope_theta, rope_scaling=rope_scaling,
         unrotated=frozenset(layer for layer, rotates in enumerate(rotated) if not rotates),
-        tied_embeddings=config.get("tie_word_embeddings", kind == "smollm3"), eos_ids=config["eos_ids"])
+        tied_embeddings=config.get("tie_word_embeddings", kind == "smollm3"),
+        eos_ids=config["eos_ids"])
 
 
 def checked(**fields) -> ModelConfig:
@@ -326,7 +339,8 @@ def checked(**fields) -> ModelConfig:
     check_sizes(fields)
     config = ModelConfig(**fields)
     if str(config.activation) not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {config.activation!r}; known: {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"unknown activation {config.activation!r}; "
+                         f"known: {', '.join(ACTIVATIONS)}")
     numbers = dict(zip(ROPE_SCALING, config.rope_scaling or ()), norm_eps=config.norm_eps)
     if config.rope_theta is not None:
         numbers["rope_theta"] = config.rope_theta
@@ -335,10 +349,11 @@ def checked(**fields) -> ModelConfig:
                              f"{config.head_dim}")
     for name, number in numbers.items():
         if type(number) not in (int, float) or not 0 < number < 2**63:
-            raise ValueError(f"{name} must be a number above 0 and below 2**63, not {number!r:.100}")
-    if config.rope_scaling and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
-        raise ValueError(f"low_freq_factor {numbers['low_freq_factor']} must be below "
-                         f"high_freq_factor {numbers['high_freq_factor']}")
+            raise ValueError(f"{name} must be a number above 0 and below 2**63, "
+                             f"not {number!r:.100}")
+    low, high = numbers.get("low_freq_factor", 0), numbers.get("high_freq_factor", 1)
+    if low >= high:
+        raise ValueError(f"low_freq_factor {low} must be below high_freq_factor {high}")
     return config
 
 
@@ -425,11 +440,13 @@ ARCHITECTURES = {
 }
 ARCHITECTURES |= dict.fromkeys(["mistral", "qwen2", "qwen3", "smollm3"], ARCHITECTURES["llama"])
 NOT_IMPLEMENTED = dict.fromkeys(
-    ["gemma3", "gemma3_text"], ": most of its layers attend to a window only, our attention does not")
-WORKING = ("three that work: Qwen/Qwen3-0.6B, HuggingFaceTB/SmolLM2-135M-Instruct, facebook/opt-125m "
-           "(in general: float weights of " + ", ".join(ARCHITECTURES) + ")")
+    ["gemma3", "gemma3_text"],
+    ": most of its layers attend to a window only, our attention does not")
+WORKING = ("three that work: Qwen/Qwen3-0.6B, HuggingFaceTB/SmolLM2-135M-Instruct, "
+           "facebook/opt-125m (in general: float weights of " + ", ".join(ARCHITECTURES) + ")")
 PREFIX = re.compile(r"^((transformer|model|decoder)\.)+")   # depends on the class that was saved
-NOT_PARAMETERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")    # constants in old checkpoints
+# Constants in old checkpoints.
+NOT_PARAMETERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 # ---- random weights, for measuring: speed does not depend on their values ------------------------
@@ -440,8 +457,8 @@ def gpt(layers: int, heads: int, width: int, context: int) -> ModelConfig:
 
 
 def opt(layers: int, heads: int, width: int) -> ModelConfig:
-    return ModelConfig(50272, layers, heads, heads, width, 4 * width, 2048, "relu", position_offset=2,
-                       eos_ids=frozenset({2}))
+    return ModelConfig(50272, layers, heads, heads, width, 4 * width, 2048, "relu",
+                       position_offset=2, eos_ids=frozenset({2}))
 
 
 def llama2(layers: int, heads: int, kv_heads: int, width: int, ffn_width: int) -> ModelConfig:
@@ -463,13 +480,13 @@ PRESETS = {
     "opt-66b": opt(64, 72, 9216),
     "llama2-7b": llama2(32, 32, 32, 4096, 11008),
     "llama2-13b": llama2(40, 40, 40, 5120, 13824),
-    "llama2-13b-gqa": llama2(40, 40, 10, 5120, 13824),      # the paper's: grouped heads, smaller KV-tokens
+    "llama2-13b-gqa": llama2(40, 40, 10, 5120, 13824),      # the paper's, with grouped heads
     "llama2-70b": llama2(80, 64, 8, 8192, 28672),
 }
 
 
-def random_model(preset: str, device, dtype: torch.dtype, max_context: int | None = None, seed: int = 0,
-                 ranks: Alone = ALONE) -> Model:
+def random_model(preset: str, device, dtype: torch.dtype, max_context: int | None = None,
+                 seed: int = 0, ranks: Alone = ALONE) -> Model:
     """The Model of that PRESET with weights drawn from N(0, 0.02), the same for the same seed and
     device; of several ranks, the part of this one. max_context: None for the preset's. ValueError
     if there is no such preset."""
@@ -482,7 +499,8 @@ def random_model(preset: str, device, dtype: torch.dtype, max_context: int | Non
     for (name, parameter), unshared in zip(model.named_parameters(), whole.parameters()):
         drawn = torch.empty_like(unshared, device=device).normal_(std=0.02, generator=generator)
         module = name.rpartition(".")[0]
-        for part, values in zip(split(module, parameter, model.config), split(module, drawn, whole.config)):
+        parts = split(module, parameter, model.config)
+        for part, values in zip(parts, split(module, drawn, whole.config)):
             part.copy_(share(values, part.shape, ranks.rank))
     keep_one_of_biases(model, ranks.rank)
     for module in model.modules():

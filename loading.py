@@ -32,7 +32,8 @@ from worker import Packed, Worker, table_changes
 SMALL_MODEL = 10_000_000    # parameters; below, threads on a CPU mostly wait for one another
 
 
-def load_worker(config, directory: Path | None, ranks: Alone = ALONE, kind: Callable = Worker) -> Worker:
+def load_worker(config, directory: Path | None, ranks: Alone = ALONE,
+                kind: Callable = Worker) -> Worker:
     """The worker that a config.Config asks for, with the checkpoint in `directory`; None: with
     random weights. ranks, kind: see parallel.py. ValueError, with the remedy, where the machine
     cannot do it."""
@@ -50,16 +51,18 @@ def load_worker(config, directory: Path | None, ranks: Alone = ALONE, kind: Call
         model = (load_model(directory, device, dtype, ranks) if directory else
                  random_model(config.model, device, dtype, config.max_context, ranks=ranks))
     except (MemoryError, RuntimeError) as error:
-        raise ValueError(f"the weights do not fit into memory, choose a smaller model: {error}") from error
+        raise ValueError("the weights do not fit into memory, choose a smaller model: "
+                         f"{error}") from error
     if device == "cpu" and is_small(model):
         torch.set_num_threads(1)                        # in the whole process
     slots, cpu_tokens = ranks.smallest(tier_sizes(config, model, ranks.size))
     try:
-        worker = kind(model, slots, cpu_tokens // config.chunk_size, config.chunk_size, config.max_running,
-                      min(model.config.max_context, slots), pipeline=not config.no_pipeline)
+        worker = kind(model, slots, cpu_tokens // config.chunk_size, config.chunk_size,
+                      config.max_running, min(model.config.max_context, slots),
+                      pipeline=not config.no_pipeline)
     except (OSError, RuntimeError) as error:            # out of memory, on the GPU or on the host
-        raise ValueError(f"tiers of {slots} and {cpu_tokens} tokens cannot be allocated, choose a smaller "
-                         f"gpu_cache_tokens or cpu_cache_tokens: {error}") from error
+        raise ValueError(f"tiers of {slots} and {cpu_tokens} tokens cannot be allocated, choose a "
+                         f"smaller gpu_cache_tokens or cpu_cache_tokens: {error}") from error
     if not config.eager:
         speed_up(worker)
     return worker
@@ -79,7 +82,8 @@ def tier_sizes(config, model: Model, processes: int) -> tuple[int, int]:
     CPU both tiers lie in it, unless their sizes are given; there the GPU tier has room for at most
     sixteen contexts."""
     parameter, shape = next(model.parameters()), model.config
-    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * parameter.element_size()
+    kv_heads = shape.num_layers * shape.num_kv_heads
+    token_bytes = 2 * kv_heads * shape.head_dim * parameter.element_size()
     host = host_memory() // 4 // processes // token_bytes
     if parameter.device.type == "cuda":
         free = free_memory(model, config.max_batch_tokens, config.max_running)
@@ -102,10 +106,11 @@ def free_memory(model: Model, max_batch_tokens: int, max_running: int) -> int:
     attention, the columns of a batch, log probabilities, fragments."""
     try:
         step = peak_memory(partial(largest_step, model, max_batch_tokens, max_running))
-        graph = peak_memory(partial(largest_step, model, max(max_running, MOST_REPLAYED), max_running))
+        replayed = max(max_running, MOST_REPLAYED)
+        graph = peak_memory(partial(largest_step, model, replayed, max_running))
     except torch.cuda.OutOfMemoryError as error:
-        raise ValueError(f"a step of max_batch_tokens={max_batch_tokens} does not fit beside the weights, "
-                         f"choose less: {error}") from error
+        raise ValueError(f"a step of max_batch_tokens={max_batch_tokens} does not fit beside the "
+                         f"weights, choose less: {error}") from error
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(next(model.parameters()).device)
     return free - step - graph
@@ -168,7 +173,8 @@ class PackedLinear(nn.Module):
 
     def __init__(self, dense: nn.Linear):
         super().__init__()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(dense.weight.detach(), 32)    # for few rows
+        few_rows = 32
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(dense.weight.detach(), few_rows)
         self.bias = dense.bias
 
     def forward(self, x: Tensor) -> Tensor:                                 # [T, in] -> [T, out]

@@ -1,14 +1,14 @@
 """One model on several GPUs: each process has a part of every layer, and all take the same steps.
 
-    torchrun --nproc-per-node 4 server.py --model DIR       (or bench.py, or a program with Engine(...))
+    torchrun --nproc-per-node 4 server.py --model DIR     (or bench.py, or a program with an Engine)
 
 Each rank (process) has some of the heads with their K and V, and some of each MLP's inner values.
 Its attention and its MLP give a part of a sum, and an all_reduce behind each makes the sum
 (model.Layer). A bias of such a sum is rank 0's to add. Embeddings and the output layer are the same
 on all ranks.
 
-    rank 0 (Leader)     schedule | numbers -> | layers | logits | sample | tokens -> | settle
-    rank 1 (Follower)              -> numbers | layers | logits            -> tokens | wait for numbers
+    rank 0 (Leader)    schedule | numbers -> | layers | logits | sample | tokens -> | settle
+    rank 1 (Follower)             -> numbers | layers | logits            -> tokens | wait for more
 
 Rank 0 alone has the scheduler, the books of the cache, and the history. It describes each step in
 numbers. It alone samples, and sends the tokens from its device to the others. So no decision
@@ -49,7 +49,7 @@ from worker import Inputs, Packed, Worker
 
 STEP_ARRAYS = 17                    # describe a step, see to_numbers
 FIRST_SIZE = 1024       # numbers in the first broadcast of a step; most steps need no second one
-FOREVER = timedelta(days=3650)      # an idle server sends nothing; a death is noticed at once (Ranks.watch)
+FOREVER = timedelta(days=3650)      # an idle server sends nothing; Ranks.watch notices a death
 
 
 # ---- the processes that torchrun has started
@@ -60,7 +60,7 @@ class Ranks(Alone):
     def __init__(self):
         backend = "gloo"
         if gpus := torch.cuda.device_count():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)     # two on one: NCCL refuses them
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)     # NCCL refuses two on one
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=FOREVER)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -154,12 +154,12 @@ def or_end_process():
 
 # ---- a step as numbers
 
-def to_numbers(packed: Packed, changes: list[np.ndarray], slot_copies: dict[int, int], swap_in: list[Ticket],
-               swap_out: list[Ticket], landed: list[int]) -> list[np.ndarray]:
+def to_numbers(packed: Packed, changes: list[np.ndarray], slot_copies: dict[int, int],
+               swap_in: list[Ticket], swap_out: list[Ticket], landed: list[int]) -> list[np.ndarray]:
     """The arguments of Worker._start, without the requests that sample: only rank 0 needs these.
     landed: the flights that have landed since the last step, by their numbers in Leader.told."""
-    columns = [*packed[:5], *changes, list(slot_copies), list(slot_copies.values()), *columns_of(swap_in),
-               *columns_of(swap_out), landed]
+    columns = [*packed[:5], *changes, list(slot_copies), list(slot_copies.values()),
+               *columns_of(swap_in), *columns_of(swap_out), landed]
     return [np.asarray(column, dtype=np.int32) for column in columns]
 
 
@@ -183,7 +183,8 @@ def from_numbers(arrays: list[np.ndarray]) -> tuple:
     return packed, [rows, positions, slots], slot_copies, swap_in, swap_out, landed
 
 
-def tickets_of(direction: str, places: np.ndarray, filled: np.ndarray, slots: np.ndarray) -> list[Ticket]:
+def tickets_of(direction: str, places: np.ndarray, filled: np.ndarray,
+               slots: np.ndarray) -> list[Ticket]:
     """The tickets again, of which columns_of has told."""
     each = np.split(slots, np.cumsum(filled)[:-1])
     return [Ticket(None, None, direction, 0, int(count), some.tolist(), int(place))
@@ -275,7 +276,8 @@ def open_worker(config, directory: Path | None, profiles: bool) -> Worker:
         follow_engine(ranks)
         leave()
     if ranks.watchers:
-        raise ValueError("these processes can have only one open engine at a time: close the open one first")
+        raise ValueError("these processes can have only one open engine at a time: "
+                         "close the open one first")
     ranks.agree((config, profiles))
     worker = load_worker(config, directory, ranks, partial(Leader, ranks))
     ranks.watch()

@@ -53,10 +53,10 @@ class Sampling:
     min_p: float = 0.0          # draw from tokens at least this times as likely as the most likely
     presence_penalty: float = 0.0  # subtracted from the logit of each token that the reply contains
     frequency_penalty: float = 0.0      # the same, times how often the reply contains it
-    repetition_penalty: float = 1.0     # divides positive logits of the context's tokens, multiplies negative
+    repetition_penalty: float = 1.0     # divides logits > 0 of the context's tokens, multiplies < 0
     seed: int = field(default_factory=lambda: random.getrandbits(32))
     logit_bias: dict[int, float] = field(default_factory=dict)      # token id -> added to its logit
-    logprobs: int | None = None         # k: report the token's log probability and the k largest; None: none
+    logprobs: int | None = None         # k: report the token's log probability, and the k largest
 
     @cached_property
     def looks_back(self) -> bool:
@@ -127,7 +127,8 @@ def log_probabilities(logprobs: Tensor, tokens: Tensor, top: int) -> tuple[Tenso
     return logprobs.gather(1, tokens[:, None])[:, 0], best.indices, best.values
 
 
-def read(requests: list[Request], tokens: Tensor, *logprobs: Tensor) -> tuple[list[int], list | None]:
+def read(requests: list[Request], tokens: Tensor,
+         *logprobs: Tensor) -> tuple[list[int], list | None]:
     """The results of sample(), once they are on the host, as numbers: the tokens, and a report for
     each request.
 
@@ -137,7 +138,8 @@ def read(requests: list[Request], tokens: Tensor, *logprobs: Tensor) -> tuple[li
     if not logprobs:
         return tokens.tolist(), None
     reports = [None] * len(requests)
-    for row, own, ids, values in zip(rows_to_report(requests), *(part.tolist() for part in logprobs)):
+    columns = (part.tolist() for part in logprobs)
+    for row, own, ids, values in zip(rows_to_report(requests), *columns):
         top = requests[row].sampling.logprobs
         reports[row] = own, list(zip(ids[:top], values[:top]))
     return tokens.tolist(), reports
@@ -261,8 +263,10 @@ STAGES = (
     Stage(lambda sampling: sampling.temperature not in (0, 1), tell_values("temperature"),
           apply_temperature),
     Stage(lambda sampling: sampling.temperature and sampling.top_k, tell_top_k, keep_top_k),
-    Stage(lambda sampling: sampling.temperature and sampling.top_p < 1, tell_values("top_p"), keep_top_p),
-    Stage(lambda sampling: sampling.temperature and sampling.min_p, tell_values("min_p"), keep_min_p),
+    Stage(lambda sampling: sampling.temperature and sampling.top_p < 1, tell_values("top_p"),
+          keep_top_p),
+    Stage(lambda sampling: sampling.temperature and sampling.min_p, tell_values("min_p"),
+          keep_min_p),
     Stage(lambda sampling: sampling.temperature, tell_noise, add_noise))
 
 
