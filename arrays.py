@@ -8,10 +8,7 @@ few numbers. So it joins the arrays, copies them once, and takes the copy apart 
 Files with kernels take `triton`, `tl` and `jit` from here. Without Triton (on macOS and Windows)
 the kernels are defined all the same, but never run: `runs_triton` says where they do.
 """
-import math
-import mmap
 import os
-import weakref
 
 import numpy as np
 import torch
@@ -60,21 +57,3 @@ def split_like(flat: Tensor, arrays: list[np.ndarray]) -> list[Tensor]:
     """The tensors that join(arrays) has put into `flat`, in the shapes of the arrays."""
     parts = flat.split([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays)]
-
-
-def pinned(shape: tuple[int, ...], dtype: torch.dtype, owner: object) -> Tensor:
-    """A tensor in host memory which the GPU reads and writes by itself, for as long as `owner`
-    exists. OSError or RuntimeError if there is not enough memory.
-
-    torch's own pinned memory comes in powers of two: it takes 128 GB for a tier of 70 GB. Here the
-    tensor's storage begins where the pinned pages do, since is_pinned() asks about that address."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    size = max(1, nbytes)
-    memory = mmap.mmap(-1, size, access=mmap.ACCESS_COPY)       # whole pages, ours alone
-    flat = torch.frombuffer(memory, dtype=torch.uint8)
-    cudart, address = torch.cuda.cudart(), flat.data_ptr()
-    if error := int(cudart.cudaHostRegister(address, size, 0)):
-        raise RuntimeError(f"{size:,} bytes of host memory could not be pinned "
-                           f"(CUDA error {error})")
-    weakref.finalize(owner, cudart.cudaHostUnregister, address)
-    return flat[:nbytes].view(dtype).view(shape)

@@ -15,10 +15,8 @@ them.
 Invariants: a slot is overwritten only when earlier steps have read it; a copy out reads only what
 earlier steps have written; a ticket has landed only when its copy has ended. (kv_cache.py gives no
 slot away that a copy still reads or writes.) Without CUDA the same code runs in order: every copy
-has ended when the call returns. """
-from __future__ import annotations      # where triton is absent, `tl.constexpr` is, too
-
-import math
+has ended when the call returns.
+"""
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -30,8 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arrays import enumerate_each, jit, pinned, tl, triton
+from arrays import enumerate_each
 from kv_cache import Ticket
+from tier_copies import copy_tokens, pinned
 
 
 @dataclass(eq=False)
@@ -185,57 +184,6 @@ class KVPool:
         return on_host.to(self.gpu.device, non_blocking=True)
 
 
-# ---- one kernel for all copies between the tiers -------------------------------------------------
-#
-# Neighbouring tokens of a chunk lie in slots anywhere, so a copy moves single tokens. To call the
-# driver for each would take longer than the copies. So one kernel reads one tier and writes the
-# other, for all tokens of a layer (on the way out: of all layers): the GPU reaches pinned host
-# memory itself. Each program keeps a processor of the GPU busy, for which the model's matrix
-# products wait. On an H100, copies out by 16 programs made decodes take 1.67 times as long, by 2
-# programs 1.02 times.
-COPYING_PROGRAMS = 2
-COPYING_WARPS = 16
-TILE_BYTES = 128 * 1024     # in flight per program: so one reached 30 GB/s, two reached 40 to 50
-
-
-def copy_tokens(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: Tensor):
-    """target[:, target_rows] = source[:, source_rows]; source and target [n, rows, H_kv, D],
-    contiguous: n = 2 for one layer, its K and its V, and 2 more for each further layer; source_rows
-    and target_rows [t] int64. On CUDA one of source and target is pinned memory of the host."""
-    if not source_rows.is_cuda:
-        target.index_copy_(1, target_rows, source.index_select(1, source_rows))
-        return
-    width = math.prod(source.shape[2:])
-    tile_width = triton.next_power_of_2(width)
-    tile_tokens = max(1, TILE_BYTES // source.element_size() // tile_width)
-    copy_kernel[COPYING_PROGRAMS,](
-        source, source_rows, target, target_rows, len(source), len(source_rows), source.shape[1],
-        target.shape[1], WIDTH=width, TILE_T=tile_tokens, TILE_W=tile_width,
-        num_warps=COPYING_WARPS, enable_fp_fusion=True)         # given, or else triton warns
-
-
-# One kernel fits all swaps, whatever the values of the arguments and wherever the rows begin.
-@jit(do_not_specialize=["halves", "tokens", "source_size", "target_size"],
-     do_not_specialize_on_alignment=["source_rows", "target_rows"])
-def copy_kernel(source, source_rows, target, target_rows, halves, tokens, source_size, target_size,
-                WIDTH: tl.constexpr, TILE_T: tl.constexpr, TILE_W: tl.constexpr):
-    """copy_tokens by a few programs that take the tiles in turns. A tile has TILE_T tokens of one
-    half: of the K or the V of a layer. source [halves, source_size, WIDTH], target likewise.
-
-        2 halves of 10 tokens, TILE_T 8:    tiles 0 and 1 are K of tokens 0-7 and 8-9, 2 and 3 are V
-    """
-    tiles = (tokens + TILE_T - 1) // TILE_T
-    column = tl.arange(0, TILE_W)[None, :]
-    for tile in range(tl.program_id(0), halves * tiles, tl.num_programs(0)):
-        half = (tile // tiles).to(tl.int64)
-        token = tile % tiles * TILE_T + tl.arange(0, TILE_T)
-        source_row = half * source_size + tl.load(source_rows + token, mask=token < tokens, other=0)
-        target_row = half * target_size + tl.load(target_rows + token, mask=token < tokens, other=0)
-        inside = (token < tokens)[:, None] & (column < WIDTH)
-        values = tl.load(source + source_row[:, None] * WIDTH + column, mask=inside)
-        tl.store(target + target_row[:, None] * WIDTH + column, values, mask=inside)
-
-
 class InOrder:
     """A stream, and an event, where everything runs in order: nothing is ever waited for. Each call
     of KVPool.stream() or event() makes a new one; only `time` has meaning."""
@@ -246,7 +194,7 @@ class InOrder:
     def record(self, stream):
         self.time = time.perf_counter()
 
-    def elapsed_time(self, end: InOrder) -> float:
+    def elapsed_time(self, end: "InOrder") -> float:
         return 1e3 * (end.time - self.time)
 
     def query(self) -> bool:

@@ -7,7 +7,8 @@
 Without `speed_up` the worker gives the same tokens, up to rounding, but later. On CUDA, `fuse`
 compiles the small kernels between two attentions, and CUDA graphs spare the host the launches of a
 small batch. On a CPU, `pack_weights` stores the weights of a larger model in the order in which
-they are multiplied. """
+they are multiplied.
+"""
 import gc
 import os
 import sys

@@ -18,7 +18,8 @@ Copies between the tiers end at different times on different ranks. Rank 0 names
 saw end. If a follower's own copy has not ended, then its stream, not its host, waits for the copy.
 
 Invariant: all ranks start the same collectives in the same order. A rank whose step fails breaks
-this, so it ends its process. A process that ends while an engine is open ends all others. """
+this, so it ends its process. A process that ends while an engine is open ends all others.
+"""
 import os
 import signal
 import sys

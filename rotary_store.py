@@ -8,7 +8,8 @@ distance between two tokens and not on where they stand. The cache holds rotated
 
 A layer without rotary positions rotates nothing; we store its K and V all the same. On a GPU one
 kernel does all of this. Torch would launch 18 (in bfloat16): for one token each of them takes
-longer to launch than to run. """
+longer to launch than to run.
+"""
 from __future__ import annotations      # where triton is absent, `tl.constexpr` is, too
 
 import torch

@@ -16,7 +16,8 @@ log p - log E (the Gumbel-max trick).
 
 Invariant: E is a function of (seed, position of the drawn token, token id) alone, hashed in
 integers. So a reply with a seed repeats, up to the rounding of its logits and of the stages,
-whatever else is in the batch, after a suspension, and on any device. """
+whatever else is in the batch, after a suspension, and on any device.
+"""
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -14,8 +14,8 @@ import torch
 
 import attention_kernel as kernel
 import attention_plan
-import kv_pool
 import rotary_store
+import tier_copies
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -154,9 +154,9 @@ def test_rotate_and_store(capability, D, rotate, tmp_path):
 def test_copies_between_the_tiers(width, tmp_path):
     """All of a tile is on its way at once, 16 bytes for each thread and load."""
     TILE_W = padded(width)
-    TILE_T = max(1, kv_pool.TILE_BYTES // 2 // TILE_W)
-    warps, sizes = kv_pool.COPYING_WARPS, dict(WIDTH=width, TILE_T=TILE_T, TILE_W=TILE_W)
-    code = sass(build(90, kv_pool.copy_kernel, warps=warps, **sizes), tmp_path)
+    TILE_T = max(1, tier_copies.TILE_BYTES // 2 // TILE_W)
+    warps, sizes = tier_copies.COPYING_WARPS, dict(WIDTH=width, TILE_T=TILE_T, TILE_W=TILE_W)
+    code = sass(build(90, tier_copies.copy_kernel, warps=warps, **sizes), tmp_path)
     loads, stores = (re.findall(rf"\b{name}\S*\.128", code) for name in ("LDG", "STG"))
     at_once = 32 * warps * 8                    # elements that all threads load together
     rows = max(1, at_once // width)             # of the tile, in these

@@ -9,10 +9,10 @@ import torch
 
 import interpreter  # noqa: F401
 import kv_pool
-from arrays import pinned
 from kv_cache import Ticket
-from kv_pool import Flight, KVPool, copy_tokens
+from kv_pool import Flight, KVPool
 from streams import OperatorWatcher
+from tier_copies import copy_kernel, copy_tokens, pinned
 
 LAYERS, HEADS, DIM, CHUNK, SLOTS, PLACES = 3, 2, 5, 4, 64, 12
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -163,7 +163,7 @@ def interpreted(monkeypatch):
     """The kernel that copies on CUDA, run by Triton's interpreter."""
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
-    return triton.jit(kv_pool.copy_kernel.fn)
+    return triton.jit(copy_kernel.fn)
 
 
 @pytest.mark.parametrize("halves, tokens, width", [(2, 5, 12), (6, 1, 16), (1, 17, 40), (4, 0, 8)])
