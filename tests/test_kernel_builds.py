@@ -106,7 +106,7 @@ def test_attention(capability, kind, D, group, tmp_path):
     tile = TILES[capability][kind]
     compiled = build_attention(capability, tile, D, group)
     code, hopper = sass(compiled, tmp_path), capability == 90 and tile.rows >= 64
-    assert len(re.findall(r"\bHGMMA\b" if hopper else r"\bHMMA\b", code)) >= 8          # tensor cores
+    assert len(re.findall(r"\bHGMMA\b" if hopper else r"\bHMMA\b", code)) >= 8      # tensor cores
     copies = re.findall(r"\bLDGSTS\S*", code)
     # Asynchronous, 16 bytes each.
     assert len(copies) >= 4 and all(copy.endswith(".128") for copy in copies)

@@ -40,7 +40,8 @@ def eagerly(run):
 
 
 def make_worker(kv_heads=2, rows=ROWS, device="cpu", dtype=torch.float32, **options):
-    """Two layers of random weights, a cache full of random KV, and ROWS contexts in shuffled slots."""
+    """Two layers of random weights, a cache full of random KV, and ROWS contexts in shuffled
+    slots."""
     torch.manual_seed(0)
     model = empty_model(ModelConfig(VOCAB, 2, 4, kv_heads, 64, 64, CONTEXT, "relu"), device, dtype)
     for parameter in model.parameters():
@@ -112,7 +113,8 @@ def test_the_largest_step_runs_with_more_tokens_than_requests_and_with_fewer():
 # ---- the upload
 
 def test_the_profile_is_what_a_chunk_adds_to_a_batch_that_reads_the_weights_anyway(monkeypatch):
-    """A device that reads the weights in 10 s, computes a token in 1 s, and attends to 1,000 in 1 s."""
+    """A device that reads the weights in 10 s, computes a token in 1 s, and attends to 1,000 in 1
+    s."""
     worker, clock = make_worker(), VirtualClock()
     worker.model.forward = lambda tokens, positions, attend: clock.sleep(10 + len(tokens))
     monkeypatch.setattr(recompute_cost, "multi_token_attention",
@@ -233,8 +235,8 @@ def mixture(found, starts):
 
 
 def test_a_padded_mixture_computes_the_same_and_touches_its_own_slots_only():
-    """A prompt, a decode, a prompt behind a history; and the first tokens of the latter once more, as
-    if they had been dropped."""
+    """A prompt, a decode, a prompt behind a history; and the first tokens of the latter once more,
+    as if they had been dropped."""
     lengths, starts = [9, 20, 30], [0, 19, 12]
     plain, padded = make_worker(), make_worker()
     padded.capture(eagerly)
@@ -264,7 +266,7 @@ def test_what_waits_for_a_swap_in_or_is_too_large_is_not_replayed():
     for batch in arriving, beyond:
         worker.execute(batch)
     assert used == []
-    hole.spans = [Span(found[0], 2, 3), hole.spans[1]]           # one token, behind which none is sampled
+    hole.spans = [Span(found[0], 2, 3), hole.spans[1]]  # one token, behind which none is sampled
     assert len(worker.execute(hole).tokens) == 1 and used == [2]
 
 
@@ -367,8 +369,8 @@ def test_a_model_that_cannot_be_compiled_runs_as_it_is():
 
 @pytest.mark.soak
 def test_seven_launches_between_two_attentions(monkeypatch):
-    """As Inductor plans them for Triton. It plans for a GPU that is not there: no kernel is compiled,
-    and what was planned runs without its Triton kernels, so the results mean nothing."""
+    """As Inductor plans them for Triton. It plans for a GPU that is not there: no kernel is
+    compiled, and what was planned runs without its Triton kernels, so the results mean nothing."""
     triton = pytest.importorskip("triton")
     from torch._inductor import async_compile, config, utils
     from triton.backends.compiler import GPUTarget
@@ -398,7 +400,8 @@ def check_kernel():
         plain, padded = (make_worker(kv_heads=1, device=device) for _ in range(2))
         padded.capture(eagerly)
         used, merges = replays(padded), []
-        # Each fills in what the one before has left. The last has prompts, and one of them a history.
+        # Each fills in what the one before has left. The last has prompts, and one of them a
+        # history.
         for lengths, starts in (([CONTEXT, 9, 1], [CONTEXT - 1, 8, 0]), ([2, 70, 8], [1, 69, 7]),
                                 ([70, 20, 9], [60, 0, 8])):
             batches = [mixture(requests(worker, lengths, logprobs=0), starts) for worker in (plain, padded)]
@@ -410,8 +413,8 @@ def check_kernel():
             plan, = padded.graphs.captured[4, True].spans.plans.values()
             pieces = plan.merges[:, Merge._fields.index("pieces")]
             merges.append(int((pieces > 0).sum()))
-        assert used == [4, 4, 64] and merges == [4, 4, 4]        # heads of the one long context, twice
-        assert len(plan.merges) == 6 // 2 * 4                    # of 4 decodes at most 3 can be split
+        assert used == [4, 4, 64] and merges == [4, 4, 4]   # heads of the one long context, twice
+        assert len(plan.merges) == 6 // 2 * 4               # of 4 decodes at most 3 can be split
 
 
 def check_warm_up():
@@ -450,7 +453,8 @@ def test_padded_plans_and_warm_up_on_the_gpu():
 
 @pytest.mark.gpu
 def test_graphs_on_the_gpu():
-    """Captured and replayed, many times, with other lengths and tokens each time. Some are prompts."""
+    """Captured and replayed, many times, with other lengths and tokens each time. Some are
+    prompts."""
     plain, captured = (make_worker(device="cuda") for _ in range(2))
     captured.capture(lambda run, pool=torch.cuda.graph_pool_handle(): make_cuda_graph(run, pool))
     used, chance = replays(captured), random.Random(0)
@@ -472,7 +476,7 @@ def test_a_launch_waits_for_nothing_on_the_gpu():
     prompt, first, second = decode(found), decode(found), decode(found, step=2)
     prompt.spans[0] = Span(found[0], 0, 9)
     first.swap_in = [Ticket(None, None, "", 0, 2, [80, 81], 3)]
-    for batch in prompt, first:                                 # what compiles and allocates may wait
+    for batch in prompt, first:                             # what compiles and allocates may wait
         worker.execute(batch)
     torch.cuda.set_sync_debug_mode("error")
     try:

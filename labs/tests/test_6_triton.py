@@ -24,7 +24,8 @@ def case(q_len, kv_len, group=1, kv_heads=1, D=16, dtype=FLOAT, shapes=FLOAT32, 
     return dict(spans=(q_len, kv_len, group, kv_heads, D, dtype), shapes=shapes, min_piece=min_piece)
 
 
-# Tiles of FLOAT32 have 16 query rows and strips of 32 positions. HOPPER's smallest: 16 rows, strips of 64.
+# Tiles of FLOAT32 have 16 query rows and strips of 32 positions. HOPPER's smallest: 16 rows, strips
+# of 64.
 CASES = {
     "one_strip": (10, case([1], [32])),
     "masked_tail": (10, case([1], [20])),
