@@ -130,7 +130,7 @@ class SpanTensors:
 
     def plan(self, group: int, kv_heads: int, D: int, dtype: torch.dtype) -> Plan:
         """The work of the kernels for `kv_heads` KV heads of `group` query heads each, of D
-        dimensions. The first layer that asks plans and uploads it, unless the worker has done it."""
+        dimensions. The first layer that asks plans and uploads it, unless the worker has."""
         key = group, kv_heads, D, dtype
         if key not in self.plans:
             plan = make_plan(self.host, group, wanted_items(kv_heads, D, dtype, self.device))

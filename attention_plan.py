@@ -39,8 +39,7 @@ class TileShape(NamedTuple):
 # compiling: no register is spilled, and copies of further strips go on while one is used (with two
 # stages they would wait for its end). Hopper's tensor cores want 64 rows and more, and its shared
 # memory holds 227 KB. Elsewhere all shapes stay within the 99 KB of consumer GPUs, up to D 128.
-# Exact float32 has no tensor cores: it is for checking. Its small shape serves any D above 128,
-# too.
+# Exact float32 has no tensor cores: it is for checking. Its small shape serves D above 128, too.
 HOPPER = TileShape(16, 64, 4, 3, 3), TileShape(64, 64, 4, 3, 2), TileShape(128, 128, 8, 3, 1)
 AMPERE = TileShape(16, 64, 4, 3, 2), TileShape(64, 32, 4, 4, 2), TileShape(128, 32, 8, 4, 1)
 FLOAT32 = (TileShape(16, 32, 8, 2, 3),)
@@ -93,16 +92,14 @@ class Plan(NamedTuple):
         return self._replace(launches=launches, merges=merges)
 
     def padded(self, room: "Room") -> "Plan":
-        """The same plan, filled up with items and merges of zeros. ValueError if the room is too
-        small."""
+        """The same plan, filled up with items and merges of zeros. ValueError if it has more."""
         planned = dict(self.launches)
         launches = [(shape, with_zeros(planned.get(shape, NO_ITEMS), n)) for shape, n in room.items]
         return Plan(launches, with_zeros(self.merges, room.merges), room.partial_rows)
 
 
 def with_zeros(array: np.ndarray, length: int) -> np.ndarray:
-    """The array [n, columns] with zeros behind it, [length, columns]. np.pad takes 40 us for
-    this."""
+    """The array [n, columns] with zeros behind it, [length, columns]. (np.pad takes 40 us.)"""
     longer = np.zeros((length, array.shape[1]), array.dtype)
     longer[:len(array)] = array
     return longer
@@ -112,8 +109,8 @@ def with_zeros(array: np.ndarray, length: int) -> np.ndarray:
 
 def wanted_items(kv_heads: int, D: int, dtype: torch.dtype, device: torch.device) -> Wanted:
     """The tile shapes for heads of D dimensions on that device, the smallest first, and how many
-    work items of each, per KV head, it runs at a time if D is 128. (With a smaller D it could run
-    more.)"""
+    work items of each, per KV head, it runs at a time if D is 128. (A smaller D has room for more.)
+    """
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     processors = gpu.multi_processor_count if gpu else 100      # about as many as a GPU has
     if dtype == torch.float32 or D > 128:

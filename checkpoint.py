@@ -52,7 +52,8 @@ def find_checkpoint(model: str | Path) -> Path:
         hint = "it is a preset: add --random-weights to measure with it; or "
         raise ValueError(
             f"model {model!r} is not a directory, and the Hugging Face hub gave "
-            f"{type(error).__name__}: {hint if model in PRESETS else ''}give a checkpoint's directory, or a hub name (owner/name), online, "
+            f"{type(error).__name__}: {hint if model in PRESETS else ''}"
+            "give a checkpoint's directory, or a hub name (owner/name), online, "
             f"whose licence you have accepted (`hf auth login`); {WORKING}") from error
 
 
@@ -99,8 +100,7 @@ def read_model(directory: Path, device, dtype: torch.dtype, ranks: Alone) -> Mod
 # ---- reading files -------------------------------------------------------------------------------
 
 def refuse_other_formats(directory: Path):
-    """ValueError for a directory that holds an adapter or GGUF files, and no weights that we can
-    read."""
+    """ValueError for a directory that holds an adapter or GGUF files, and no weights for us."""
     if any(directory.glob("model*.safetensors*")) or any(directory.glob("pytorch_model*.bin*")):
         return
     kinds = {"adapter_config.json": "an adapter (LoRA) without its model: merge the two",
@@ -187,8 +187,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 # ---- filling parameters --------------------------------------------------------------------------
 
 class Destination(NamedTuple):
-    """Where a tensor of theirs goes. It has the parts of one or several parameters, row below
-    row."""
+    """Where a tensor of theirs goes: the parts of one or several parameters, row below row."""
     parts: list[Tensor]  # views of our parameters: of several ranks, what this one has of each part
     wholes: list[Tensor]    # of the same parts in a whole model, on the device "meta": their shapes
     transposed: bool            # they store the tensor [in, out]
@@ -279,8 +278,8 @@ def refuse_variants(config: dict, **supported):
 
 
 def filled(config: dict, kind: type, *fields: str):
-    """The first of these fields that is not empty; else an empty dict or list, the `kind` that it
-    must be."""
+    """The first of these fields that is not empty. It must be of that kind: a dict or a list. If
+    all are empty, an empty one."""
     for field in filter(config.get, fields):
         if not isinstance(config[field], kind):
             raise ValueError(f"{field} must be a {kind.__name__}, not {config[field]!r:.100}")
@@ -358,8 +357,7 @@ def checked(**fields) -> ModelConfig:
 
 
 def check_sizes(fields: dict):
-    """ValueError unless the sizes are sizes, and the heads share the width and the KV heads
-    evenly."""
+    """ValueError unless the sizes are sizes, and heads share width and KV heads evenly."""
     sizes, divisors = [*SIZES], [("num_heads", "num_kv_heads")]
     if fields.get("head_dim") is None:
         divisors.append(("width", "num_heads"))

@@ -35,8 +35,7 @@ from tier_copies import copy_tokens, pinned
 
 @dataclass(eq=False)
 class Flight:
-    """Copies in one direction that were started together. begin, end, reached and arrived are
-    events."""
+    """Copies in one direction, started together. begin, end, reached and arrived are events."""
     direction: str                  # "in" or "out"
     tickets: list[Ticket]
     nbytes: int
@@ -241,8 +240,7 @@ class SwapMetrics:
         """The totals, and the share of these seconds that was hidden: neither did the model's
         stream wait for a copy, nor was the host busy with copies. Under load it is a lower bound:
         the GPU may have computed while the host was busy, and the host's time for copies still in
-        flight counts already. (A copy beside an idle GPU counts as hidden.) Without CUDA nothing is
-        hidden."""
+        flight counts already. (A copy beside an idle GPU counts as hidden.) (0 without CUDA.)"""
         seconds = self.totals["swap_in_seconds"] + self.totals["swap_out_seconds"]
         hidden = max(0.0, 1 - self.overhead_seconds / seconds) if seconds else 0.0
         return dict(self.totals, swap_hidden_share=hidden)

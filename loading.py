@@ -148,8 +148,7 @@ def host_memory() -> int:
 # ---- faster
 
 # We switch off inductor's pattern matcher. One of its patterns takes the sum with the residual out
-# of the norm's kernel, into the matrix product before it. There CUDA first copies the residual: one
-# more launch.
+# of the norm's kernel, into the matrix product before it. There CUDA first copies the residual.
 INDUCTOR = partial(torch.compile, options={"pattern_matcher": False})
 
 

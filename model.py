@@ -32,8 +32,7 @@ NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes and switches of a decoder; the defaults are GPT's. checkpoint.checked refuses values
-    that do not fit."""
+    """The sizes and switches of a decoder; the defaults are GPT's. See checkpoint.checked."""
     vocab_size: int
     num_layers: int
     num_heads: int
@@ -80,8 +79,7 @@ class ModelConfig:
 
 
 class Alone:
-    """The processes that share a model, seen by one of them: here it is alone. parallel.Ranks has
-    more."""
+    """The processes that share a model, seen by one: here it is alone. parallel.Ranks has more."""
     rank, size = 0, 1
 
     def add_up(self, part: Tensor) -> Tensor:
@@ -169,8 +167,7 @@ class Model(nn.Module):
 
     Several processes can share a model: each has some of the heads and some of each MLP's inner
     values. attn.out and mlp.down have a bias on rank 0 only, since the sum over all processes
-    follows them. Everything else is the same in all of them. `config` has the sizes of this
-    process."""
+    follows them. Everything else is the same in all. `config` has the sizes of this process."""
 
     def __init__(self, config: ModelConfig, ranks: Alone = ALONE):
         super().__init__()
@@ -182,9 +179,8 @@ class Model(nn.Module):
         self.norm = NORMS[config.norm](config.width, config.norm_eps)
         if not config.tied_embeddings:
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        # May be replaced by a faster function of (x, attend) that computes the same: see
-        # loading.fuse.
-        self.run_layers: Callable = partial(run_layers, self.layers, self.norm)
+        # (x, attend) -> hidden. May be replaced by what computes the same faster: see loading.fuse.
+        self.run_layers: Callable[..., Tensor] = partial(run_layers, self.layers, self.norm)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens [T], positions [T] (each token's index in its own context) -> hidden [T, width],

@@ -110,8 +110,7 @@ class Ranks(Alone):
 
     def tell(self, arrays: list[np.ndarray]):
         """Rank 0 sends STEP_ARRAYS arrays of integers, or none. They are one message: all sizes,
-        then all numbers. The first broadcast has room for most messages; a second one takes the
-        rest."""
+        then all numbers. Most fit into the first broadcast; a second one takes the rest."""
         sizes = [len(numbers) for numbers in arrays] or [-1] * STEP_ARRAYS
         message = join([np.array(sizes), *arrays])
         first = np.zeros(FIRST_SIZE, np.int32)
@@ -143,8 +142,7 @@ def join_ranks() -> Ranks | None:
 
 @contextmanager
 def or_end_process():
-    """End this process if the block fails: the other ranks are in the middle of it and wait for
-    us."""
+    """End this process if the block fails: the other ranks are in the middle of it, waiting."""
     try:
         yield
     except BaseException:
@@ -195,8 +193,7 @@ def tickets_of(direction: str, places: np.ndarray, filled: np.ndarray,
 # ---- workers that share a model
 
 class RankWorker(Worker):
-    """The worker of one rank, with its part of the model. Its pool has the K and V of its own
-    heads."""
+    """The worker of one rank, with its part of the model, and the K and V of its own heads."""
 
     def __init__(self, ranks: Ranks, *arguments, **options):
         super().__init__(*arguments, **options)

@@ -28,8 +28,7 @@ from rotary_store import rotate_and_store
 def measure_recompute_cost(model: Model, pool: KVPool, slot_table: Tensor,
                            repeats: int = 4) -> RecomputeCost:
     """The attention of one chunk at context lengths of chunk_size, twice it, four times it, ...;
-    and the rest, the paper's c. Every entry of slot_table [rows, max_context] must name some
-    slot."""
+    and the rest, the paper's c. Every entry of slot_table [rows, max_context] names some slot."""
     device, max_context = slot_table.device, slot_table.shape[1]
     chunk = min(pool.chunk_size, max_context)
     lengths = [chunk]

@@ -79,8 +79,7 @@ def rotate_and_store_kernel(q, k, v, rotated, k_cache, v_cache, slots, cos, sin,
     tile of k and one of v; each of the others, which there are only with ROTATE, a tile of q. Grid
     (T, programs). Offsets of tokens and slots are int64.
 
-        32 heads, 8 KV heads, D 128: TILE_H 8, so program 0 copies k and v, programs 1 to 4 copy
-        q"""
+        32 heads, 8 KV heads, D 128: TILE_H 8; program 0 copies k and v, programs 1 to 4 copy q"""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     if ROTATE:

@@ -78,8 +78,7 @@ class Sampling:
 
 
 def within(value, low, high) -> bool:
-    """Whether value is a number between the limits, an int if they are; True and False are no
-    numbers."""
+    """Whether value is a number between the limits, an int if they are. (True is no number.)"""
     return type(value) in (int, type(low)) and low <= value <= high
 
 
@@ -195,8 +194,7 @@ def add_bias(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> Te
 
 
 def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
-    """A temperature below 1e-5 counts as 1e-5: a draw is almost greedy then, and no division
-    overflows."""
+    """A temperature below 1e-5 counts as 1e-5: almost greedy, and no division overflows."""
     return logits.div_(temperature[:, None].clamp(min=1e-5))
 
 

@@ -6,7 +6,7 @@ other, for all tokens of a layer (on the way out: of all layers). The GPU reache
 by itself, if that memory is pinned: its pages never move. (Pinned conversations are something
 else.)
 
-    copy_tokens     target[:, [9, 2]] = source[:, [20, 21]]         two tokens of place 5 go to slots
+    copy_tokens     target[:, [9, 2]] = source[:, [20, 21]]     two tokens of place 5 go to slots
 
 Without CUDA torch copies.
 """

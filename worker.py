@@ -51,8 +51,7 @@ class Packed(NamedTuple):
     sampling_requests: list[Request]    # [N] the requests of those spans
 
     def padded(self, size: int, table_row: int) -> "Packed":
-        """Append spans of one token, at position 0 of `table_row`, until there are `size`
-        tokens."""
+        """Append spans of one token, at position 0 of `table_row`, up to `size` tokens."""
         missing = size - len(self.tokens)
         return self._replace(table_row=self.table_row + [table_row] * missing,
                              start=self.start + [0] * missing, end=self.end + [1] * missing,
@@ -127,9 +126,8 @@ class Worker:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Callable[[], Result]:
-        """Tell the device to execute the batch, behind everything that was launched before. Returns
-        a function that waits for the result. The books may change as soon as launch has
-        returned."""
+        """Tell the device to execute the batch, behind all that was launched before. Returns a
+        function that waits for the result. The books may change as soon as launch has returned."""
         packed = pack(batch.spans)
         changes = table_changes(batch.table_updates)
         inputs, logits = self._start(packed, changes, batch.slot_copies, batch.swap_in,
@@ -160,14 +158,14 @@ class Worker:
 
         The upload of the inputs comes first: behind the copies of KV it would wait for the link."""
         size = None
-        if packed.tokens and not swap_in and not self.pool.arriving:  # a graph waits for no swap-in
+        if packed.tokens and not swap_in and not self.pool.arriving:    # graphs wait for none
             size = self.graphs.size_for(len(packed.tokens), len(packed.table_row))
         inputs = self.upload_inputs(packed, changes, size)
         self.pool.copy_slots(slot_copies)
         self.pool.swap_in(swap_in)
         earlier = self.pool.now()               # earlier steps have written what is swapped out
         logits = self.logits(inputs, size) if packed.tokens else None           # [N, vocab]
-        self.pool.swap_out(swap_out, earlier)  # the host starts these copies while the GPU computes
+        self.pool.swap_out(swap_out, earlier)   # started while the GPU computes
         return inputs, logits
 
     def _remember(self, inputs: Inputs, tokens: Tensor):
