@@ -9,8 +9,9 @@ from statistics import median
 
 import pytest
 
-from engine import Engine, Outbox
+from engine import Engine
 from eviction import RecomputeCost
+from handles import Outbox
 from scheduler import Result
 
 ROOT = Path(__file__).parent.parent
@@ -233,7 +234,7 @@ def test_without_a_tokenizer_token_ids_are_served(tmp_path):
 def test_posts_run_in_their_order_whoever_takes_them(engine):
     """Without start(), two threads take from the inbox. A turn must enter before its cancel."""
     order = []
-    with engine.stepping:
+    with engine.owner.lock:
         other = threading.Thread(target=engine.call, args=(lambda: order.append("enter"),))
         other.start()
         threading.Event().wait(0.05)                    # it has posted, and waits to be the owner
@@ -378,7 +379,7 @@ def test_many_readers_of_one_handle_see_every_token(depth):
 def test_an_outbox_wakes_whoever_waits():
     """A writer and eight readers, who now wait, now lag behind: each reads every item once."""
     engine = Engine("tiny_chat", **TINY).start()
-    outbox, read = Outbox(engine), []
+    outbox, read = Outbox(engine.step_until), []
     def reader():
         read.append([item for new in outbox.news() for item in new])
     threads = [threading.Thread(target=reader) for _ in range(8)]
@@ -465,7 +466,7 @@ def test_ctrl_c_in_the_middle_of_a_step_stops_the_engine(engine):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_callback_that_fails_keeps_nobody_waiting(depth):
     engine = make(depth).start()
-    thread = engine.thread
+    thread = engine.owner.thread
     def fails(handle):
         raise OSError("out of order")
     for handle in [engine.submit(ids(3, n), max_tokens=4, on_end=fails) for n in range(4)]:
