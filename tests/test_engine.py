@@ -243,6 +243,63 @@ def test_posts_run_in_their_order_whoever_takes_them(engine):
     assert order == ["enter", "cancel"]
 
 
+def test_who_posts_again_and_again_does_not_keep_a_step_from_scheduling(engine):
+    """Each look into the inbox runs only what was posted before it began."""
+    handle, ran = engine.submit(ids(5), max_tokens=4, ignore_eos=True), []
+    def post_again():
+        ran.append(engine.scheduler.steps)
+        if handle.reply is None and len(ran) < 1000:
+            engine.owner.post(post_again)
+    engine.owner.post(post_again)
+    assert len(handle.result().token_ids) == 4
+    assert ran == list(range(len(ran))) and 4 <= len(ran) <= 5
+    engine.owner.take_inbox()
+
+
+def test_a_look_runs_only_what_was_posted_before_even_if_a_function_looks_itself(engine):
+    order = []
+    def first():
+        engine.owner.post(lambda: order.append("posted meanwhile"))
+        engine.call(lambda: order.append("called"))
+        engine.owner.post(lambda: order.append("too late"))
+    engine.owner.post(first)
+    engine.owner.post(lambda: order.append("second"))
+    engine.owner.take_inbox()
+    assert order == ["second", "posted meanwhile", "called"]
+    engine.owner.take_inbox()
+    assert order[3:] == ["too late"]
+
+
+@pytest.mark.parametrize("way", ["close", "failure"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_who_posts_while_the_engine_stops_is_answered(way):
+    """Clients post all the time, some of them during the last look into the inbox."""
+    engine, answered = Engine("tiny_chat", **TINY).start(), []
+    def client():
+        for _ in range(10_000):
+            assert engine.call(lambda: 7) == 7
+            try:
+                handle = engine.submit(ids(3), max_tokens=1)
+            except RuntimeError:
+                break
+            handle.tokens.wait_closed()
+            assert handle.reply or handle.error
+        assert engine.call(lambda: 8) == 8
+        answered.append(True)
+    threads = [threading.Thread(target=client) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    own = engine.owner.thread
+    if way == "failure":
+        engine.worker.execute = engine.worker.launch = None        # a step fails in _drain_copies
+        own.join(timeout=30)
+    engine.close()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert len(answered) == 8 and not engine.handles and not engine.owner.inbox
+
+
 # ---- one step ahead
 
 def test_the_books_run_one_step_ahead_and_readers_hear_one_step_later():
