@@ -21,7 +21,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -71,8 +70,7 @@ class Engine:
         # not call the engine: that could end a turn of the batch.
         self.watchers: list[Callable[[Batch], None]] = []
 
-        self.owner = Owner(after_post=self._tell_ended, after_stop=self._tell_failure)
-        self.handles: dict[Request, Handle] = {}        # of those whose readers await the end
+        self.owner = Owner(self.scheduler.ended)
         self.depth: int = getattr(worker, "depth", 0)   # how many steps the host runs ahead: 1 on a GPU
         # Batches that were launched and not settled, each with a function that waits for its result.
         self.unsettled: deque[tuple[Batch, Callable[[], Result]]] = deque()
@@ -101,7 +99,7 @@ class Engine:
                 self._launch(batch)
             while len(self.unsettled) > self._ahead(batch):
                 self._settle(*self.unsettled.popleft())
-            self._tell_ended()
+            self.owner.tell_ended()
             if self.forgets_cold:
                 for conversation in self.cache.cold_conversations():
                     self.cache.forget(conversation)
@@ -140,15 +138,8 @@ class Engine:
         if batch.spans:
             self.worker_failures = 0
         for request in self.scheduler.account(batch, result, self.clock()):
-            if handle := self.handles.get(request):     # it may have been cancelled, and told
+            if handle := self.owner.handles.get(request):     # it may have been cancelled, and told
                 handle.tokens.ring()
-
-    def _tell_ended(self):
-        """Tell the readers of all turns that have ended. We do so between the changes of the books, since
-        on_end may call the engine again."""
-        while self.scheduler.ended:
-            if handle := self.handles.pop(self.scheduler.ended.popleft(), None):
-                handle.end()
 
     # ---- turns
 
@@ -194,7 +185,7 @@ class Engine:
             request.conversation = self._open(handle.conversation, context, parent)
             if like and like.request.conversation:
                 self.cache.follow(request.conversation, like.request.conversation)
-            self.handles[request] = handle
+            self.owner.handles[request] = handle
             self.scheduler.submit(request)
         except Exception as error:
             handle.end(error)
@@ -211,7 +202,7 @@ class Engine:
 
     def _cancel(self, request: Request):
         def cancel():
-            if request in self.handles:
+            if request in self.owner.handles:
                 self.scheduler.cancel(request, self.clock())
         self.call(cancel)
 
@@ -305,9 +296,9 @@ class Engine:
     def close(self):
         """Cancel all turns, and stop the thread."""
         def close():
-            for request in self.handles:
+            for request in self.owner.handles:
                 self.scheduler.cancel(request, self.clock())
-            self._tell_ended()
+            self.owner.tell_ended()
             self.owner.stop(RuntimeError("the engine is closed"))
         thread = self.owner.thread
         self.call(close)
@@ -317,14 +308,6 @@ class Engine:
             self.worker.dismiss()
 
     # ---- failures
-
-    def _tell_failure(self, failure: Exception):
-        """The engine has stopped: every turn that has not been told its end fails."""
-        self.scheduler.ended.clear()    # what ended in the step that failed, fails as well
-        while self.handles:
-            _, handle = self.handles.popitem()
-            with suppress(Exception):               # of its on_end: the others are told all the same
-                handle.end(failure)
 
     def _recover(self, batch: Batch, error: Exception):
         """Go on after the worker has failed with a batch.

@@ -15,14 +15,17 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+from handles import Handle
+from scheduler import Request
 
 
 class Owner:
-    def __init__(self, after_post: Callable[[], None], after_stop: Callable[[Exception], None]):
-        """The owner calls after_post() whenever it has run a posted function, and after_stop(failure)
-        when the engine has stopped."""
-        self.after_post, self.after_stop = after_post, after_stop
+    def __init__(self, ended: deque[Request]):
+        """ended: requests that have ended, and whose readers have not been told (Scheduler.ended)."""
+        self.ended = ended
+        self.handles: dict[Request, Handle] = {}        # of the turns whose end has not been told
         self.lock = threading.RLock()                   # whoever holds it is the owner
         self.thread: threading.Thread | None = None     # the engine's own, while it is started
         self.failure: Exception | None = None           # why the engine has stopped
@@ -70,7 +73,14 @@ class Owner:
             while self.taken < last:                    # a function may itself look into the inbox
                 self.taken += 1
                 self.inbox.popleft()()
-                self.after_post()
+                self.tell_ended()
+
+    def tell_ended(self):
+        """Tell the readers of all turns that have ended. The books must be whole: an on_end may call the
+        engine."""
+        while self.ended:
+            if handle := self.handles.pop(self.ended.popleft(), None):
+                handle.end()
 
     @contextmanager
     def owning(self):
@@ -95,8 +105,13 @@ class Owner:
                 self.thread.start()
 
     def stop(self, failure: Exception):
-        """The owner calls this: from now on nobody can post."""
+        """The owner calls this: every turn that has not been told its end fails, and nobody can post any
+        more."""
         with self.posting:
             self.failure, self.thread = self.failure or failure, None
-        self.after_stop(self.failure)
+        self.ended.clear()          # what ended in the step that failed, fails as well
+        while self.handles:
+            _, handle = self.handles.popitem()
+            with suppress(Exception):                   # of its on_end: the others are told all the same
+                handle.end(self.failure)
         self.take_inbox()           # for those who posted while there was a thread, and rely on it

@@ -297,7 +297,7 @@ def test_who_posts_while_the_engine_stops_is_answered(way):
     engine.close()
     for thread in threads:
         thread.join(timeout=30)
-    assert len(answered) == 8 and not engine.handles and not engine.owner.inbox
+    assert len(answered) == 8 and not engine.owner.handles and not engine.owner.inbox
 
 
 # ---- one step ahead
