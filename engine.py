@@ -3,20 +3,20 @@
     submit --> | inbox | --> step: schedule, launch, settle --> | outbox | --> readers
                              the owner's thread                                any threads
 
-One thread at a time is the *owner*: it alone steps, and it alone changes the books of the scheduler and
-the cache. All other threads leave functions in the inbox, and the owner runs them between two steps
-(owner.py). They read replies from outboxes (handles.py).
+One thread at a time is the *owner*: it alone steps, and it alone changes the books of the scheduler
+and the cache. All other threads leave functions in the inbox, and the owner runs them between two
+steps (owner.py). They read replies from outboxes (handles.py).
 
-To the engine a conversation is a name and its token ids. serving/sessions.py adds text, and a history
-that survives a restart.
+To the engine a conversation is a name and its token ids. serving/sessions.py adds text, and a
+history that survives a restart.
 
-Invariant: what is cached never changes a token. Any policy, CPU tier and interleaving of requests give
-the tokens of a full recompute, up to rounding. (The GPU tier's size limits how long a context may be.)
+Invariant: what is cached never changes a token. Any policy, CPU tier and interleaving of requests
+give the tokens of a full recompute, up to rounding. (The GPU tier's size limits how long a context
+may be.)
 
 `python engine.py` plays two conversations under starved tiers, and prints the batch of each step.
 """
 import atexit
-import threading
 import time
 import traceback
 from collections import deque
@@ -42,37 +42,39 @@ MAX_FAILURES = 3            # after so many failures of the worker in a row the 
 class Engine:
     """A model and its two tiers. Close it when you are done."""
 
-    def __init__(self, model: str | Path = "tiny_chat", *, worker=None, cost: RecomputeCost | None = None,
-                 clock: Callable[[], float] = time.monotonic, debug: bool = False, **flags):
+    def __init__(self, model: str | Path = "tiny_chat", *, worker=None,
+                 cost: RecomputeCost | None = None, clock: Callable[[], float] = time.monotonic,
+                 debug: bool = False, **flags):
         """flags: the fields of config.Config; `policy` may also be a class of your own.
 
-        worker, clock: those of a simulation. cost: a profile that was measured earlier; by default we
-        measure it now. debug: check all books of the cache after every step. TypeError for unknown flags,
-        ValueError for those that cannot be served.
+        worker, clock: those of a simulation. cost: a profile that was measured earlier; by default
+        we measure it now. debug: check all books of the cache after every step. TypeError for
+        unknown flags, ValueError for those that cannot be served.
 
-        Under torchrun this returns on rank 0 only. The other processes take part in its steps until it is
-        closed, and end."""
+        Under torchrun this returns on rank 0 only. The other processes take part in its steps until
+        it is closed, and end."""
         if unknown := sorted(flags.keys() - Config.names()):
-            raise TypeError(f"Engine has no flag {unknown[0]!r}; text, a history and a system prompt are "
-                            "the business of serving.sessions.Sessions")
+            raise TypeError(f"Engine has no flag {unknown[0]!r}; text, a history and a system "
+                            "prompt are the business of serving.sessions.Sessions")
         self.config = config = Config(model=str(model), **flags)
         self.clock, self.debug = clock, debug
         self.directory = None if worker or config.random_weights else find_checkpoint(config.model)
         self.worker = worker = worker or open_worker(config, self.directory, profiles=cost is None)
-        policy = POLICIES.get(config.policy, config.policy)(cost or worker.profile(), config.chunk_size)
+        make_policy = POLICIES.get(config.policy, config.policy)
+        policy = make_policy(cost or worker.profile(), config.chunk_size)
         self.cache = SharingCache(worker.num_slots, worker.num_places, config.chunk_size,
                                   config.max_running, worker.max_context, policy)
         self.scheduler = Scheduler(self.cache, min(worker.max_context, worker.num_slots),
                                    config.max_batch_tokens, config.swap_threshold, config.reserve,
                                    config.stateless, config.separate_phases)
         self.forgets_cold = False       # forget idle conversations of which no KV is cached?
-        # Functions that `step` calls with each new batch, even an empty one, before its launch. They must
-        # not call the engine: that could end a turn of the batch.
+        # Functions that `step` calls with each new batch, even an empty one, before its launch.
+        # They must not call the engine: that could end a turn of the batch.
         self.watchers: list[Callable[[Batch], None]] = []
 
         self.owner = Owner(self.scheduler.ended)
-        self.depth: int = getattr(worker, "depth", 0)   # how many steps the host runs ahead: 1 on a GPU
-        # Batches that were launched and not settled, each with a function that waits for its result.
+        self.depth: int = getattr(worker, "depth", 0)   # steps that the host runs ahead: 1 on a GPU
+        # Launched and not settled: each batch, and a function that waits for its result.
         self.unsettled: deque[tuple[Batch, Callable[[], Result]]] = deque()
         self.worker_failures = 0        # in a row
         if isinstance(worker, Leader):
@@ -83,21 +85,22 @@ class Engine:
     def step(self) -> Batch:
         """One iteration: schedule, launch, settle. Everyone uses it, the simulation too.
 
-        With depth 0 a step settles its own batch. With depth 1 the device computes it until the next step
-        has launched the next one:
+        With depth 0 a step settles its own batch. With depth 1 it settles the batch before, so the
+        host schedules batch 8 while the device computes batch 7:
 
-            device           | step 7           | step 8           |
-            host     launch 7, settle 6   launch 8, settle 7   launch 9, settle 8"""
+            host      schedule 8, launch 8, settle 7 | schedule 9, launch 9, settle 8 |
+            device    7 ---------------------------- | 8 ---------------------------- | 9 -----"""
         with self.owner.owning():
             self.owner.take_inbox()
             batch = self.scheduler.schedule(self.clock())
             for watcher in self.watchers:
                 watcher(batch)
-            # To launch an empty batch is to wait for a copy. An unsettled batch comes first: when it
-            # ends, there may be something to compute.
+            # To launch an empty batch is to wait for a copy. An unsettled batch comes first: when
+            # it ends, there may be something to compute.
             if batch or self.cache.in_flight and not self.unsettled:
                 self._launch(batch)
-            while len(self.unsettled) > self._ahead(batch):
+            ahead = self._ahead(batch)
+            while len(self.unsettled) > ahead:
                 self._settle(*self.unsettled.popleft())
             self.owner.tell_ended()
             if self.forgets_cold:
@@ -123,10 +126,11 @@ class Engine:
 
     def _ahead(self, batch: Batch) -> int:
         """How many batches may stay unsettled after this step: `depth`. But 0 if the batch computes
-        nothing, or if the host must know its tokens to launch the next one (see Sampling.looks_back)."""
-        if self.depth and batch.spans and not any(s.request.sampling.looks_back for s in batch.spans):
-            return self.depth
-        return 0
+        nothing, or if the host must know its tokens before it launches the next one."""
+        if not self.depth or not batch.spans:
+            return 0
+        looks_back = any(span.request.sampling.looks_back for span in batch.spans)
+        return 0 if looks_back else self.depth
 
     def _settle(self, batch: Batch, wait: Callable[[], Result]):
         """Wait for the result of a batch, book it, and wake the readers of its tokens."""
@@ -138,45 +142,47 @@ class Engine:
         if batch.spans:
             self.worker_failures = 0
         for request in self.scheduler.account(batch, result, self.clock()):
-            if handle := self.owner.handles.get(request):     # it may have been cancelled, and told
+            if handle := self.owner.handles.get(request):   # reached_stop may have cancelled it
                 handle.tokens.ring()
 
     # ---- turns
 
-    def submit(self, prompt: list[int], conversation: str | None = None, *, context: Sequence[int] = (),
-               parent: str | None = None, max_tokens: int | None = None, min_tokens: int | None = None,
-               ignore_eos: bool = False, like: Handle | None = None,
-               reached_stop: Callable[[int], bool] | None = None,
+    def submit(self, prompt: list[int], conversation: str | None = None, *,
+               context: Sequence[int] = (), parent: str | None = None, like: Handle | None = None,
+               max_tokens: int | None = None, min_tokens: int | None = None,
+               ignore_eos: bool = False, reached_stop: Callable[[int], bool] | None = None,
                on_end: Callable[[Handle], None] | None = None, **sampling) -> Handle:
         """Append token ids to a conversation and generate a reply. Returns a handle at once.
 
         prompt: at least one token id. conversation: its name; None for a one-off request, of which
-        nothing is kept. max_tokens: by default as many as fit. min_tokens: no earlier stop token ends the
-        reply. ignore_eos: a stop token does not end the reply. sampling: the fields of sampling.Sampling,
-        None for the default.
+        nothing is kept. max_tokens: by default as many as fit. min_tokens: no earlier stop token
+        ends the reply. ignore_eos: a stop token does not end the reply. sampling: the fields of
+        sampling.Sampling, None for the default.
 
         A caller who keeps token ids elsewhere has more to say. context: the token ids that the
-        conversation had before, in case the engine does not hold it (any more). parent: a conversation
-        that begins as the context does; what it has cached is shared. like: an earlier turn with the same
-        prompt after the same context. While that one computes the prompt, this one waits; then it shares
-        what is cached of it. reached_stop: the owner calls it with each token that does not end the reply
-        as a stop token; True ends it. on_end: the owner calls it when the turn has ended. Neither may
-        fail: that would stop the engine.
+        conversation had before, in case the engine does not hold it (any more). parent: a
+        conversation that begins as the context does; what it has cached is shared. like: an earlier
+        turn with the same prompt after the same context. While that one computes the prompt, this
+        one waits; then it shares what is cached of it. reached_stop: the owner calls it with each
+        token that does not end the reply as a stop token; True ends it. on_end: the owner calls it
+        when the turn has ended. Neither may fail: that would stop the engine.
 
         ValueError for what cannot be served, RuntimeError if the engine has stopped."""
-        sampling = Sampling(**{name: value for name, value in sampling.items() if value is not None})
-        context = list(context)     # like the prompt: the caller may change it before the owner reads it
+        given = {name: value for name, value in sampling.items() if value is not None}
+        sampling, context = Sampling(**given), list(context)
         self._check(prompt, context, conversation, max_tokens, min_tokens, sampling)
         self._check_length(prompt, conversation, context, max_tokens)
         stop_ids = frozenset() if ignore_eos else self.worker.stop_ids
+        # Prompt and context are copied: the caller may change its own before the owner reads them.
         # None: the owner will open the conversation.
-        request = Request(None, list(prompt), max_tokens, min_tokens or 0, stop_ids, reached_stop, sampling)
+        request = Request(None, list(prompt), max_tokens, min_tokens or 0, stop_ids, reached_stop,
+                          sampling)
         handle = Handle(request, conversation, self.clock(), self.step_until,
                         partial(self._cancel, request), on_end)
         self.owner.post(partial(self._enter, handle, context, parent, like))
         return handle
 
-    def _enter(self, handle: Handle, context: Sequence[int], parent: str | None, like: Handle | None):
+    def _enter(self, handle: Handle, context: list[int], parent: str | None, like: Handle | None):
         """The owner hands a turn to the scheduler."""
         request = handle.request
         try:
@@ -185,8 +191,8 @@ class Engine:
             request.conversation = self._open(handle.conversation, context, parent)
             if like and like.request.conversation:
                 self.cache.follow(request.conversation, like.request.conversation)
-            self.owner.handles[request] = handle
             self.scheduler.submit(request)
+            self.owner.handles[request] = handle
         except Exception as error:
             handle.end(error)
 
@@ -208,29 +214,29 @@ class Engine:
 
     def _check(self, prompt, context, conversation, max_tokens, min_tokens, sampling: Sampling):
         vocabulary = self.worker.vocab_size
-        require(hasattr(prompt, "__len__") and len(prompt) > 0, "prompt", "a list of at least one token id",
-                prompt)
-        # A context may be long. If it holds nothing but ints, the smallest and the largest are enough.
+        require(hasattr(prompt, "__len__") and len(prompt) > 0, "prompt",
+                "a list of at least one token id", prompt)
+        # A context may be long. If it holds nothing but ints, we look at two of them.
         in_doubt = [min(context), max(context)] if {*map(type, context)} == {int} else context
         wrong = [token for token in [*prompt, *in_doubt, *sampling.logit_bias]
                  if type(token) is not int or not 0 <= token < vocabulary]
         require(not wrong, "a token id", f"an int from 0 to {vocabulary - 1}", wrong and wrong[0])
-        require(conversation is None or isinstance(conversation, str), "conversation", "a string or None",
-                conversation)
+        require(conversation is None or isinstance(conversation, str), "conversation",
+                "a string or None", conversation)
         require(max_tokens is None or type(max_tokens) is int and max_tokens >= 1, "max_tokens",
                 "an int of at least 1", max_tokens)
         most = max_tokens or self.scheduler.limit
-        require(min_tokens is None or type(min_tokens) is int and 0 <= min_tokens <= most, "min_tokens",
-                f"an int from 0 to {most}, which is max_tokens or the limit", min_tokens)
+        require(min_tokens is None or type(min_tokens) is int and 0 <= min_tokens <= most,
+                "min_tokens", f"an int from 0 to {most}, which is max_tokens or the limit",
+                min_tokens)
 
     def _check_length(self, prompt, conversation, context, max_tokens):
-        """TooLong if the context would exceed the limit. One that is still growing in a turn ahead of this
-        one is checked again at admission."""
+        """TooLong if the context would exceed the limit. One that is still growing in a turn ahead
+        of this one is checked again at admission."""
         held = self.cache.conversations.get(conversation)
-        length, limit = len(held.tokens if held else context) + len(prompt), self.scheduler.limit
-        if length + (max_tokens or 1) > limit:
-            raise TooLong(f"the conversation has {length} tokens with this prompt and max_tokens is "
-                          f"{max_tokens or 'not given'}: together they exceed the limit of {limit} tokens")
+        total = len(held.tokens if held else context) + len(prompt)
+        if total + (max_tokens or 1) > self.scheduler.limit:
+            raise TooLong(total, max_tokens, self.scheduler.limit)
 
     # ---- who steps
 
@@ -242,8 +248,9 @@ class Engine:
     def _run(self):
         batch = None
         while self.owner.thread:
-            # After the last reply we go on stepping until a step finds nothing to copy and no copy is in
-            # flight: so chunks go to the CPU while nobody needs the device. Then we wait for a post.
+            # After the last reply we go on stepping until a step finds nothing to copy and no copy
+            # is in flight: so chunks go to the CPU while nobody needs the device. Then we wait for
+            # a post.
             if not batch and not self.scheduler.busy:
                 self.owner.posted.wait()
             batch = self.step()
@@ -254,7 +261,8 @@ class Engine:
             self.step()
 
     def call(self, function: Callable):
-        """Let the owner run a function between two steps, and return its result (see Owner.call)."""
+        """Let the owner run a function between two steps, and return its result (see
+        Owner.call)."""
         return self.owner.call(function)
 
     @property
@@ -265,8 +273,8 @@ class Engine:
     # ---- conversations
 
     def forget(self, conversation: str | None):
-        """Cancel the turns of a conversation, and free its tokens and its chunks in both tiers. A name that
-        the engine does not know is no error."""
+        """Cancel the turns of a conversation, and free its tokens and its chunks in both tiers. A
+        name that the engine does not know is no error."""
         def forget():
             if held := self.cache.conversations.get(conversation):
                 for request in list(self.scheduler.unfinished.get(held.order, ())):
@@ -275,10 +283,11 @@ class Engine:
         self.call(forget)
 
     def designate(self, tokens: list[int]):
-        """From now on contexts that begin like these tokens share the full chunks that they have in common
-        with them. No eviction takes these chunks. Call this before the first turn."""
+        """From now on contexts that begin like these tokens share the full chunks that they have in
+        common with them. No eviction takes these chunks. Call this before the first turn."""
         self.cache.designate(tokens)
-        self.scheduler.limit = min(self.worker.max_context, self.worker.num_slots - len(self.cache.prefix))
+        left = self.worker.num_slots - len(self.cache.prefix)
+        self.scheduler.limit = min(self.worker.max_context, left)
 
     def stats(self) -> dict:
         """Counts since the start, and how full tiers and queue are now."""
@@ -291,19 +300,15 @@ class Engine:
         return dict(**scheduler.stats, **cache.stats, **of_worker, steps=scheduler.steps,
                     slots_total=cache.num_slots, slots_free=len(cache.free_slots),
                     cpu_chunks_total=cache.num_places, cpu_chunks_free=len(cache.free_places),
-                    running=running, waiting=turns - running, conversations=len(cache.conversations))
+                    running=running, waiting=turns - running,
+                    conversations=len(cache.conversations))
 
     def close(self):
         """Cancel all turns, and stop the thread."""
-        def close():
+        def cancel_all():
             for request in self.owner.handles:
                 self.scheduler.cancel(request, self.clock())
-            self.owner.tell_ended()
-            self.owner.stop(RuntimeError("the engine is closed"))
-        thread = self.owner.thread
-        self.call(close)
-        if thread not in (None, threading.current_thread()):        # on_end may close the engine
-            thread.join()
+        self.owner.close(cancel_all)
         if isinstance(self.worker, Leader):
             self.worker.dismiss()
 
@@ -312,11 +317,12 @@ class Engine:
     def _recover(self, batch: Batch, error: Exception):
         """Go on after the worker has failed with a batch.
 
-        We trust nothing in the tiers any more, so all KV goes. The requests of this batch and of all
-        unsettled ones fail. All other requests are recomputed, since we still have their tokens.
+        We trust nothing in the tiers any more, so all KV goes. The requests of this batch and of
+        all unsettled ones fail. All other requests are recomputed, since we still have their
+        tokens.
 
-        If the device is lost for good, `_drain_copies` fails, too, and the engine stops at once. MAX_FAILURES
-        stops an engine whose device recovers but whose batches keep failing."""
+        If the device is lost for good, `_drain_copies` fails, too, and the engine stops at once.
+        MAX_FAILURES stops an engine whose device recovers but whose batches keep failing."""
         self.worker_failures += 1
         if self.worker_failures == MAX_FAILURES:
             raise error
@@ -324,8 +330,9 @@ class Engine:
         self._drain_copies()
         lost = [batch, *(unsettled for unsettled, _ in self.unsettled)]
         self.unsettled.clear()
+        failure = RuntimeError(f"the worker has failed: {error!r}")
         for request in {span.request for failed in lost for span in failed.spans}:
-            self.scheduler.cancel(request, self.clock(), RuntimeError(f"the worker has failed: {error!r}"))
+            self.scheduler.cancel(request, self.clock(), failure)
         for request in list(self.scheduler.running):
             self.scheduler.suspend(request, self.clock())
         self.cache.drop_everything()
@@ -338,13 +345,15 @@ class Engine:
 
 
 def demo():
-    """Two conversations, 32 GPU slots, 3 CPU places of 4 tokens, at most 16 tokens in a step. The clock is
-    one second later at each look. The costs are invented seconds: the attention of a chunk costs 1 s at
-    context 4 and 2 s at 32; all else costs 1 s."""
-    engine = Engine("tiny_chat", gpu_cache_tokens=32, cpu_cache_tokens=12, chunk_size=4, max_batch_tokens=16,
-                    debug=True, clock=count().__next__, cost=RecomputeCost({4: 1.0, 32: 2.0}, rest=1.0))
+    """Two conversations, 32 GPU slots, 3 CPU places of 4 tokens, at most 16 tokens in a step. The
+    clock is one second later at each look. The costs are invented seconds: the attention of a chunk
+    costs 1 s at context 4 and 2 s at 32; all else costs 1 s."""
+    engine = Engine("tiny_chat", gpu_cache_tokens=32, cpu_cache_tokens=12, chunk_size=4,
+                    max_batch_tokens=16, debug=True, clock=count().__next__,
+                    cost=RecomputeCost({4: 1.0, 32: 2.0}, rest=1.0))
     for names in ("a", "b", "a", "b", "ab"):
-        handles = [engine.submit(list(range(65, 72)), name, max_tokens=3, ignore_eos=True) for name in names]
+        handles = [engine.submit(list(range(65, 72)), name, max_tokens=3, ignore_eos=True)
+                   for name in names]
         while not all(handle.reply for handle in handles):
             print(engine.step())
         for handle in handles:

@@ -3,8 +3,8 @@
     the owner     append an item, ring --> | Outbox | --> wake, read the new items     any threads
                   close                                   wake, see that it is closed
 
-Readers take nothing away: any number of threads may read a handle or an outbox, any number of times.
-They hold no lock, since a list of Python can be read while one thread appends to it.
+Readers take nothing away: any number of threads may read a handle or an outbox, any number of
+times. They hold no lock, since a list of Python can be read while one thread appends to it.
 
 Invariant: whoever waits is woken, by the next item or by the end.
 """
@@ -29,7 +29,7 @@ class Reply:
 
     @property
     def sources(self) -> str:
-        """Where the KV-tokens of the context came from: gpu 96 · cpu 64 · recomputed 32 · new 14"""
+        """Where the context's KV-tokens came from: gpu 96 · cpu 64 · recomputed 32 · new 14"""
         return " · ".join(f"{source} {self.usage[source]}" for source in SOURCES)
 
 
@@ -37,12 +37,12 @@ class Outbox:
     """A list that grows until it is closed. The owner writes it, any number of threads read it."""
 
     def __init__(self, step_until: StepUntil, items: list | None = None):
-        """step_until: the engine's. items: a list to which the owner appends by itself; then it rings."""
+        """step_until: the engine's. items: a list to which the owner appends, before it rings."""
         self.step_until = step_until
         self.items = [] if items is None else items
         self.closed = threading.Event()
-        # One bell for each sleeping reader: a lock that the reader waits for. To release it is the fastest
-        # way to wake a thread; a Condition takes longer.
+        # One bell for each sleeping reader: a lock that the reader waits for. To release it is the
+        # fastest way to wake a thread; a Condition takes longer.
         self.bells: list[threading.Lock] = []
 
     def put(self, item):
@@ -73,8 +73,8 @@ class Outbox:
             bell = threading.Lock()
             bell.acquire()
             self.bells.append(bell)
-            # The owner appends, then rings. The reader hangs up its bell, then looks once more. If it does
-            # not see the new item, the owner sees the bell.
+            # The owner appends, then rings. The reader hangs up its bell, then looks once more. If
+            # it does not see the new item, the owner sees the bell.
             if not ready():
                 bell.acquire()                      # sleep until the owner releases it
 
@@ -115,8 +115,8 @@ class Handle:
         return self.reply
 
     def cancel(self):
-        """End the turn early: the conversation's tokens become what they were before. The turn has ended
-        when this returns; its finish_reason is "cancelled", unless it was complete already."""
+        """End the turn early: the conversation's tokens become what they were before. It has ended
+        when this returns. Its finish_reason is "cancelled", unless it was complete already."""
         self._cancel()
         self.tokens.wait_closed()
 
@@ -127,8 +127,8 @@ class Handle:
 
     @property
     def logprobs(self) -> list | None:
-        """For each of the tokens so far (its log probability, [(token id, log probability), ...] of the
-        most likely tokens). None if they were not asked for."""
+        """For each of the tokens so far (its log probability, [(token id, log probability), ...] of
+        the most likely tokens). None if they were not asked for."""
         if self.request.sampling.logprobs is None:
             return None
         return self.request.logprobs[:len(self.token_ids)]
@@ -138,12 +138,13 @@ class Handle:
         request = self.request
         self.error = error or request.error
         if not self.error:
-            sources = request.usage or dict.fromkeys(SOURCES, 0)        # zeros: it was never admitted
-            usage = dict(prompt_tokens=sum(sources.values()), completion_tokens=len(self.token_ids))
-            self.reply = Reply(self.token_ids, request.finish_reason, usage | sources, self.logprobs)
+            sources = request.usage or dict.fromkeys(SOURCES, 0)    # zeros: it was never admitted
+            usage = dict(prompt_tokens=sum(sources.values()), completion_tokens=len(self.token_ids),
+                         **sources)
+            self.reply = Reply(self.token_ids, request.finish_reason, usage, self.logprobs)
         self.tokens.close()
         if self.on_end:
             self.on_end(self)
-        # Both may belong to an object that keeps this handle. Such a circle would stay in memory until a
-        # garbage collection.
+        # Both may belong to an object that keeps this handle. Such a circle would stay in memory
+        # until a garbage collection.
         self.on_end = request.reached_stop = None

@@ -498,7 +498,7 @@ def test_a_turn_that_outgrows_the_limit_while_it_waits_fails_alone():
     other = world.submit("b", 5, 3)
     world.run()
     assert second.finish_reason == "failed" and isinstance(second.error, ValueError) and second.usage is None
-    assert "16 tokens" in str(second.error) and "max_tokens=4" in str(second.error)
+    assert "16 tokens" in str(second.error) and "max_tokens is 4" in str(second.error)
     assert "limit of 16" in str(second.error)
     assert list(world.scheduler.ended) == [other, first, second, third] and second.generated == []
     assert [first.generated, third.generated] == undisturbed((first.prompt, 6), (third.prompt, 2))
