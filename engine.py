@@ -261,8 +261,7 @@ class Engine:
             self.step()
 
     def call(self, function: Callable):
-        """Let the owner run a function between two steps, and return its result (see
-        Owner.call)."""
+        """Let the owner run a function between two steps, and return its result."""
         return self.owner.call(function)
 
     @property
@@ -330,9 +329,9 @@ class Engine:
         self._drain_copies()
         lost = [batch, *(unsettled for unsettled, _ in self.unsettled)]
         self.unsettled.clear()
-        failure = RuntimeError(f"the worker has failed: {error!r}")
+        why = f"the worker has failed: {error!r}"
         for request in {span.request for failed in lost for span in failed.spans}:
-            self.scheduler.cancel(request, self.clock(), failure)
+            self.scheduler.cancel(request, self.clock(), RuntimeError(why))
         for request in list(self.scheduler.running):
             self.scheduler.suspend(request, self.clock())
         self.cache.drop_everything()

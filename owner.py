@@ -82,7 +82,7 @@ class Owner:
         """Tell the readers of all turns that have ended. The books must be whole: an on_end may
         call the engine."""
         while self.ended:
-            if handle := self.handles.pop(self.ended.popleft(), None):
+            if handle := self.handles.pop(self.ended.popleft(), None):  # None: `stop` has told it
                 handle.end()
 
     @contextmanager
