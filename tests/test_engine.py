@@ -272,6 +272,34 @@ def test_a_look_runs_only_what_was_posted_before_even_if_a_function_looks_itself
 
 @pytest.mark.parametrize("way", ["close", "failure"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_who_posts_while_the_owner_stops_the_engine_is_answered(way):
+    """A call and a turn are posted just before. Their clients rely on the engine's thread."""
+    engine, handles, answers, begun = Engine("tiny_chat", **TINY).start(), [], [], threading.Event()
+    caller = threading.Thread(target=lambda: answers.append(engine.call(lambda: 7)), daemon=True)
+    own = engine.owner.thread
+    def last():
+        handles.append(engine.submit(ids(3), max_tokens=1))
+        caller.start()
+        while len(engine.owner.inbox) < 2:
+            time.sleep(0.001)
+        begun.set()
+        time.sleep(0.05)                            # now the caller waits for its answer
+        if way == "failure":
+            raise OSError("out of order")
+    if way == "close":
+        engine.submit(ids(3), max_tokens=150, ignore_eos=True, on_end=lambda handle: last())
+        engine.close()
+    else:
+        engine.owner.post(last)
+    assert begun.wait(10)
+    caller.join(timeout=10)
+    own.join(timeout=10)
+    assert answers == [7] and not own.is_alive() and handles[0].tokens.closed.is_set()
+    assert dict(close="is closed", failure="has stopped")[way] in str(handles[0].error)
+
+
+@pytest.mark.parametrize("way", ["close", "failure"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_who_posts_while_the_engine_stops_is_answered(way):
     """Clients post all the time, some of them during the last look into the inbox."""
     engine, answered = Engine("tiny_chat", **TINY).start(), []
