@@ -31,12 +31,14 @@ from engine import Engine
 from experiments.curves import Found
 from experiments.rivals import Scene, ours, packed, rivals, rounds
 from experiments.simulator import HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker, VirtualClock
+from graphs import Graphs
 from kv_cache import Conversation, Ticket
 from kv_pool import KVPool
 from loading import speed_up
+from recompute_cost import device_seconds
 from sampling import Sampling
 from scheduler import Batch, Request, Span
-from worker import Worker, device_seconds
+from worker import Worker
 
 
 # ---- measuring
@@ -455,7 +457,7 @@ def mixed_steps(bench: Bench, model: str, worker: Worker, context: int, seed: in
         run, graphs = stepping(worker, spans), worker.graphs
 
         def launched(n):
-            worker.graphs = {}
+            worker.graphs = Graphs()
             run(n)
             worker.graphs = graphs
         taken = in_turns("cpu", {"replayed": run, "launched": launched}, repeats=10)
