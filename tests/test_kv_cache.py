@@ -370,7 +370,7 @@ def test_a_chunk_worth_more_displaces_the_cheapest():
 
 @pytest.mark.parametrize("policy, first, second", [("retention", 0, 1), ("lru", 0, 1), ("trailing", 1, 0)])
 def test_of_equal_worth_the_chunk_that_leaves_first_gives_its_place_to_the_other(policy, first, second):
-    """The cost is flat. The one that leaves first has the only place of the CPU tier, and the other needs it."""
+    """The cost is flat. The one that leaves first has the only place of the CPU tier."""
     cache = KVCache(16, 1, 4, 4, 64, POLICIES[policy](RecomputeCost({4: 1.0}, rest=0.0), 4))
     a = idle(cache, "a", 8)
     copy(cache, 4)
