@@ -130,13 +130,13 @@ class Pensieve:
         conversation.end = len(conversation.tokens) + reply_length
         self.queue.append(conversation)
 
-    def step(self) -> Batch:
+    def step(self):
         self.now += 1
         batch = self.schedule()
+        print(f"step {self.steps}  {batch}")
         next_tokens = self.execute(batch.spans) if batch.spans else []
         self.steps, self.now = self.steps + 1, self.now + 1
         self.account(batch.spans, next_tokens)
-        return batch
 
     def schedule(self) -> Batch:
         """Running turns go on. First come, first served: the head of the queue joins if it finds
@@ -232,11 +232,11 @@ class Pensieve:
         return len(copied) < PLACES or bool(losers)
 
     # ---- What a chunk is worth. The system proper: eviction.py
-    def value(self, chunk: Chunk) -> float:
+    def value(self, chunk: Chunk) -> tuple[float, str, int]:
         """V = Cost(l) / T. A conversation whose turn waits in the queue is hardly idle."""
         length, conversation = chunk.start + CHUNK, chunk.conversation
         idle = 0.001 if conversation in self.queue else self.now - conversation.last_active
-        return (length / 4 + 1.1) / idle
+        return (length / 4 + 1.1) / idle, conversation.name, chunk.start    # names decide ties
 
     def idle_chunks(self, move: str, besides: Conversation | None = None) -> list[Chunk]:
         """All chunks with this next move, the cheapest first; none that runs, or of `besides`."""
@@ -288,7 +288,7 @@ def main():
         for name, length in turns.items():
             pensieve.submit(conversations[name], list(range(65, 65 + length)), reply_length=3)
         while pensieve.queue or pensieve.running:
-            print(f"step {pensieve.steps}  {pensieve.step()}")
+            pensieve.step()
         for name in turns:
             print(f"    {name}: {conversations[name].sources}")
             tokens = conversations[name].tokens
