@@ -253,7 +253,7 @@ def one_way(bench: Bench, model: str, pool: KVPool, slots: list[int], chunks: in
 def cached_request(worker: Worker, row: int, slots: list[int], seed: int) -> Request:
     """A request in this row of the slot table, whose whole context is cached in `slots`."""
     tokens = np.random.default_rng([seed, row]).integers(worker.vocab_size, size=len(slots))
-    conversation = Conversation(str(row), row, tokens, CHUNK, toward=1)
+    conversation = Conversation(str(row), row, tokens, CHUNK)
     conversation.row = row
     worker.slot_table[row, :len(slots)] = torch.tensor(slots, dtype=torch.int32)
     return Request(conversation, [], sampling=Sampling(seed=seed))

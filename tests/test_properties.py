@@ -93,5 +93,5 @@ def test_anything_in_any_order(parameters, todo, random):
         assert [r.arrival for r in finished] == sorted(r.arrival for r in finished)
     everyone = [world.cache.designated, *world.cache.conversations.values()]
     chunks = {chunk for conversation in everyone for chunk in conversation.chunks}
-    kept = sum(len(chunk.slots) for chunk in chunks if chunk.next_move == "swap_out" or chunk.holder.pins)
+    kept = sum(len(chunk.slots) for chunk in chunks if chunk.next_move == "swap_out" or chunk.pinned)
     assert world.cache.available == world.cache.num_slots - kept

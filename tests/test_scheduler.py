@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from fakes import World, answer
+from test_kv_cache import reclaim
 from kv_cache import Ticket
 from scheduler import PLACEHOLDER, Batch, Request, Result, Scheduler, Span, decodes_first
 
@@ -44,7 +45,7 @@ def demote(world, name, drop=0, cpu=0, both=0):
         cache.release(conversation, conversation.last_active)
     transfer(world, swap_out=cache.plan_swap_out((cpu + both) * cache.chunk_size, world.now))
     for _ in range(cpu):
-        cache.reclaim(conversation)
+        reclaim(cache, conversation)
     assert states(world, name)[:drop + cpu + both] == [None] * drop + ["CPU"] * cpu + ["GPU_AND_CPU"] * both
 
 
@@ -534,7 +535,7 @@ def test_one_offs_leave_nothing_behind():
     world.submit(None, 9, 3)
     world.run()
     assert all_free(world) and not world.cache.conversations and not world.cache.cold_conversations()
-    assert all(not index.members for index in world.cache.indexes.values())
+    assert all(index.cheapest(world.now) is None for index in world.cache.indexes.values())
 
 
 # ---- ended_by, finish, account
@@ -1039,7 +1040,7 @@ def world_of_idlers(others, context):
     for ticket in cache.plan_swap_out(4 * others, world.now):
         cache.complete(ticket)
     cache.take_table_updates()
-    cache.cold_conversations()                      # files them all: once, not in a step
+    cache.cold_conversations(), cache.next_to_leave(world.now)          # files them all: once, not in a step
     world.submit("a", [1] * context, 40)
     return world
 

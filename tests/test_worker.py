@@ -58,7 +58,7 @@ def requests(worker, lengths, **sampling):
     slots = iter(np.random.default_rng(2).permutation(SLOTS).tolist())
     batch = Batch(0, 0)
     for row, length in enumerate(lengths):
-        conversation = Conversation(str(row), row, rng.integers(VOCAB, size=length), CHUNK, toward=1)
+        conversation = Conversation(str(row), row, rng.integers(VOCAB, size=length), CHUNK)
         conversation.row = row
         found.append(Request(conversation, [], sampling=Sampling(seed=row, **sampling)))
         batch.table_updates.append((row, 0, np.array([next(slots) for _ in range(length)])))
