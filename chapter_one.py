@@ -5,8 +5,8 @@
 For each token a language model computes two vectors in every layer, K and V, and all later tokens
 read them. A stateless server forgets this *KV* after a reply, and computes the whole history again
 for the next. Pensieve (Yu, Lin, Li, EuroSys '25) keeps it. A *slot* of the GPU tier holds the KV of
-one token, for attention to read. A *place* of the CPU tier holds a copy of one *chunk*: 4 tokens of
-a conversation. A chunk in neither tier is computed again. In step 15 b returns with a prompt:
+one token, for attention to read. A *place* of the CPU tier holds a copy of one *chunk*: 4 tokens
+(really 32). A chunk in neither tier is computed again. In step 15 conversation b returns:
 
     b's context   | CPU [0:4) | absent [4:8) | GPU [8:16) | reply's last token, prompt [16:21) |
     the step        copied in   computed       used there   computed
@@ -49,7 +49,7 @@ class Chunk:
     filled: int = 0
     slots: list[int] = field(default_factory=list)  # in the GPU tier, one for each token
     copy: torch.Tensor | None = None                # in the CPU tier
-    evictable_without_copy: bool = False            # we gave it up, as c[0:9] in step 6
+    evictable_without_copy: bool = False            # given up, as c[0:9] in step 6
 
     @property
     def next_move(self) -> str | None:
@@ -125,7 +125,7 @@ class Pensieve:
     # ---- Who runs. The system proper: engine.py (submit, step), scheduler.py
     def submit(self, conversation: Conversation, prompt: list[int], reply_length: int):
         self.now += 1
-        conversation.new = len(prompt) + bool(conversation.tokens)  # a reply's last has no KV
+        conversation.new = len(prompt) + (1 if conversation.tokens else 0)  # 1: never fed
         conversation.tokens += prompt
         conversation.end = len(conversation.tokens) + reply_length
         self.queue.append(conversation)
@@ -145,7 +145,7 @@ class Pensieve:
         for conversation in self.running:
             total, room = len(conversation.tokens), len(conversation.slot_table())
             if total > room and self.available() >= CHUNK * len(self.running):
-                total = -(-total // CHUNK) * CHUNK  # slots are plenty: those of a whole chunk
+                total = -(-total // CHUNK) * CHUNK  # slots are plenty: round up to whole chunks
             self.give_slots(conversation, total)
             batch.take(conversation)
         while self.queue and batch.budget > 0 and self.shortfall(self.queue[0]) <= 0:
@@ -153,7 +153,7 @@ class Pensieve:
         self.swap_out(batch, THRESHOLD - self.available())
         if self.queue:
             self.swap_out(batch, self.shortfall(self.queue[0]), besides=self.queue[0])
-        return batch if batch.spans or batch.swap_out else self.schedule()
+        return batch if batch.spans or batch.swap_out else self.schedule()  # some were given up
 
     def shortfall(self, conversation: Conversation) -> int:
         """Slots that must become available before it joins. Its own chunks are no help."""
@@ -217,10 +217,10 @@ class Pensieve:
                     chunk.copy = self.gpu[:, :, :, chunk.slots]
                     batch.swap_out.append(chunk)
                 else:
-                    chunk.evictable_without_copy = True     # which may make room: schedule again
+                    chunk.evictable_without_copy = True     # in step 6 b's, worth more, hold all
 
     def find_place(self, chunk: Chunk, batch: Batch, besides: Conversation | None) -> bool:
-        """A free place, or that of a running conversation's chunk, or that of a cheaper chunk."""
+        """A free place, or a running chunk's (it has slots, too), or that of a cheaper idle one."""
         copied = [one for one in self.chunks if one.copy is not None]
         losers = [one for conversation in self.running for one in conversation.chunks
                   if one.copy is not None and one not in batch.swap_in]
