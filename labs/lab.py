@@ -30,7 +30,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "labs" / "tests"
 EXPECTED = Path("labs/expected.json")       # in a starter alone: what its tests compare with
-KEPT_BACK = (".git", ".ci", "wrong_solutions", "test_labs.py")      # not for students
+KEPT_BACK = (".git", ".github", ".ci", "wrong_solutions", "test_labs.py")    # not for students
 TIME_LIMIT = 120                            # seconds of a whole check; each test has a limit of its own
 MESSAGE_LINES = 12                          # of a failed test
 
