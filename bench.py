@@ -1,4 +1,5 @@
-"""The paper's evaluation from the command line: measured on this machine, or simulated at the paper's scale.
+"""The paper's evaluation from the command line: measured on this machine, or
+simulated at the paper's scale.
 
     python bench.py                      three systems on the embedded model, measured, one minute
     python bench.py fig10 --simulate     a figure of the paper, simulated: a cost model takes the GPU's place
@@ -12,7 +13,8 @@ This file has the flags and the output. The rest of an experiment lies in experi
     curves.py          how two systems are compared
     run.py             one run: the experiment loop, from planned conversations to one row of a table
 
-Compare measured columns of one run only, because machines are noisy. Simulations repeat to the last digit.
+Compare measured columns of one run only, because machines are noisy.
+Simulations repeat to the last digit.
 """
 import argparse
 import json
@@ -66,7 +68,8 @@ def list_of_figures() -> str:
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags below, and every field of Config. None stands for "the figure's own".
 
-    `given` holds the fields of Config that the user gave, except the model, as keywords of Engine."""
+    `given` holds the fields of Config that the user gave, except the
+    model, as keywords of Engine."""
     parser = argparse.ArgumentParser(
         usage="python bench.py [FIGURE] [flags]", description=__doc__.partition("\n")[0], allow_abbrev=False,
         epilog=list_of_figures(), formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -160,7 +163,8 @@ def print_rows(figure: Figure, rows: list[dict]):
 
 
 def print_table(rows: list[dict], columns: tuple = ()):
-    """One line for each row, with these columns. Without columns, one line for each field of the rows."""
+    """One line for each row, with these columns. Without columns, one line
+    for each field of the rows."""
     if columns:
         lines = [columns] + [[row.get(name) for name in columns] for row in rows]
     else:
@@ -204,7 +208,8 @@ def command(argv: list[str]) -> str:
 
 
 def commit() -> str:
-    """The commit of this code, with a "+" if it has changed since; "unknown" without git or a repository."""
+    """The commit of this code, with a "+" if it has changed since; "unknown"
+    without git or a repository."""
     try:
         git = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=Path(__file__).parent,
                              capture_output=True, text=True)
@@ -229,7 +234,7 @@ def plot(figure: Figure, rows: list[dict], path: str):
     if not rows:
         raise ValueError(f"there is nothing to plot: no row has {figure.x}")
     canvas = Canvas(layout="constrained")
-    if figure.bars or all(row[figure.x] is None for row in rows):       # a trace has one load: its own
+    if figure.bars or all(row[figure.x] is None for row in rows):  # a trace has one load: its own
         draw_bars(canvas, rows, figure.bars or (figure.y,))
     else:
         draw_lines(canvas, by_panel(rows), figure.x, figure.y)
@@ -248,7 +253,8 @@ def draw_bars(canvas, rows: list[dict], fields: tuple):
 
 
 def draw_lines(canvas, panels: dict[str, list[dict]], x: str, y: str):
-    """A diagram for each panel, and in it a line for each system: for each way to run it, or chunk size."""
+    """A diagram for each panel, and in it a line for each system: for each
+    way to run it, or chunk size."""
     canvas.set_size_inches(5 * len(panels), 4)
     axes = canvas.subplots(1, len(panels), squeeze=False)[0]
     for ax, (panel, rows) in zip(axes, panels.items()):
@@ -275,7 +281,8 @@ def main():
             print("too_short: the run was too short. GPU, CPU: this tier never filled up. hits: the hit\n"
                   "rates still change. load: the contexts still grow. Give --seconds a larger number, or\n"
                   "the tiers fewer tokens.\n")
-        # Some figures' ratios also have the spread over the seeds, or the value that they must reach.
+        # Some figures' ratios also have the spread over the seeds, or
+        # the value that they must reach.
         more = [name for name in ("spread", "must") if any(name in ratio for ratio in found.ratios)]
         print_table(found.ratios, ("name", "paper", "ours", "how", *more))
         if options.json:

@@ -3,10 +3,10 @@
     flags -> Sessions (engine, history, tokenizer) -> Server (serving/sockets.py) -> banner -> requests
 
 - A signal while we start ends the process at once.
-- After SIGTERM the turns at work have 30 seconds to finish, then the server stops. After a second signal it
-  stops at once. Ctrl-C stops it at once, too.
-- If the engine fails, every client is told, and the process exits with 1. If the server cannot start, it
-  prints one line and exits with 2.
+- After SIGTERM the turns at work have 30 seconds to finish, then the server stops. After a second
+  signal it stops at once. Ctrl-C stops it at once, too.
+- If the engine fails, every client is told, and the process exits with 1. If the server cannot
+  start, it prints one line and exits with 2.
 """
 import os
 import signal
@@ -19,12 +19,12 @@ def leave(number, frame):
 
 
 if __name__ == "__main__":
-    # If stderr is closed, the next file that we open would take its place, and what is meant for stderr would
-    # land in that file: in the history. So we fill the places 0 to 2 first.
+    # If stderr is closed, the next file that we open would take its place, and what is meant for
+    # stderr would land in that file: in the history. So we fill the places 0 to 2 first.
     while os.open(os.devnull, os.O_RDWR) < 3:
         pass
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, leave)                    # first of all, since the imports below take seconds
+        signal.signal(number, leave)            # first of all, since the imports below take seconds
 
 import argparse
 import atexit
@@ -56,8 +56,8 @@ DEMO = dict(gpu_cache_tokens=384, cpu_cache_tokens=768, history=":memory:")
 
 
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
-    """The server's own flags, and one for every field of Config. Prints one line and exits with 2 if a flag
-    is wrong."""
+    """The server's own flags, and one for every field of Config. Prints one line and
+    exits with 2 if a flag is wrong."""
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, allow_abbrev=False, description=ABOUT)
 
     def flag(name: str, default, help: str):
@@ -121,8 +121,8 @@ def banner(server: Server) -> str:
 
 
 def open_server(flags: argparse.Namespace) -> Server:
-    """A server that listens, with its engine started. ValueError, OSError or OverflowError for flags that
-    cannot be served."""
+    """A server that listens, with its engine started. ValueError, OSError or OverflowError for
+    flags that cannot be served."""
     limits = dict(max_waiting=0, max_connections=1, history_max_age_days=0, history_max_bytes=0)
     for name, least in limits.items():
         require(getattr(flags, name) >= least, name, f"at least {least}", getattr(flags, name))
@@ -137,9 +137,9 @@ def open_server(flags: argparse.Namespace) -> Server:
 
 
 def prune_by_age(sessions: Sessions, max_age: float):
-    """Forgets conversations that are idle for longer than max_age seconds. Runs in a thread of its own, until
-    the engine fails. In the first hour (or max_age, if that is less) nothing is too old: if the clock was
-    ahead at the start, somebody has time to set it right."""
+    """Forgets conversations that are idle for longer than max_age seconds. Runs in a thread of its
+    own, until the engine fails. In the first hour (or max_age, if that is less) nothing is too old:
+    if the clock was ahead at the start, somebody has time to set it right."""
     time.sleep(min(max_age, FIRST_PRUNE_SECONDS))
     while not sessions.engine.failure:
         try:
@@ -150,21 +150,21 @@ def prune_by_age(sessions: Sessions, max_age: float):
 
 
 def begin_demo(server: Server):
-    """Starts a stateless engine, which answers every turn, too, and opens a browser in which the chat page
-    plays its example."""
+    """Starts a stateless engine, which answers every turn, too, and opens a browser in which the
+    chat page plays its example."""
     options = vars(server.engine.config) | dict(stateless=True, cpu_cache_tokens=0)
     server.stateless = Sessions(Engine(**options).start(), history=server.sessions.history)
     url = f"{server.url}/#play"
 
-    def open_page():                                    # some browsers come back only when they are closed
+    def open_page():                             # some browsers come back only when they are closed
         if not webbrowser.open(url):
             print(f"There is no browser here. Open {url} in yours.", flush=True)
     threading.Thread(target=open_page, daemon=True).start()
 
 
 def serve_until_stopped(server: Server):
-    """Returns after SIGTERM, when the turns at work are done. KeyboardInterrupt after SIGINT or a second
-    SIGTERM, SystemExit with 1 if the engine fails."""
+    """Returns after SIGTERM, when the turns at work are done. KeyboardInterrupt after SIGINT or a
+    second SIGTERM, SystemExit with 1 if the engine fails."""
     def stop(*_):
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         server.drain()
@@ -183,15 +183,15 @@ def serve_until_stopped(server: Server):
 
 
 def settle_in():
-    """Prepares the process to serve, once all is loaded. Every connection needs a descriptor, so we take as
-    many as the system gives us. The objects that exist now will stay, so the garbage collector need not look
-    at them again. From now on printing never waits."""
+    """Prepares the process to serve, once all is loaded. Every connection needs a descriptor, so we
+    take as many as the system gives us. The objects that exist now will stay, so the garbage
+    collector need not look at them again. From now on printing never waits."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with suppress(ValueError, OSError):                 # "no limit" may be more than the system allows
+    with suppress(ValueError, OSError):              # "no limit" may be more than the system allows
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)                        # or Triton takes these objects for leaks, and says so
+    atexit.register(gc.unfreeze)              # or Triton takes these objects for leaks, and says so
     sys.stdout, sys.stderr = PatientStream(sys.stdout), PatientStream(sys.stderr)
 
 

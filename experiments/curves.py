@@ -1,8 +1,8 @@
 """Curves: systems under rising load, and how two of them are compared (paper §6).
 
-A panel is one diagram of a figure: a model, a dataset and request rates. `sweep` runs each system in each
-panel. A system's rows in a panel are its curve, latency over throughput. A ratio compares two curves,
-beside the ratio that the paper reports:
+A panel is one diagram of a figure: a model, a dataset and request rates. `sweep` runs each system
+in each panel. A system's rows in a panel are its curve, latency over throughput. A ratio compares
+two curves, beside the ratio that the paper reports:
 
     latency       stateless        pensieve
                       |                |
@@ -11,8 +11,9 @@ beside the ratio that the paper reports:
             ________/________________/              pensieve / stateless = 2.7 / 2.1 = 1.29
                    2.1              2.7 turns/s
 
-The figures themselves are in figures.py (those of the paper) and more_figures.py (all others). Every figure
-is a function of the parsed flags of bench.py (`options`). It returns rows, one for each run, and ratios.
+The figures themselves are in figures.py (those of the paper) and more_figures.py (all
+others). Every figure is a function of the parsed flags of bench.py (`options`). It returns
+rows, one for each run, and ratios.
 """
 import argparse
 import gc
@@ -46,8 +47,8 @@ class Figure(NamedTuple):
     x: str                          # of its plot: a field of its rows
     y: str
     columns: tuple = ()             # of its table: fields of its rows; none: a line for each field
-    bars: tuple = ()                # fields to draw as bars, a bar for each row, instead of y over x
-    seeds: int = 1                  # loads of other seeds over which it is repeated, to know the spread
+    bars: tuple = ()               # fields to draw as bars, a bar for each row, instead of y over x
+    seeds: int = 1              # loads of other seeds over which it is repeated, to know the spread
 
 
 def sweep(systems: tuple[str, ...], simulated: list[Panel], measured: list[Panel], options) -> Found:
@@ -75,8 +76,8 @@ def adapted(panels: list[Panel], options) -> list[Panel]:
     """The panels as the flags change them: --model, --dataset, --rates, --think, --at-ms, --gpus,
     --hardware, --cpu-gb.
 
-    A --trace replaces all panels by one, at the paper's scale for a long-context model on H100 GPUs.
-    ValueError: the flags contradict each other."""
+    A --trace replaces all panels by one, at the paper's scale for a long-context model on H100
+    GPUs. ValueError: the flags contradict each other."""
     if options.trace:
         has_times = any(conversation.arrival or any(turn.think_seconds for turn in conversation.turns)
                         for conversation in options.conversations)
@@ -92,7 +93,7 @@ def adapted(panels: list[Panel], options) -> list[Panel]:
     if changes:
         # No longer the paper's panels.
         panels = [panel._replace(paper=None, paper_fused=None, **changes) for panel in panels]
-    return list(dict.fromkeys(panels))          # --model and --dataset together make several panels one
+    return list(dict.fromkeys(panels))      # --model and --dataset together make several panels one
 
 
 def mapped(function: Callable, tasks: list, unit: str, options) -> list:
@@ -104,8 +105,8 @@ def mapped(function: Callable, tasks: list, unit: str, options) -> list:
     jobs = min(options.jobs, len(tasks)) if options.simulate else 1
     if jobs == 1:
         return list(progress(map(function, tasks)))
-    # A simulation makes millions of objects and hardly a cycle: by default a fifth of its time goes into the
-    # search for cycles.
+    # A simulation makes millions of objects and hardly a cycle: by default a fifth of its time
+    # goes into the search for cycles.
     with ProcessPoolExecutor(jobs, get_context("spawn"), gc.set_threshold, (100_000,)) as pool:
         return list(progress(pool.map(function, tasks)))
 
@@ -113,9 +114,9 @@ def mapped(function: Callable, tasks: list, unit: str, options) -> list:
 def play_curve(task: tuple[Panel, str, argparse.Namespace]) -> list[dict]:
     """The rows of one system in one panel, by rising rates.
 
-    If systems are compared at a latency, only two neighbouring rates count: those between which the system
-    crosses it. We play the lowest rate, and look for these two by halving. For the rates 1, 2, ..., 14 and a
-    system that crosses at 5.5, we play 1, 8, 5, 7, 6."""
+    If systems are compared at a latency, only two neighbouring rates count: those between which the
+    system crosses it. We play the lowest rate, and look for these two by halving. For the rates 1,
+    2, ..., 14 and a system that crosses at 5.5, we play 1, 8, 5, 7, 6."""
     panel, system, options = task
     rows = {}
 
@@ -159,9 +160,9 @@ def compared(panel: Panel, other: list[dict], last: list[dict], paper: float | N
 def throughput_at(curve: list[tuple[float, float]], at_ms: float) -> float:
     """Turns per second at which a curve of (turns per second, latency) first crosses a latency.
 
-    Between two rates the curve is a straight line: 2.0 turns/s at 30 ms and 2.5 turns/s at 130 ms give
-    2.25 at 80 ms. If the lowest rate is already too slow, the line begins at 0 turns/s and 0 ms. If no
-    rate is too slow, the result is the throughput at the highest rate."""
+    Between two rates the curve is a straight line: 2.0 turns/s at 30 ms and 2.5 turns/s at 130 ms
+    give 2.25 at 80 ms. If the lowest rate is already too slow, the line begins at 0 turns/s and 0
+    ms. If no rate is too slow, the result is the throughput at the highest rate."""
     throughput, latency = curve[0]
     if latency > at_ms:
         return throughput * at_ms / latency
@@ -172,8 +173,8 @@ def throughput_at(curve: list[tuple[float, float]], at_ms: float) -> float:
 
 
 def over_seeds(run: Callable, seeds: int, options) -> Found:
-    """The figure for `seeds` loads. A row tells its seed; a ratio is the mean, with the standard deviation
-    as its spread."""
+    """The figure for `seeds` loads. A row tells its seed; a ratio is the mean, with the
+    standard deviation as its spread."""
     each = [run(argparse.Namespace(**vars(options) | dict(seed=options.seed + n))) for n in range(seeds)]
     if seeds == 1:
         return each[0]

@@ -1,8 +1,8 @@
 """The paper's figures: which systems run under which loads (paper §6).
 
-`sweep`, in curves.py, makes most of them. With --simulate the sizes are the paper's. Without it they are
-small, for the embedded model. `PAPER`, at the end of this file, names all figures but Figure 12: the
-attention kernel is only measured (more_figures.py).
+`sweep`, in curves.py, makes most of them. With --simulate the sizes are the paper's. Without it
+they are small, for the embedded model. `PAPER`, at the end of this file, names all figures but
+Figure 12: the attention kernel is only measured (more_figures.py).
 """
 from contextlib import closing
 from functools import partial
@@ -39,7 +39,7 @@ BASELINES = "vllm then", "stateless", "stateless, fused", "gpu cache"
 
 # ---- policies
 
-CPU_GB = 110.0, 165.0, 220.0        # the paper does not say how much of the machine's 220 GB the tier has
+CPU_GB = 110.0, 165.0, 220.0  # the paper does not say how much of the machine's 220 GB the tier has
 
 
 def fig14(options) -> Found:
@@ -100,7 +100,8 @@ def fig3(options) -> Found:
 
 def prefill_and_generation(panel: Panel, batch: int, prompt: int, reply: int, options
                            ) -> tuple[float, float]:
-    """Serve `batch` requests at once -> seconds until all have their first token, seconds of the rest."""
+    """Serve `batch` requests at once -> seconds until all have their first
+    token, seconds of the rest."""
     users = [PlannedConversation(str(n), [PlannedTurn(prompt, reply)]) for n in range(batch)]
     room = dict(gpu_cache_tokens=2 * batch * longest_context(users), max_batch_tokens=batch * prompt,
                 max_running=batch)
@@ -111,7 +112,8 @@ def prefill_and_generation(panel: Panel, batch: int, prompt: int, reply: int, op
 
 
 def fig4(options) -> Found:
-    """The seconds to recompute a chunk: attention rises with its context, all else stays the same."""
+    """The seconds to recompute a chunk: attention rises with its
+    context, all else stays the same."""
     panel, = adapted([Panel("opt-13b" if at_scale(options) else "tiny_chat", "one chunk")], options)
     longest = [PlannedConversation("", [PlannedTurn(16_384, 1)])]
     with closing(build(System(), panel, longest, options)) as engine:
@@ -139,7 +141,8 @@ def latency_figure(run: Callable, about: str, x: str = "throughput", y: str = "n
         "cpu_hit_rate", "hits_of_attainable", "turnovers"))
 
 
-# Times are of two cores, without a GPU. A simulation takes less time with --rates, --seconds or --model.
+# Times are of two cores, without a GPU. A simulation takes less time with
+# --rates, --seconds or --model.
 PAPER = {
     "fig3": Figure(
         fig3, "seconds to prefill a history, and to generate the reply (10 s, simulated too)",

@@ -1,4 +1,5 @@
-"""Several servers behind one router, simulated. Should a conversation always come to the same server?
+"""Several servers behind one router, simulated. Should a conversation
+always come to the same server?
 
                       +-> engine 1, clock 1
     turns -> router --+-> engine 2, clock 2        each engine is the real one on a simulated worker
@@ -10,12 +11,12 @@ Three routers choose a server for a turn:
     random                any server
     least loaded          the server with the fewest unfinished turns
 
-A conversation that comes to a server for the first time brings its whole history as a new prompt. If the
-conversation was there before, its new prompt is all that has been said since. In both cases the server
-computes what it has no KV for. deploy/haproxy.cfg routes by consistent hashing.
+A conversation that comes to a server for the first time brings its whole history as a new prompt.
+If the conversation was there before, its new prompt is all that has been said since. In both cases
+the server computes what it has no KV for. deploy/haproxy.cfg routes by consistent hashing.
 
-Each engine has a clock of its own. We always advance the one that is furthest behind, so no engine sees
-a turn before it is due.
+Each engine has a clock of its own. We always advance the one that is furthest behind, so no
+engine sees a turn before it is due.
 """
 import argparse
 import bisect
@@ -29,7 +30,7 @@ from engine import Engine, Handle
 from experiments.run import Panel, Served, System, build, outcome, planned, window
 from experiments.workload import PlannedConversation, within_context
 
-POINTS = 1600           # of each server on the ring: HAProxy makes 16 for each unit of its weight, 100
+POINTS = 1600        # of each server on the ring: HAProxy makes 16 for each unit of its weight, 100
 
 Router = Callable[[str, list[int]], int]        # (conversation, unfinished turns of each server) -> server
 
@@ -72,7 +73,7 @@ class Fleet:
         self.unfinished = [0] * len(engines)        # turns of each server
         self.computing = [0.0] * len(engines)       # seconds that each server has stepped
         self.spoken = [0] * len(conversations)      # tokens of each conversation so far
-        self.heard = {}                             # (server, conversation) -> how many of them it knows
+        self.heard = {}                        # (server, conversation) -> how many of them it knows
         self.served: list[tuple[Served, int]] = []  # a turn that has ended, and the tokens said before it
         self.due = [(one.arrival, number, 0) for number, one in enumerate(conversations)]
         heapq.heapify(self.due)                     # of (time, conversation, turn)

@@ -7,12 +7,13 @@ A figure is a function (device, seed) -> (rows, ratios):
     step          decodes and prompts through the whole engine
     scheduling    the host's work for a step, beside many idle conversations
 
-On CUDA the sizes are the paper's; on a CPU they are small, so the same code runs anywhere in a minute
-or two. `machine` measures the rates that a simulation of this machine needs.
+On CUDA the sizes are the paper's; on a CPU they are small, so the same code runs anywhere in a
+minute or two. `machine` measures the rates that a simulation of this machine needs.
 
-Rules of measuring: systems that we compare run in turns, and we take medians. The same run measures the
-device's own bandwidth of copies and rate of matrix products. `share` is the time that the bytes and the
-flops need at those rates, whichever is longer, divided by the time taken: 1.0 is the hardware's limit.
+Rules of measuring: systems that we compare run in turns, and we take medians. The same run
+measures the device's own bandwidth of copies and rate of matrix products. `share` is the time
+that the bytes and the flops need at those rates, whichever is longer, divided by the time
+taken: 1.0 is the hardware's limit.
 """
 import math
 import sys
@@ -101,7 +102,8 @@ class Bench:
         return self.rows[-1]
 
     def ratio(self, name: str, ours: float, must: float | None = None, on: str = "cuda"):
-        """Add a ratio. must: the value that we want to reach on `on`: "cuda" (a Hopper GPU) or "cpu"."""
+        """Add a ratio. must: the value that we want to reach on `on`:
+        "cuda" (a Hopper GPU) or "cpu"."""
         if on != self.device:
             must = None
         self.ratios.append(dict(name=name, paper=None, ours=ours, how="measured", must=must))
@@ -145,7 +147,8 @@ def decodes(bench: Bench, seed: int, model: str, batch: int, context: int):
 
 
 def prompts(bench: Bench, seed: int, model: str, length: int, short: int, history: int):
-    """Two prompts of `length` tokens without history; then four short ones behind `history` tokens."""
+    """Two prompts of `length` tokens without history; then four short
+    ones behind `history` tokens."""
     scene = bench.scene(model, [length] * 2, [length] * 2, seed)
     found = compare(bench, "prefill", scene, rivals(scene))
     case = f"prefill, {length} tokens"
@@ -215,7 +218,8 @@ def copying(pool: KVPool, swap_in=(), swap_out=()) -> Callable:
 
 
 def stepping(worker: Worker, spans: list[Span], swap_in=(), swap_out=()) -> Callable:
-    """A run that executes one batch. It returns when the tokens are on the host; copies out may go on."""
+    """A run that executes one batch. It returns when the tokens are on the
+    host; copies out may go on."""
     def run(n):
         batch = Batch(n, 0)
         batch.spans, batch.swap_in, batch.swap_out = spans, list(swap_in), list(swap_out)
@@ -224,8 +228,8 @@ def stepping(worker: Worker, spans: list[Span], swap_in=(), swap_out=()) -> Call
 
 
 def one_way(bench: Bench, model: str, pool: KVPool, slots: list[int], chunks: int):
-    """Copies of chunks in shuffled slots, in and out. (Both at once never happens: a copy out waits for
-    those in.)
+    """Copies of chunks in shuffled slots, in and out. (Both at once never happens:
+    a copy out waits for those in.)
 
     The limit is one large copy of as many bytes, from and to pinned memory."""
     host = torch.empty_like(pool.cpu[:, :, :CHUNK * chunks], pin_memory=bench.cuda)
@@ -262,8 +266,8 @@ def overlap(bench: Bench, model: str, worker: Worker, slots: list[int], batch: i
     """How well copies hide behind the computation of a step.
 
     `batch` requests decode behind `context` tokens each. One more request returns: its history of
-    `chunks` chunks is copied in, and its new prompt is computed. Then the same requests decode while
-    other chunks are copied out.
+    `chunks` chunks is copied in, and its new prompt is computed. Then the same requests decode
+    while other chunks are copied out.
 
         slots         | request 0 | request 1 | ... | history | prompt | ...
         CPU places    | arriving, to the history | leaving, from the first slots |
@@ -317,9 +321,9 @@ def time_steps(engine: Engine, batch: int, prompt: int, new: int, seed: int, dur
                ) -> tuple[float, float]:
     """Serve `batch` requests of `prompt` random tokens, `new` tokens each.
 
-    Returns the seconds until all requests have their first tokens, and the median of the later steps, in
-    which all requests decode. (On a GPU the first step only launches the prompts: the second one waits for
-    them.) during: a context manager around the decodes."""
+    Returns the seconds until all requests have their first tokens, and the median of the later
+    steps, in which all requests decode. (On a GPU the first step only launches the prompts: the
+    second one waits for them.) during: a context manager around the decodes."""
     def step() -> float:
         start = time.perf_counter()
         engine.step()
@@ -353,8 +357,8 @@ def time_transformers(model, batch: int, prompt: int, new: int, seed: int) -> tu
 
 
 def read_bytes(worker: Worker, batch: int, context: int) -> int:
-    """Bytes that a decode must read: the KV of its contexts, the matrices of all layers, and the output
-    layer. Biases, norms and a few rows of the embeddings, less than 1%, are left out."""
+    """Bytes that a decode must read: the KV of its contexts, the matrices of all layers, and the
+    output layer. Biases, norms and a few rows of the embeddings, less than 1%, are left out."""
     config = worker.model.config
     weights = config.matmul_parameters + config.vocab_size * config.width
     kv_token = worker.pool.gpu[:, :, 0].nbytes
@@ -379,7 +383,8 @@ def opt_125m_of_transformers():
 
 
 def small_steps(bench: Bench, seed: int, prompt: int = 128, new: int = 16, whole: int = 1024):
-    """On a CPU: decodes against reading the weights, decodes and a long prompt against transformers."""
+    """On a CPU: decodes against reading the weights, decodes and a long
+    prompt against transformers."""
     engine = Engine("opt-125m", random_weights=True, device="cpu", gpu_cache_tokens=4 * whole,
                     cpu_cache_tokens=0, max_batch_tokens=whole)
     systems = {"ours": partial(time_steps, engine, seed=seed)}
@@ -393,7 +398,7 @@ def small_steps(bench: Bench, seed: int, prompt: int = 128, new: int = 16, whole
         systems["transformers"] = partial(time_transformers, library, seed=seed)
         for case in cases:
             systems["transformers"](*case)
-    reads, times = [], {}                   # times: (system, case) -> [(prompt, decode), ...] in seconds
+    reads, times = [], {}              # times: (system, case) -> [(prompt, decode), ...] in seconds
     for _ in range(3):
         reads.append(read_bandwidth("cpu"))
         for case, (name, run) in product(cases, systems.items()):
@@ -417,8 +422,8 @@ def small_steps(bench: Bench, seed: int, prompt: int = 128, new: int = 16, whole
 
 
 def large_steps(bench: Bench, seed: int, model: str = "llama2-13b", prompt: int = 1024, new: int = 64):
-    """On a GPU: decodes against reading at copy bandwidth, decodes beside a prompt, and how long the GPU
-    waits for the host."""
+    """On a GPU: decodes against reading at copy bandwidth, decodes beside a prompt, and how long
+    the GPU waits for the host."""
     engine = Engine(model, random_weights=True, device=bench.device, gpu_cache_tokens=40 * (prompt + new),
                     cpu_cache_tokens=0, max_batch_tokens=32 * prompt)
     context = prompt + new // 2             # in the middle of the reply
@@ -444,8 +449,8 @@ def large_steps(bench: Bench, seed: int, model: str = "llama2-13b", prompt: int 
 
 
 def mixed_steps(bench: Bench, model: str, worker: Worker, context: int, seed: int, batch: int = 32):
-    """On a GPU: decodes, and one short prompt behind half of a context; replayed as a CUDA graph, and
-    launched kernel by kernel."""
+    """On a GPU: decodes, and one short prompt behind half of a context; replayed as a CUDA graph,
+    and launched kernel by kernel."""
     *requests, last = [cached_request(worker, row, list(range(row * context, (row + 1) * context)), seed)
                        for row in range(batch + 1)]
     decoding = [Span(request, context - 1, context) for request in requests]
@@ -478,7 +483,8 @@ def step(device: str, seed: int) -> Found:
 # ---- scheduling: the host's work before any tensor moves
 
 def scheduling(device: str, seed: int) -> Found:
-    """Seconds of scheduling and accounting in a step of 256 decodes, beside many idle conversations.
+    """Seconds of scheduling and accounting in a step of 256 decodes,
+    beside many idle conversations.
 
     For scale: the seconds that OPT-13B would take for that step on an H200. (The measurement needs
     neither device nor seed.)"""
@@ -500,7 +506,8 @@ def scheduling(device: str, seed: int) -> Found:
 
 
 def decoding_engine(idle: int, running: int, context: int, steps: int) -> Engine:
-    """An engine whose cache holds `idle` short conversations, and in which `running` requests decode.
+    """An engine whose cache holds `idle` short conversations, and in
+    which `running` requests decode.
 
     Each request has `context` tokens behind it and at least `steps` to come. With many idle
     conversations the slots are full, so every new token takes a slot from one of them."""
@@ -519,7 +526,8 @@ def decoding_engine(idle: int, running: int, context: int, steps: int) -> Engine
 
 
 def timed_step(engine: Engine) -> tuple[float, float]:
-    """One engine.step(), taken apart -> seconds of scheduling and accounting, seconds of the worker.
+    """One engine.step(), taken apart -> seconds of scheduling and
+    accounting, seconds of the worker.
 
     The former are of this machine, the latter of the worker's own clock."""
     begin, now = time.perf_counter(), engine.clock()
@@ -536,7 +544,8 @@ def timed_step(engine: Engine) -> tuple[float, float]:
 # ---- this machine, to be simulated
 
 def machine(engine: Engine, seed: int) -> tuple[Hardware, Operators]:
-    """The rates and shares with which a SimulatedWorker imitates this machine and the engine's model."""
+    """The rates and shares with which a SimulatedWorker imitates this
+    machine and the engine's model."""
     hardware = measure_hardware(engine.worker)
     return hardware, measure_operators(engine, hardware, seed)
 
@@ -552,7 +561,8 @@ def measure_hardware(worker: Worker) -> Hardware:
 
 
 def measure_operators(engine: Engine, hardware: Hardware, seed: int) -> Operators:
-    """The shares of the hardware's rates that the engine's model reaches, and the host's work, in seconds.
+    """The shares of the hardware's rates that the engine's model reaches,
+    and the host's work, in seconds.
 
     All of it comes from the model's own steps. Three loads take turns, and we compare medians:
 
@@ -565,9 +575,9 @@ def measure_operators(engine: Engine, hardware: Hardware, seed: int) -> Operator
         prompts of long - such products - the host       attention
         a decode of long - a decode of one - 3 spans     reading KV
 
-    What is left of a decode of `one` is the host's work for a step; we count none for a layer. Replies have
-    32 tokens: with 512 tokens per step, the first of the long requests decodes up to 12 before the last has
-    read its prompt, so in most steps all four decode."""
+    What is left of a decode of `one` is the host's work for a step; we count none for a layer.
+    Replies have 32 tokens: with 512 tokens per step, the first of the long requests decodes up to
+    12 before the last has read its prompt, so in most steps all four decode."""
     worker, config = engine.worker, engine.config
     count = max(2, min(config.max_running, 16))
     few = 4

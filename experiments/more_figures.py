@@ -1,4 +1,5 @@
-"""The other figures: of this machine and its parts, of a running server, of many servers, of memory.
+"""The other figures: of this machine and its parts, of a running server, of many servers, of
+memory.
 
     default, profile, check                         the embedded model on this machine
     fig12, kernel, swap, step, scheduling           parts of the engine (microbench.py)
@@ -35,7 +36,8 @@ def under_one_load(options):
 
 
 def default(options) -> Found:
-    """Stateful against stateless on this machine, under a load that the stateless system cannot carry."""
+    """Stateful against stateless on this machine, under a load that the
+    stateless system cannot carry."""
     under_one_load(options)
     systems = "stateless", "gpu cache", "pensieve"
     rows, _ = sweep(systems, [], [HERE[0]._replace(rates=(60.0,))], options)
@@ -49,7 +51,8 @@ def default(options) -> Found:
 
 
 def fleet(options) -> Found:
-    """Servers behind a router, each under the same load. Ratios compare the routers with one server."""
+    """Servers behind a router, each under the same load. Ratios compare
+    the routers with one server."""
     if not at_scale(options):
         raise ValueError("a fleet is simulated, not measured: add --simulate, and no profile of this machine")
     under_one_load(options)
@@ -66,8 +69,8 @@ def fleet(options) -> Found:
 
 
 def of_memory(count: Callable, options) -> Found:
-    """A figure of memory.py. It counts slots and takes seconds from a cost model: --simulate changes
-    nothing."""
+    """A figure of memory.py. It counts slots and takes seconds from a cost model:
+    --simulate changes nothing."""
     return Found(*count(options.seed))
 
 
@@ -88,7 +91,8 @@ def on_device(measure: Callable, options) -> Found:
 
 
 def profile(options) -> Found:
-    """The cost of recomputing a chunk (for --profile) and the rates of this machine (for --hardware)."""
+    """The cost of recomputing a chunk (for --profile) and the rates of
+    this machine (for --hardware)."""
     only_measured(options)
     panel = adapted(HERE, options)[0]
     with closing(build(System(), panel, [], options)) as engine:
@@ -103,10 +107,11 @@ CHECKED = "throughput", "mean_ttft_ms", "normalized_latency_ms"
 
 
 def check(options) -> Found:
-    """The simulator's error: the same loads and systems, measured on this machine and simulated for it.
+    """The simulator's error: the same loads and systems, measured on
+    this machine and simulated for it.
 
-    `profile` measures the machine's rates again before each load, because a shared machine changes. A point's
-    error is |simulated - measured| / measured."""
+    `profile` measures the machine's rates again before each load, because a shared machine changes.
+    A point's error is |simulated - measured| / measured."""
     panel = adapted([HERE[0]._replace(rates=(2.0, 5.0, 10.0, 60.0))], options)[0]       # idle to saturated
     rows = []
     with TemporaryDirectory() as directory:
@@ -126,7 +131,8 @@ def check(options) -> Found:
 
 
 def serve(options) -> Found:
-    """A running server, under clients that resend their history, and under stateful ones if it can."""
+    """A running server, under clients that resend their history, and
+    under stateful ones if it can."""
     only_measured(options)
     under_one_load(options)
     panel = adapted([HERE[0]._replace(rates=(20.0,))], options)[0]

@@ -9,13 +9,13 @@
     Weka, AgentX  requests: t, type, in, out, hash_ids                        s            64 tokens
     ShareGPT, UltraChat, LMSYS-Chat-1M: texts without times
 
-In a trace with sessions `input_length` counts the new tokens of a turn. In the other traces it counts the
-whole context, and we must find the conversations first. A request *continues* an earlier one if it begins
-with the whole prefix of the earlier one (the ids of its full pieces), and is longer than the earlier one with
-its reply.
+In a trace with sessions `input_length` counts the new tokens of a turn. In the other traces it
+counts the whole context, and we must find the conversations first. A request *continues* an earlier
+one if it begins with the whole prefix of the earlier one (the ids of its full pieces), and is
+longer than the earlier one with its reply.
 
-Traces do not tell when a reply ended (only a `delay` counts from there). So we take the whole gap between two
-requests for a think time, and a replay falls behind by the time that the answers take.
+Traces do not tell when a reply ended (only a `delay` counts from there). So we take the whole gap
+between two requests for a think time, and a replay falls behind by the time that the answers take.
 """
 import json
 import math
@@ -38,8 +38,8 @@ def turns_of(messages: Iterable[tuple[str, str]], count_tokens: Callable[[str], 
     """The turns of a conversation's (role, text) messages.
 
     Consecutive messages of one side count as one message, so a system prompt belongs to the user's
-    first message. Empty messages do not count. We drop a reply at the start, which nobody asked for,
-    and a prompt at the end, which nobody answered.
+    first message. Empty messages do not count. We drop a reply at the start, which nobody asked
+    for, and a prompt at the end, which nobody answered.
     """
     counted = [(role in ASSISTANT, count_tokens(text)) for role, text in messages]
     counted = [(is_reply, tokens) for is_reply, tokens in counted if tokens]
@@ -80,7 +80,7 @@ class TraceRequest(NamedTuple):
     arrival: float                  # seconds
     input_tokens: int               # the whole context
     output_tokens: int
-    prefix: list[int]               # an id for each full piece of input. Equal ids: all is equal up to there
+    prefix: list[int]      # an id for each full piece of input. Equal ids: all is equal up to there
 
     @property
     def context(self) -> int:
@@ -104,7 +104,8 @@ def conversations_of(chains: Iterable[list[TraceRequest]]) -> list[PlannedConver
 
 
 def replay(chain: list[TraceRequest]) -> list[PlannedTurn]:
-    """The turns of one conversation's requests: the tokens that each adds, and the time between them."""
+    """The turns of one conversation's requests: the tokens that each
+    adds, and the time between them."""
     turns = [PlannedTurn(chain[0].input_tokens, chain[0].output_tokens)]
     for previous, request in pairwise(chain):
         new_tokens = request.input_tokens - previous.context
@@ -115,8 +116,8 @@ def replay(chain: list[TraceRequest]) -> list[PlannedTurn]:
 def check_unit(path: str, arrivals: list[float], unit: str):
     """ValueError: the times seem to have another unit than `unit`, which this kind of trace has.
 
-    arrivals: in seconds. An hour in ms, read as seconds, makes 42 days; the other way round it makes 3.6 s,
-    with thousands of requests in each."""
+    arrivals: in seconds. An hour in ms, read as seconds, makes 42 days; the other way round it
+    makes 3.6 s, with thousands of requests in each."""
     covered = max(arrivals, default=0) - min(arrivals, default=0)
     if unit == "s" and covered > 30 * 86400:
         raise ValueError(f"{path}: its times cover {covered / 86400:,.0f} days. This kind of trace has "
@@ -139,13 +140,15 @@ def mooncake(path: str) -> list[PlannedConversation]:
 
 
 def sessions(path: str) -> list[PlannedConversation]:
-    """A trace with sessions, as AIPerf and Dynamo write them: the turns of a `session_id`, in order.
+    """A trace with sessions, as AIPerf and Dynamo write them: the turns of a `session_id`, in
+    order.
 
-    A turn comes `delay` ms after the previous reply. A turn without a delay comes as long after the previous
-    turn as their timestamps tell. A session whose first turn has no timestamp begins at 0."""
+    A turn comes `delay` ms after the previous reply. A turn without a delay comes as
+    long after the previous turn as their timestamps tell. A session whose first turn
+    has no timestamp begins at 0."""
     turns: dict[object, list[PlannedTurn]] = {}         # session_id -> its turns so far
     arrivals: dict[object, float] = {}                  # session_id -> when it begins
-    latest: dict[object, float] = {}                    # session_id -> its latest timestamp, in seconds
+    latest: dict[object, float] = {}                # session_id -> its latest timestamp, in seconds
     timestamps: list[float] = []                        # of all sessions
 
     def parse(record):
@@ -194,7 +197,7 @@ def bailian(path: str) -> list[PlannedConversation]:
     check_unit(path, [request.arrival for request in requests.values()], "s")
     check_parents(path, parents)
 
-    chains, ends = [], {}                               # ends: chat_id -> the conversation that ends there
+    chains, ends = [], {}                        # ends: chat_id -> the conversation that ends there
     for chat, request in sorted(requests.items(), key=lambda item: item[1].arrival):
         chain = ends.get(parents[chat])
         if chain and request.continues(chain[-1]):
@@ -229,7 +232,8 @@ def check_parents(path: str, parents: dict[int, int]):
 def weka(path: str) -> list[PlannedConversation]:
     """Weka's and AgentX's coding sessions: one session per line, and we find its conversations.
 
-    All sessions begin at 0. Equal ids of two sessions mean nothing. We leave out what a subagent asks."""
+    All sessions begin at 0. Equal ids of two sessions mean nothing. We
+    leave out what a subagent asks."""
     def parse(record):
         asked = [entry for entry in record["requests"] if entry["type"] != "subagent"]
         return [trace_request(entry["t"], entry["in"], entry["out"], entry["hash_ids"],
@@ -243,18 +247,18 @@ def weka(path: str) -> list[PlannedConversation]:
 def rebuild(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
     """Find out which request continues which. Returns conversations, in the order of their arrival.
 
-    A request continues a conversation if it continues the latest request there. (A request that is not longer
-    than that one with its reply repeats or edits the question; it does not answer the reply.) Of several such
-    conversations we take the one with the longest prefix.
+    A request continues a conversation if it continues the latest request there. (A request that is
+    not longer than that one with its reply repeats or edits the question; it does not answer the
+    reply.) Of several such conversations we take the one with the longest prefix.
 
         request   input   output   prefix
         1           600       50   [7]
         2         1,100       20   [7 8]      continues 1: begins with 7, and 1,100 > 600 + 50
         3         1,200       20   [7 9]      new: the conversation of 1 has moved on to [7 8]
 
-    Many conversations share some prefixes: a system prompt, or a document that many people ask about. If
-    another conversation has had the whole prefix of a request before, then we cannot tell which of the two
-    a later request continues, and let none continue the newer one.
+    Many conversations share some prefixes: a system prompt, or a document that many people ask
+    about. If another conversation has had the whole prefix of a request before, then we cannot tell
+    which of the two a later request continues, and let none continue the newer one.
     """
     ends: dict[int, list[TraceRequest]] = {}    # last id of a conversation's latest prefix -> its requests
     seen: set[int] = set()
@@ -276,7 +280,8 @@ def rebuild(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
 
 
 def continued_end(request: TraceRequest, ends: dict[int, list[TraceRequest]]) -> int | None:
-    """The key in `ends` of the conversation that the request continues; None: it begins a new one."""
+    """The key in `ends` of the conversation that the request continues; None: it begins a new
+    one."""
     for id in reversed(request.prefix):             # the longest prefix first
         if id in ends and request.input_tokens > ends[id][-1].context:
             return id
@@ -292,8 +297,8 @@ class Kind(NamedTuple):
     has_text: bool = False
 
 
-# A file is of the first kind that has a field in common with its first record. So a record of Bailian's that
-# lacks its chat_id is refused, and not read as Mooncake's.
+# A file is of the first kind that has a field in common with its first record. So a record of
+# Bailian's that lacks its chat_id is refused, and not read as Mooncake's.
 KINDS = [
     Kind("ShareGPT", {"conversations"}, sharegpt, has_text=True),
     Kind("UltraChat", {"data"}, ultrachat, has_text=True),
@@ -326,7 +331,8 @@ def load(path: str, tokenizer: str) -> list[PlannedConversation]:
 
 
 def first_record(path: str) -> dict:
-    """The first line as JSON. A file that begins with "[" is ShareGPT's; we do not parse it here."""
+    """The first line as JSON. A file that begins with "[" is ShareGPT's; we do not parse it
+    here."""
     with open(path, "rb") as file:
         start = file.read(1 << 20).lstrip()
         if start.startswith(b"["):

@@ -4,16 +4,16 @@
     python labs/lab.py start 3 ../lab3          a copy of the project to work in
     cd ../lab3; python labs/lab.py check 3      points for each function, and the number of progress
 
-A starter is the whole project; only the bodies of one lab's functions are missing. Each of them is found by
-its qualified name and becomes one line; its signature and docstring stay as they are:
+A starter is the whole project; only the bodies of one lab's functions are missing. Each of them is
+found by its qualified name and becomes one line; its signature and docstring stay as they are:
 
     raise NotImplementedError("lab 3: KVCache.admit")
 
-`check 3 DIR` grades the code in DIR with the tests that lie beside this file. An instructor keeps this file
-and the tests, so nothing that a student edits in DIR/labs or DIR/tests counts.
+`check 3 DIR` grades the code in DIR with the tests that lie beside this file. An instructor keeps
+this file and the tests, so nothing that a student edits in DIR/labs or DIR/tests counts.
 
-Invariant: nothing is kept by hand. Starters, and the results that the tests compare with, come from the
-solved code.
+Invariant: nothing is kept by hand. Starters, and the results that the tests compare
+with, come from the solved code.
 """
 import argparse
 import ast
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "labs" / "tests"
 EXPECTED = Path("labs/expected.json")       # in a starter alone: what its tests compare with
 KEPT_BACK = (".git", ".github", ".ci", "wrong_solutions", "test_labs.py")    # not for students
-TIME_LIMIT = 120                            # seconds of a whole check; each test has a limit of its own
+TIME_LIMIT = 120                        # seconds of a whole check; each test has a limit of its own
 MESSAGE_LINES = 12                          # of a failed test
 
 
@@ -66,7 +66,8 @@ LABS = {
 # ---- starters
 
 def find(source: str, name: str) -> ast.FunctionDef:
-    """The function of that qualified name, such as "KVCache.admit". LookupError if there is none."""
+    """The function of that qualified name, such as "KVCache.admit".
+    LookupError if there is none."""
     node = ast.parse(source)
     for part in name.split("."):
         named = [child for child in node.body if getattr(child, "name", None) == part]
@@ -90,7 +91,8 @@ def blank(source: str, name: str, number: int) -> str:
 
 
 def start(number: int, directory: Path):
-    """Write the starter of a lab. ValueError if the directory has files, or is a part of the project."""
+    """Write the starter of a lab. ValueError if the directory has files,
+    or is a part of the project."""
     if directory.exists() and any(directory.iterdir()) or ROOT in [directory, *directory.parents]:
         raise ValueError(f"{directory} must be a new or empty directory outside of {ROOT}")
     if (ROOT / EXPECTED).exists():
@@ -108,8 +110,8 @@ def start(number: int, directory: Path):
 
 
 def expected_results(number: int, seed: int):
-    """What the solved code does with that seed. None if the lab's tests need no such thing. In a starter:
-    what `start` has written there, for seed 0."""
+    """What the solved code does with that seed. None if the lab's tests need no such thing. In a
+    starter: what `start` has written there, for seed 0."""
     if (ROOT / EXPECTED).exists():
         return json.loads((ROOT / EXPECTED).read_text())
     if not LABS[number].compares:
@@ -123,8 +125,8 @@ def test_file(number: int) -> str:
 
 
 def run_python(arguments: list[str], code: Path, check=False, timeout=None, **environment):
-    """Python in a process of its own, which imports the project from `code`, but tests and their helpers from
-    here."""
+    """Python in a process of its own, which imports the project from `code`, but tests
+    and their helpers from here."""
     path = os.pathsep.join(map(str, (ROOT / "tests", code)))
     environment = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environment}
     return subprocess.run([sys.executable, *arguments], cwd=TESTS, env=environment, check=check,
@@ -158,7 +160,8 @@ def grade(number: int, code: Path, seed: int = 0, *pytest_flags: str) -> Graded:
         except subprocess.TimeoutExpired:
             output = f"The tests were stopped after {TIME_LIMIT} s.\n"
         lines = results.read_text().splitlines() if results.exists() else []
-    # Each test comes twice, first as one that has not passed: so none is lost if the check is stopped.
+    # Each test comes twice, first as one that has not passed: so none is
+    # lost if the check is stopped.
     tests = {test["name"]: test for test in map(json.loads, lines)}
     return Graded(list(tests.values()), output, time.monotonic() - begin)
 
