@@ -38,7 +38,8 @@ class Found(NamedTuple):
 
 
 def ratio(name: str, ours: float, options, paper: float | None = None) -> dict:
-    return dict(name=name, paper=paper, ours=ours, how="simulated" if options.simulate else "measured")
+    return dict(name=name, paper=paper, ours=ours,
+                how="simulated" if options.simulate else "measured")
 
 
 class Figure(NamedTuple):
@@ -51,24 +52,27 @@ class Figure(NamedTuple):
     seeds: int = 1              # loads of other seeds over which it is repeated, to know the spread
 
 
-def sweep(systems: tuple[str, ...], simulated: list[Panel], measured: list[Panel], options) -> Found:
+def sweep(systems: tuple[str, ...], simulated: list[Panel], measured: list[Panel],
+          options) -> Found:
     """Run every system in every panel. Ratios compare the last system with each of the others.
 
     simulated, measured: the panels at the paper's scale, and those of this machine.
     ValueError: the figure has no panels at the scale that the flags ask for."""
     panels = simulated if at_scale(options) else measured
     if not panels:
-        raise ValueError("this figure is of one machine: leave --simulate out, add --hardware with its "
-                         "profile, or name one of the paper's figures, such as fig10")
+        raise ValueError("this figure is of one machine: leave --simulate out, add --hardware with "
+                         "its profile, or name one of the paper's figures, such as fig10")
     panels = adapted(panels, options)
     tasks = [(panel, system, options) for panel in panels for system in systems]
-    curves = {task[:2]: curve for task, curve in zip(tasks, mapped(play_curve, tasks, "curve", options))}
+    curves = {task[:2]: curve
+              for task, curve in zip(tasks, mapped(play_curve, tasks, "curve", options))}
     *others, last = systems
     ratios = []
     for panel in panels:
         for other in others:
             paper = {"vllm then": panel.paper, "stateless, fused": panel.paper_fused}.get(other)
-            ratios.append(compared(panel, curves[panel, other], curves[panel, last], paper, options))
+            ratios.append(compared(panel, curves[panel, other], curves[panel, last], paper,
+                                   options))
     return Found(list(chain(*curves.values())), ratios)
 
 
@@ -79,13 +83,15 @@ def adapted(panels: list[Panel], options) -> list[Panel]:
     A --trace replaces all panels by one, at the paper's scale for a long-context model on H100
     GPUs. ValueError: the flags contradict each other."""
     if options.trace:
-        has_times = any(conversation.arrival or any(turn.think_seconds for turn in conversation.turns)
+        has_times = any(conversation.arrival
+                        or any(turn.think_seconds for turn in conversation.turns)
                         for conversation in options.conversations)
         rates, think = ((None,), "own") if has_times else (panels[0].rates, panels[0].think)
         if has_times and options.think:
             raise ValueError("this trace has its own times: leave --think out")
         model, gpus = ("llama2-13b-gqa", 4) if at_scale(options) else (panels[0].model, 1)
-        panels = [Panel(model, Path(options.trace).stem, rates, gpus=gpus, hardware="h100", think=think)]
+        panels = [Panel(model, Path(options.trace).stem, rates, gpus=gpus, hardware="h100",
+                        think=think)]
     if options.cpu_gb and not at_scale(options):
         raise ValueError("--cpu-gb is for the paper's machines: give --cpu-cache-tokens instead")
     changes = {field: value for field in Panel._fields
@@ -100,8 +106,8 @@ def mapped(function: Callable, tasks: list, unit: str, options) -> list:
     """function(task) for each task. Simulations run on all cores at once, measured runs one by one.
 
     A progress bar counts the tasks that are done. unit: what one of them is, such as "run"."""
-    progress = partial(tqdm, desc=f"{unit}s of {options.figure}", total=len(tasks), unit=unit, leave=False,
-                       disable=None)
+    progress = partial(tqdm, desc=f"{unit}s of {options.figure}", total=len(tasks), unit=unit,
+                       leave=False, disable=None)
     jobs = min(options.jobs, len(tasks)) if options.simulate else 1
     if jobs == 1:
         return list(progress(map(function, tasks)))
@@ -134,7 +140,8 @@ def play_curve(task: tuple[Panel, str, argparse.Namespace]) -> list[dict]:
     return [rows[rate] for rate in sorted(rows)]
 
 
-def compared(panel: Panel, other: list[dict], last: list[dict], paper: float | None, options) -> dict:
+def compared(panel: Panel, other: list[dict], last: list[dict], paper: float | None,
+             options) -> dict:
     """The ratio of two curves: of their throughputs at the panel's at_ms.
 
     If the panel has no at_ms, we compare the latencies at the highest rate."""
@@ -175,7 +182,8 @@ def throughput_at(curve: list[tuple[float, float]], at_ms: float) -> float:
 def over_seeds(run: Callable, seeds: int, options) -> Found:
     """The figure for `seeds` loads. A row tells its seed; a ratio is the mean, with the
     standard deviation as its spread."""
-    each = [run(argparse.Namespace(**vars(options) | dict(seed=options.seed + n))) for n in range(seeds)]
+    each = [run(argparse.Namespace(**vars(options) | dict(seed=options.seed + n)))
+            for n in range(seeds)]
     if seeds == 1:
         return each[0]
     rows = [row | dict(seed=options.seed + n) for n, found in enumerate(each) for row in found.rows]

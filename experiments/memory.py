@@ -30,27 +30,32 @@ from experiments.simulator import HARDWARE, OPERATORS, SimulatedWorker, VirtualC
 
 LIMIT = 2048                    # tokens of a context of OPT
 SLOTS = 15_700                  # of OPT-13B on one A100 with 40 GB (the paper's Table 1)
-MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}    # tokens of prompt and reply (Figure 11)
+# mean tokens of prompt and reply (Figure 11)
+MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}
 SIGMAS = 1.2, 0.8               # of the logarithms of these lengths
 MAX_RUNNING = 256               # requests at a time, as in our other simulations
 WASTE_TOKENS, SHARING_REQUESTS = 400_000, 300           # how much of each dataset is played
 
 # What the paper reports: shares of slots in percent (Figure 2), requests at once (Figure 13, at 2
 # and at 30 requests per second), and slots saved in percent (Figure 15) by (system, replies).
-PUBLISHED_USE = {"whole context": 20.4, "power of two": 26.8, "true length": 38.2, "chunks of 16": 96.3}
+PUBLISHED_USE = {"whole context": 20.4, "power of two": 26.8, "true length": 38.2,
+                 "chunks of 16": 96.3}
 PUBLISHED_RUNNING = {
-    "sharegpt": {"whole context": 7.00, "power of two": 9.81, "true length": 13.62, "chunks of 16": 30.42},
-    "alpaca": {"whole context": 7.00, "power of two": 43.24, "true length": 72.75, "chunks of 16": 132.44}}
+    "sharegpt": {"whole context": 7.00, "power of two": 9.81, "true length": 13.62,
+                 "chunks of 16": 30.42},
+    "alpaca": {"whole context": 7.00, "power of two": 43.24, "true length": 72.75,
+               "chunks of 16": 132.44}}
 PUBLISHED_SAVING = {("parallel sampling", 2): 6.09, ("parallel sampling", 4): 8.53,
-                    ("parallel sampling", 6): 9.79, ("beam search", 2): 37.56, ("beam search", 4): 53.13,
-                    ("beam search", 6): 55.16}
+                    ("parallel sampling", 6): 9.79, ("beam search", 2): 37.56,
+                    ("beam search", 4): 53.13, ("beam search", 6): 55.16}
 
 
 def lengths_of(dataset: str, requests: int, seed: int) -> list[tuple[int, int]]:
     """(prompt tokens, reply tokens) of so many requests: lognormal.
     Those above LIMIT are left out."""
     means, sigmas = np.array(MEANS[dataset]), np.array(SIGMAS)
-    drawn = np.random.default_rng(seed).lognormal(np.log(means) - sigmas**2 / 2, sigmas, (requests, 2))
+    mu = np.log(means) - sigmas**2 / 2
+    drawn = np.random.default_rng(seed).lognormal(mu, sigmas, (requests, 2))
     lengths = np.maximum(np.rint(drawn), 1).astype(int)
     return list(map(tuple, lengths[lengths.sum(axis=1) <= LIMIT].tolist()))
 
@@ -124,9 +129,11 @@ def power_of_two(number: int) -> int:
 
 RULES = {
     "whole context": lambda: Buddies(SLOTS, lambda prompt, reply: LIMIT),
-    "power of two": lambda: Buddies(SLOTS, lambda prompt, reply: min(prompt + power_of_two(reply), LIMIT)),
+    "power of two": lambda: Buddies(
+        SLOTS, lambda prompt, reply: min(prompt + power_of_two(reply), LIMIT)),
     "true length": lambda: Buddies(SLOTS, lambda prompt, reply: prompt + reply),
-} | {f"chunks of {size}": lambda size=size: Chunks(SLOTS, size) for size in (1, 2, 4, 8, 16, 32, 64, 128)}
+} | {f"chunks of {size}": lambda size=size: Chunks(SLOTS, size)
+     for size in (1, 2, 4, 8, 16, 32, 64, 128)}
 
 OURS = {"ours, stateless": dict(stateless=True), "ours": {}}        # flags of Engine
 
@@ -211,15 +218,16 @@ def waste(seed: int) -> tuple[list[dict], list[dict]]:
     ratios, by_name = [], {(row["dataset"], row["system"]): row for row in rows}
     for (dataset, name), row in by_name.items():
         paper = PUBLISHED_USE.get(name) if dataset == "sharegpt" else None
-        ratios.append(ratio(f"{dataset}, {name}: slots that hold KV, %", 100 * row["kv_share"], paper,
-                            how="simulated"))
+        ratios.append(ratio(f"{dataset}, {name}: slots that hold KV, %", 100 * row["kv_share"],
+                            paper, how="simulated"))
         ratios.append(ratio(f"{dataset}, {name}: requests at once", row["running"],
                             PUBLISHED_RUNNING[dataset].get(name), how="simulated"))
     for dataset in MEANS:
         best = by_name[dataset, "chunks of 16"]["tokens_per_second"]
         for name in ("whole context", "power of two", "true length", *OURS):
             gain = best / by_name[dataset, name]["tokens_per_second"]
-            ratios.append(ratio(f"{dataset}: throughput, chunks of 16 / {name}", gain, how="simulated"))
+            ratios.append(ratio(f"{dataset}: throughput, chunks of 16 / {name}", gain,
+                                how="simulated"))
     return rows, ratios
 
 
@@ -229,13 +237,14 @@ def waste_row(system: str, dataset: str, steps: Iterable[tuple[int, int, float]]
     steps = np.array(list(steps))                                           # [steps, 3]
     kv, running, seconds = steps[len(steps) // 10:].T
     total = seconds.sum()
-    return dict(system=system, model="opt-13b", dataset=dataset, kv_share=kv @ seconds / total / SLOTS,
+    return dict(system=system, model="opt-13b", dataset=dataset,
+                kv_share=kv @ seconds / total / SLOTS,
                 running=running @ seconds / total, tokens_per_second=running.sum() / total)
 
 
 def simulated_worker() -> SimulatedWorker:
-    return SimulatedWorker(PRESETS["opt-13b"], HARDWARE["a100"], OPERATORS["eager"], VirtualClock(), SLOTS,
-                           num_places=0, max_context=LIMIT)
+    return SimulatedWorker(PRESETS["opt-13b"], HARDWARE["a100"], OPERATORS["eager"], VirtualClock(),
+                           SLOTS, num_places=0, max_context=LIMIT)
 
 
 # ---- sharing
@@ -244,7 +253,8 @@ def sharing(seed: int) -> tuple[list[dict], list[dict]]:
     """Rows and ratios: the share of slots that are saved because replies
     to one prompt share chunks."""
     rows, ratios = [], []
-    for dataset, (system, saved_slots), chunk, replies in product(MEANS, WAYS.items(), (16, 32), (2, 4, 6)):
+    cases = product(MEANS, WAYS.items(), (16, 32), (2, 4, 6))
+    for dataset, (system, saved_slots), chunk, replies in cases:
         rng, all_saved, all_slots = np.random.default_rng(seed), 0, 0
         for prompt, reply in lengths_of(dataset, SHARING_REQUESTS, seed):
             saved, slots = saved_slots(prompt, reply, replies, chunk, rng)
@@ -252,7 +262,8 @@ def sharing(seed: int) -> tuple[list[dict], list[dict]]:
         share = all_saved / all_slots
         rows.append(dict(system=system, model="any", dataset=dataset, chunk=chunk, replies=replies,
                          saved=share))
-        paper = PUBLISHED_SAVING.get((system, replies)) if (dataset, chunk) == ("alpaca", 16) else None
+        is_published = (dataset, chunk) == ("alpaca", 16)
+        paper = PUBLISHED_SAVING.get((system, replies)) if is_published else None
         name = f"{dataset}, {system}, {replies} replies, chunks of {chunk}: slots saved, %"
         ratios.append(ratio(name, 100 * share, paper))
     return rows, ratios

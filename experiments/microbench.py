@@ -2,7 +2,7 @@
 
 A figure is a function (device, seed) -> (rows, ratios):
 
-    kernel        attention: Figure 12, decodes, prompts, a mixed batch (rivals.py has the baselines)
+    kernel        attention: Figure 12, decodes, prompts, a mixed batch (baselines: rivals.py)
     swap          copies between the tiers: alone, and behind a step
     step          decodes and prompts through the whole engine
     scheduling    the host's work for a step, beside many idle conversations
@@ -31,7 +31,8 @@ from checkpoint import PRESETS, random_model
 from engine import Engine
 from experiments.curves import Found
 from experiments.rivals import Scene, ours, packed, rivals, rounds
-from experiments.simulator import HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker, VirtualClock
+from experiments.simulator import (HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker,
+                                   VirtualClock)
 from kv_cache import Conversation, Ticket
 from kv_pool import KVPool
 from loading import speed_up
@@ -136,14 +137,15 @@ def decodes(bench: Bench, seed: int, model: str, batch: int, context: int):
     """One query per request, over shuffled slots and over slots in order."""
     scene = bench.scene(model, [1] * batch, [context] * batch, seed)
     in_order = bench.scene(model, [1] * batch, [context] * batch, seed, shuffled=False)
-    found = compare(bench, "decode", scene, {"ours": ours(scene), "ours, slots in order": ours(in_order)})
+    found = compare(bench, "decode", scene,
+                    {"ours": ours(scene), "ours, slots in order": ours(in_order)})
     shuffled, ordered = found.values()
     case = f"decode, {model}, batch {batch}, {context} tokens"
     bench.ratio(f"{case}: bytes per second / device copy",
                 shuffled["gbytes_per_second"] / shuffled["copy_gbytes_per_second"],
                 must=0.85 if batch > 1 else 0.55)
-    bench.ratio(f"{case}: speed, shuffled / sequential slots", ordered["seconds"] / shuffled["seconds"],
-                must=0.97)
+    bench.ratio(f"{case}: speed, shuffled / sequential slots",
+                ordered["seconds"] / shuffled["seconds"], must=0.97)
 
 
 def prompts(bench: Bench, seed: int, model: str, length: int, short: int, history: int):
@@ -159,7 +161,8 @@ def prompts(bench: Bench, seed: int, model: str, length: int, short: int, histor
 
     scene = bench.scene(model, [short] * 4, [history + short] * 4, seed)
     found = compare(bench, "short prompts", scene, rivals(scene))
-    bench.ratio(f"{short} tokens over {history}, batch 4: floor / time", found["ours"]["share"], must=0.5)
+    bench.ratio(f"{short} tokens over {history}, batch 4: floor / time", found["ours"]["share"],
+                must=0.5)
 
 
 def mixed(bench: Bench, seed: int, model: str, q_len: list[int], kv_len: list[int]):
@@ -179,7 +182,8 @@ def kernel(device: str, seed: int) -> Found:
         decodes(bench, seed, "llama2-13b-gqa", 64, 16384)
         decodes(bench, seed, "llama2-70b", 1, 32768)
         prompts(bench, seed, "llama2-13b", 8192, 64, 16384)
-        mixed(bench, seed, "llama2-13b", [1] * 32 + [64] * 4 + [1024], [2048] * 32 + [4096] * 4 + [1024])
+        mixed(bench, seed, "llama2-13b", [1] * 32 + [64] * 4 + [1024],
+              [2048] * 32 + [4096] * 4 + [1024])
     else:
         figure_12(bench, seed, "opt-125m", 4, [128, 512])
         decodes(bench, seed, "opt-125m", 8, 256)
@@ -329,7 +333,8 @@ def time_steps(engine: Engine, batch: int, prompt: int, new: int, seed: int, dur
         engine.step()
         return time.perf_counter() - start
 
-    tokens = np.random.default_rng(seed).integers(engine.worker.vocab_size, size=(batch, prompt)).tolist()
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(engine.worker.vocab_size, size=(batch, prompt)).tolist()
     handles = [engine.submit(one, None, max_tokens=new, ignore_eos=True) for one in tokens]
     first = 0.0
     while not all(handle.token_ids for handle in handles):
@@ -351,8 +356,8 @@ def time_transformers(model, batch: int, prompt: int, new: int, seed: int) -> tu
         return torch.zeros(batch, dtype=torch.bool)
 
     start = time.perf_counter()
-    model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=new,
-                   min_new_tokens=new, stopping_criteria=[note])
+    model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False,
+                   max_new_tokens=new, min_new_tokens=new, stopping_criteria=[note])
     return times[0] - start, median(np.diff(times))
 
 
@@ -388,7 +393,8 @@ def small_steps(bench: Bench, seed: int, prompt: int = 128, new: int = 16, whole
     engine = Engine("opt-125m", random_weights=True, device="cpu", gpu_cache_tokens=4 * whole,
                     cpu_cache_tokens=0, max_batch_tokens=whole)
     systems = {"ours": partial(time_steps, engine, seed=seed)}
-    cases = single, eight, long = (1, prompt, new), (8, prompt, new), (1, whole, 2)    # batch, prompt, new
+    # batch, prompt, new
+    cases = single, eight, long = (1, prompt, new), (8, prompt, new), (1, whole, 2)
     for case in cases:
         systems["ours"](*case)              # the first write of memory is slow
     weights_and_cache = read_bytes(engine.worker, 0, 0) + engine.worker.pool.gpu.nbytes
@@ -413,18 +419,22 @@ def small_steps(bench: Bench, seed: int, prompt: int = 128, new: int = 16, whole
         bench.row(name, "opt-125m", f"decode, batch {batch}", context, decode, moved)
         if case == single:
             bench.ratio(f"decode, batch 1, {name}: bytes per second / read bandwidth",
-                        moved / decode / median(reads), must=0.75 if name == "ours" else None, on="cpu")
+                        moved / decode / median(reads), must=0.75 if name == "ours" else None,
+                        on="cpu")
     if library:
         bench.ratio("decode, batch 8: speed, ours / transformers",
-                    medians["transformers", eight][1] / medians["ours", eight][1], must=1.8, on="cpu")
+                    medians["transformers", eight][1] / medians["ours", eight][1], must=1.8,
+                    on="cpu")
         bench.ratio(f"prompt of {whole}: speed, ours / transformers",
                     medians["transformers", long][0] / medians["ours", long][0], must=1.5, on="cpu")
 
 
-def large_steps(bench: Bench, seed: int, model: str = "llama2-13b", prompt: int = 1024, new: int = 64):
+def large_steps(bench: Bench, seed: int, model: str = "llama2-13b", prompt: int = 1024,
+                new: int = 64):
     """On a GPU: decodes against reading at copy bandwidth, decodes beside a prompt, and how long
     the GPU waits for the host."""
-    engine = Engine(model, random_weights=True, device=bench.device, gpu_cache_tokens=40 * (prompt + new),
+    engine = Engine(model, random_weights=True, device=bench.device,
+                    gpu_cache_tokens=40 * (prompt + new),
                     cpu_cache_tokens=0, max_batch_tokens=32 * prompt)
     context = prompt + new // 2             # in the middle of the reply
     decodes = {}                            # batch -> seconds
@@ -451,7 +461,8 @@ def large_steps(bench: Bench, seed: int, model: str = "llama2-13b", prompt: int 
 def mixed_steps(bench: Bench, model: str, worker: Worker, context: int, seed: int, batch: int = 32):
     """On a GPU: decodes, and one short prompt behind half of a context; replayed as a CUDA graph,
     and launched kernel by kernel."""
-    *requests, last = [cached_request(worker, row, list(range(row * context, (row + 1) * context)), seed)
+    *requests, last = [cached_request(worker, row, list(range(row * context, (row + 1) * context)),
+                                      seed)
                        for row in range(batch + 1)]
     decoding = [Span(request, context - 1, context) for request in requests]
     for prompt in (16, 64, 200):
@@ -466,7 +477,8 @@ def mixed_steps(bench: Bench, model: str, worker: Worker, context: int, seed: in
         taken = in_turns("cpu", {"replayed": run, "launched": launched}, repeats=10)
         for name, seconds in taken.items():
             bench.row(name, model, f"{batch} decodes, a prompt", prompt, seconds)
-        bench.ratio(f"{batch} decodes and a prompt of {prompt}: time, launched / replayed as a graph",
+        bench.ratio(f"{batch} decodes and a prompt of {prompt}: "
+                    "time, launched / replayed as a graph",
                     taken["launched"] / taken["replayed"])
 
 
@@ -500,7 +512,8 @@ def scheduling(device: str, seed: int) -> Found:
     few, h200_step, many = rows[0]["seconds"], rows[1]["seconds"], rows[-2]["seconds"]
     kind = dict(paper=None, how="measured")
     ratios = [
-        dict(name="scheduling: 100,000 idle conversations / 100", ours=many / few, must=1.5, **kind),
+        dict(name="scheduling: 100,000 idle conversations / 100", ours=many / few, must=1.5,
+             **kind),
         dict(name="scheduling: share of an OPT-13B step", ours=few / h200_step, must=0.05, **kind)]
     return Found(rows, ratios)
 
@@ -513,9 +526,10 @@ def decoding_engine(idle: int, running: int, context: int, steps: int) -> Engine
     conversations the slots are full, so every new token takes a slot from one of them."""
     clock = VirtualClock()
     num_slots = 2 * running * (context + 2 * steps) + 8 * idle
-    worker = SimulatedWorker(PRESETS["opt-13b"], HARDWARE["h200"], OPERATORS["eager"], clock, num_slots,
-                             num_places=idle + 1000, max_context=2048)
-    engine = Engine("opt-13b", worker=worker, clock=clock, max_running=running, max_batch_tokens=8192)
+    worker = SimulatedWorker(PRESETS["opt-13b"], HARDWARE["h200"], OPERATORS["eager"], clock,
+                             num_slots, num_places=idle + 1000, max_context=2048)
+    engine = Engine("opt-13b", worker=worker, clock=clock, max_running=running,
+                    max_batch_tokens=8192)
     for n in range(idle):
         engine.generate([0] * 15, f"idle {n}", max_tokens=1, ignore_eos=True)
     handles = [engine.submit([0] * context, f"running {n}", max_tokens=2 * steps, ignore_eos=True)
@@ -568,7 +582,7 @@ def measure_operators(engine: Engine, hardware: Hardware, seed: int) -> Operator
 
         one     1 request with a prompt of 8 tokens
         many    16 requests with prompts of 32
-        long    4 requests with prompts of 2,048, or fewer, so that together they fill half of the GPU tier
+        long    4 requests with prompts of 2,048, or fewer: together they fill half of the GPU tier
 
         a decode of many - a decode of one               the host's work for 15 spans
         prompts of many - a decode of many               matrix products of 512 tokens
@@ -592,8 +606,8 @@ def measure_operators(engine: Engine, hardware: Hardware, seed: int) -> Operator
     reading = long - one - (few - 1) * per_span
 
     def simulated(operators: Operators, memory: float) -> SimulatedWorker:
-        return SimulatedWorker(worker.model.config, hardware._replace(memory=memory), operators, None, 1, 0,
-                               worker.max_context, worker.chunk_size)
+        return SimulatedWorker(worker.model.config, hardware._replace(memory=memory), operators,
+                               None, 1, 0, worker.max_context, worker.chunk_size)
 
     def share(ideal: float, seconds: float) -> float:
         """Noise of a busy machine must not make it 0 or more than 1."""

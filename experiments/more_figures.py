@@ -25,7 +25,8 @@ from experiments.curves import Figure, Found, adapted, mapped, ratio, sweep
 from experiments.figures import costs
 from experiments.fleet import ROUTERS, play_fleet
 from experiments.remote import RemoteEngine
-from experiments.run import HERE, Panel, System, at_scale, build, drive, planned, play, summary, window
+from experiments.run import (HERE, Panel, System, at_scale, build, drive, planned, play, summary,
+                             window)
 from experiments.workload import cut_to_context
 
 
@@ -46,7 +47,8 @@ def default(options) -> Found:
     ratios = [ratio("throughput, pensieve / stateless", gain, options)]
     # The last ratio is the gain that we could expect if every computed token cost the same.
     for name in ("mean_normalized_latency_ms", "mean_ttft_ms", "computed_tokens"):
-        ratios.append(ratio(f"{name}, stateless / pensieve", stateless[name] / pensieve[name], options))
+        ratios.append(ratio(f"{name}, stateless / pensieve", stateless[name] / pensieve[name],
+                            options))
     return Found(rows, ratios)
 
 
@@ -54,7 +56,8 @@ def fleet(options) -> Found:
     """Servers behind a router, each under the same load. Ratios compare
     the routers with one server."""
     if not at_scale(options):
-        raise ValueError("a fleet is simulated, not measured: add --simulate, and no profile of this machine")
+        raise ValueError("a fleet is simulated, not measured: add --simulate, and no profile of "
+                         "this machine")
     under_one_load(options)
     panel, = adapted([Panel("opt-13b", "sharegpt", (2.0,))], options)
     alone = play_fleet((panel, 1, "consistent hashing", options))
@@ -112,11 +115,13 @@ def check(options) -> Found:
 
     `profile` measures the machine's rates again before each load, because a shared machine changes.
     A point's error is |simulated - measured| / measured."""
-    panel = adapted([HERE[0]._replace(rates=(2.0, 5.0, 10.0, 60.0))], options)[0]       # idle to saturated
+    idle_to_saturated = (2.0, 5.0, 10.0, 60.0)
+    panel = adapted([HERE[0]._replace(rates=idle_to_saturated)], options)[0]
     rows = []
     with TemporaryDirectory() as directory:
         machine = Path(directory) / "machine.json"
-        simulation = argparse.Namespace(**vars(options) | dict(simulate=True, hardware=str(machine)))
+        simulation = argparse.Namespace(**vars(options) | dict(simulate=True,
+                                                               hardware=str(machine)))
         for rate in panel.rates:
             machine.write_text(json.dumps(dict(rows=profile(options).rows)))
             for system in ("stateless", "gpu cache", "pensieve"):
@@ -126,7 +131,8 @@ def check(options) -> Found:
     points, ratios = list(zip(rows[::2], rows[1::2])), []
     for name in CHECKED:
         error = mean(abs(simulated[name] / measured[name] - 1) for measured, simulated in points)
-        ratios.append(ratio(f"{name}: mean absolute error of {len(points)} points, %", 100 * error, options))
+        ratios.append(ratio(f"{name}: mean absolute error of {len(points)} points, %", 100 * error,
+                            options))
     return Found(rows, ratios)
 
 
@@ -151,7 +157,8 @@ def serve(options) -> Found:
 def drive_server(system: str, panel: Panel, options) -> dict:
     """The row of one kind of clients, under the names that `vllm bench serve` uses."""
     rate = panel.rates[0]
-    engine = RemoteEngine(options.url, options.server_key, options.model, stateful=system == "stateful")
+    engine = RemoteEngine(options.url, options.server_key, options.model,
+                          stateful=system == "stateful")
     limit = engine.limit // 2               # the server's chat template adds tokens of its own
     users = list(cut_to_context(planned(panel, rate, options), limit))
     if not users:
@@ -182,33 +189,42 @@ MORE = {
         "request_rate", "normalized_latency_ms",
         bars=("mean_ttft_ms", "normalized_latency_ms", "throughput", "computed_tokens")),
     "fleet": Figure(
-        fleet, "1, 4, 16 and 64 servers behind three kinds of routers (simulated only: half an hour)",
+        fleet,
+        "1, 4, 16 and 64 servers behind three kinds of routers (simulated only: half an hour)",
         "servers", "normalized_latency_ms",
         ("system", "servers", "hit_rate", "busiest_server", "throughput", "normalized_latency_ms",
          "p99_ttft_ms", "mean_ttft_ms")),
     "waste": Figure(
-        partial(of_memory, memory.waste), "how many slots of a cache hold KV, by who gives them (1 minute)",
-        "running", "tokens_per_second", ("system", "dataset", "kv_share", "running", "tokens_per_second")),
+        partial(of_memory, memory.waste),
+        "how many slots of a cache hold KV, by who gives them (1 minute)",
+        "running", "tokens_per_second",
+        ("system", "dataset", "kv_share", "running", "tokens_per_second")),
     "sharing": Figure(
-        partial(of_memory, memory.sharing), "slots that several replies to a prompt save together (20 s)",
+        partial(of_memory, memory.sharing),
+        "slots that several replies to a prompt save together (20 s)",
         "replies", "saved", ("system", "dataset", "chunk", "replies", "saved")),
     "serve": Figure(
-        serve, "a running server (--url), for clients that resend their history or need not (1 minute)",
+        serve,
+        "a running server (--url), for clients that resend their history or need not (1 minute)",
         "request_rate", "mean_ttft_ms"),
     "profile": Figure(
         profile, "the rates of this machine, to be saved for --hardware and --profile (15 s)",
         "context", "seconds", ("system", "context", "seconds", "name", "value")),
     "check": Figure(
-        check, "the simulator's error on this machine: twelve points, measured and simulated (13 minutes)",
+        check,
+        "the simulator's error on this machine: twelve points, measured and simulated (13 minutes)",
         "request_rate", "normalized_latency_ms", ("system", "how", "request_rate", *CHECKED)),
     "fig12": microbenchmark(
         microbench.kernel, "another name of kernel (15 s)", *RATES),
     "kernel": microbenchmark(
-        microbench.kernel, "attention over scattered slots, against other ways to compute it (15 s)", *RATES),
+        microbench.kernel,
+        "attention over scattered slots, against other ways to compute it (15 s)", *RATES),
     "swap": microbenchmark(
         microbench.swap, "copies between the tiers, alone and behind a step (1 minute)", *RATES),
     "step": microbenchmark(
-        microbench.step, "decodes and prompts through the engine, and in transformers (40 s)", *RATES),
+        microbench.step, "decodes and prompts through the engine, and in transformers (40 s)",
+        *RATES),
     "scheduling": microbenchmark(
-        microbench.scheduling, "the host's work for a step, beside 100,000 idle conversations (2 minutes)"),
+        microbench.scheduling,
+        "the host's work for a step, beside 100,000 idle conversations (2 minutes)"),
 }

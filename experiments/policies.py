@@ -1,10 +1,10 @@
 """Eviction policies that no server offers: `bench.py fig14` compares them with the others.
 
-    literal idleness    the paper to the letter; shows what it costs to evict a conversation whose turn waits
+    literal idleness    the paper to the letter, which evicts a conversation whose turn waits
     tail-optimized      LRU, but first the chunks whose loss would not make the next answer late
-    reuse by category   the chance that a conversation of this category returns within the next minutes
+    reuse by category   the chance that a conversation of this category returns within minutes
     expected cost       ours: the recomputation that one more second in the cache saves on average
-    oracle              knows when each conversation returns; shows how far any policy is from the best
+    oracle              knows when each conversation returns: how far any policy is from the best
 
 A policy of your own is a class like these and a line in `EXPERIMENTS`; then `bench.py fig14`
 compares it, too. `eviction.Policy` says what a policy answers.

@@ -1,7 +1,7 @@
 """Anyone's chat server, driven like an engine, over HTTP: `python bench.py serve`.
 
     resend      POST /v1/chat/completions with the whole visible history, as every chat client does
-    stateful    POST /v1/responses with the new message and previous_response_id, where the server has it
+    stateful    POST /v1/responses with the new message and previous_response_id, where it exists
 
 `RemoteEngine` offers what `experiments.run.drive` needs of an engine: submit, step and clock. Each
 turn reads its stream in a thread of its own.
@@ -56,7 +56,8 @@ class RemoteTurn:
 class RemoteEngine:
     """A running server. ValueError: it does not answer as it should."""
 
-    def __init__(self, url: str, key: str | None = None, model: str | None = None, stateful: bool = False):
+    def __init__(self, url: str, key: str | None = None, model: str | None = None,
+                 stateful: bool = False):
         """url: the server's, with or without /v1. key: its API key. model: None
         takes the first that it serves."""
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -133,7 +134,8 @@ class RemoteEngine:
         """A turn through chat completions."""
         history = self.histories.setdefault(conversation, [])
         history.append(message)
-        body = dict(extra, messages=history, max_tokens=max_tokens, stream_options=dict(include_usage=True))
+        body = dict(extra, messages=history, max_tokens=max_tokens,
+                    stream_options=dict(include_usage=True))
         for event in self.events("/v1/chat/completions", body):
             if told := event.get("usage"):
                 turn.usage = usage(told["prompt_tokens"], told["completion_tokens"],
@@ -183,8 +185,8 @@ class RemoteEngine:
             reason = error.read(500).decode(errors="replace")
             raise ValueError(f"{self.url}{path} answers {error.code}: {reason}") from error
         except (OSError, ValueError) as error:
-            raise ValueError(f"{self.url} cannot be reached ({error}): start a server, or name one with --url"
-                             ) from error
+            raise ValueError(f"{self.url} cannot be reached ({error}): start a server, "
+                             "or name one with --url") from error
 
 
 def usage(prompt_tokens: int, completion_tokens: int, details: dict | None) -> dict:

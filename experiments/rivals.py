@@ -4,9 +4,9 @@ A `Scene` holds queries and a KV cache. Each baseline is a function that prepare
 could have prepared before the step, and returns run(n): the n-th call of the attention alone.
 
     ours                 the kernel of attention_kernel.py: looks up every slot
-    contiguous           the ideal: each context already lies in one piece of memory, as in no server
-    copy-out             the paper's first straw man: copies each context into one piece, then attends
-    a round per token    the paper's second: a kernel for one query per request, called once for each query
+    contiguous           the ideal: each context lies in one piece of memory, as in no server
+    copy-out             the paper's first straw man: copies contexts into one piece, then attends
+    a round per token    the paper's second: a kernel for one query per request, run for each
     packed               transformers' "paged|sdpa": all contexts in one sequence, under one mask
     FA3, FlashInfer      other libraries' kernels, where they are installed
 
@@ -37,8 +37,8 @@ class Scene:
     Successive calls read different sets.
     """
 
-    def __init__(self, device: str, dtype: torch.dtype, model: str, q_len: list[int], kv_len: list[int],
-                 seed: int, shuffled: bool = True):
+    def __init__(self, device: str, dtype: torch.dtype, model: str, q_len: list[int],
+                 kv_len: list[int], seed: int, shuffled: bool = True):
         """model: a preset that names the heads. q_len, kv_len: of each request. shuffled: False
         puts the slots in the order of the positions."""
         self.model, self.q_len, self.kv_len = model, q_len, kv_len
@@ -77,7 +77,8 @@ class Scene:
     def gathered(self, n: int) -> list[torch.Tensor]:
         """K and V of call n in contiguous memory, [S, H_kv, kv_len, D]. All kv_len must be
         equal."""
-        contiguous = [cache.index_select(0, self.slots[self.set_of(n)]) for cache in (self.k, self.v)]
+        contiguous = [cache.index_select(0, self.slots[self.set_of(n)])
+                      for cache in (self.k, self.v)]
         return [x.unflatten(0, (-1, self.kv_len[0])).transpose(1, 2) for x in contiguous]
 
     def queries(self) -> torch.Tensor:
@@ -90,11 +91,13 @@ class Scene:
 def ours(scene: Scene) -> Run:
     def run(n):
         slot_table = scene.slot_tables[scene.set_of(n)]
-        return multi_token_attention(scene.q, scene.k, scene.v, slot_table, scene.spans)       # [T, H, D]
+        # [T, H, D]
+        return multi_token_attention(scene.q, scene.k, scene.v, slot_table, scene.spans)
     return run
 
 
-def torch_attention(scene: Scene, k, v, backend: SDPBackend | None, masked: bool = True) -> torch.Tensor:
+def torch_attention(scene: Scene, k, v, backend: SDPBackend | None,
+                    masked: bool = True) -> torch.Tensor:
     """torch's attention over k and v [S, H_kv, kv_len, D] -> [S, H, q_len, D].
 
     backend: None lets torch choose. masked: False leaves out the mask
@@ -153,7 +156,8 @@ def packed(scene: Scene) -> Run:
     requests = torch.arange(len(scene.q_len))
     request_of_query = requests.repeat_interleave(torch.tensor(scene.q_len))                # [T]
     request_of_key = requests.repeat_interleave(torch.tensor(scene.kv_len))                 # [K]
-    position_of_query = torch.cat([torch.arange(kv - q, kv) for q, kv in zip(scene.q_len, scene.kv_len)])
+    position_of_query = torch.cat([torch.arange(kv - q, kv)
+                                   for q, kv in zip(scene.q_len, scene.kv_len)])
     position_of_key = torch.cat([torch.arange(kv) for kv in scene.kv_len])
     own = request_of_query[:, None] == request_of_key                                       # [T, K]
     seen = own & (position_of_query[:, None] >= position_of_key)                            # [T, K]
@@ -168,7 +172,8 @@ def packed(scene: Scene) -> Run:
 
     def run(n):
         q = scene.q.transpose(0, 1)[None]                                       # [1, H, T, D]
-        output = F.scaled_dot_product_attention(q, gather(scene.k, n), gather(scene.v, n), attn_mask=mask)
+        output = F.scaled_dot_product_attention(q, gather(scene.k, n), gather(scene.v, n),
+                                                attn_mask=mask)
         return output[0].transpose(0, 1)                                        # [T, H, D]
     return run
 
@@ -215,7 +220,8 @@ def rivals(scene: Scene) -> dict[str, Run]:
     if not on_cuda:
         return runs
     others = {
-        "contiguous, cuDNN": lambda: contiguous(scene, caches, SDPBackend.CUDNN_ATTENTION, masked=False),
+        "contiguous, cuDNN": lambda: contiguous(scene, caches, SDPBackend.CUDNN_ATTENTION,
+                                                masked=False),
         "contiguous, FA3": lambda: flash_attention_3(scene, caches),
         "FlashInfer, page size 1": lambda: flashinfer(scene),
     }

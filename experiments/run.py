@@ -11,7 +11,8 @@ are random tokens. Replies have the planned length, because EOS is ignored.
 Latencies count from the time at which a turn is due, so waiting is included. The paper's measure is
 the normalized latency, the seconds per token of the reply:
 
-    due at 10 s, first token at 12 s, 100th and last token at 22 s:   ttft 2 s, normalized latency 0.12 s
+    due at 10 s, first token at 12 s, 100th and last token at 22 s:
+    ttft 2 s, normalized latency 0.12 s
 
 `options`, here and in all figures, are the parsed flags of bench.py, which explains them.
 
@@ -35,9 +36,10 @@ from config import Config
 from engine import Engine
 from eviction import POLICIES, RecomputeCost
 from experiments.policies import EXPERIMENTS, Oracle
-from experiments.simulator import (HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker, VirtualClock,
-                                   kv_token_bytes)
-from experiments.workload import (SHAPES, PlannedConversation, exponential_think, many_turns, reading_think,
+from experiments.simulator import (HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker,
+                                   VirtualClock, kv_token_bytes)
+from experiments.workload import (SHAPES, PlannedConversation, exponential_think, many_turns,
+                                  reading_think,
                                   synthetic, under_way, with_arrivals, within_context)
 from scheduler import SOURCES
 
@@ -61,8 +63,9 @@ class Users:
     def __init__(self, engine, conversations: list[PlannedConversation], seed: int,
                  foresee: Callable | None):
         self.engine, self.conversations, self.foresee = engine, conversations, foresee
-        self.rng = np.random.default_rng([seed, 2])     # the load's random numbers come from other streams
-        self.due = [(conversation.arrival, number, 0) for number, conversation in enumerate(conversations)]
+        self.rng = np.random.default_rng([seed, 2])     # the load draws from other streams
+        self.due = [(conversation.arrival, number, 0)
+                    for number, conversation in enumerate(conversations)]
         heapq.heapify(self.due)                         # turns that nobody has submitted yet
         self.serving: dict[object, tuple] = {}       # handle -> the turn that the engine serves now
         self.ended: list = []                       # those of these handles whose reply is complete
@@ -74,9 +77,10 @@ class Users:
             if self.foresee:
                 is_last = index + 1 == len(turns)
                 self.foresee(name, math.inf if is_last else turns[index + 1].think_seconds)
-            prompt = self.rng.integers(self.engine.worker.vocab_size, size=turns[index].input_tokens).tolist()
-            handle = self.engine.submit(prompt, name, max_tokens=turns[index].output_tokens, ignore_eos=True,
-                                        on_end=self.ended.append)
+            vocabulary, size = self.engine.worker.vocab_size, turns[index].input_tokens
+            prompt = self.rng.integers(vocabulary, size=size).tolist()
+            handle = self.engine.submit(prompt, name, max_tokens=turns[index].output_tokens,
+                                        ignore_eos=True, on_end=self.ended.append)
             self.serving[handle] = turn
 
     def read_replies(self, now: float) -> Iterator[tuple[str, float, object]]:
@@ -129,7 +133,8 @@ def watch_recomputation(engine: Engine) -> dict[str, float]:
     policy, seconds = engine.cache.policy, {}
     size, limit = policy.chunk_size, engine.scheduler.limit
     ends = [0, *range(size, limit + size, size)]
-    cost_up_to = np.cumsum([0.0, *map(policy.cost, ends[1:])])  # [chunks + 1]: seconds to compute [0, end)
+    # [chunks + 1]: seconds to compute [0, end)
+    cost_up_to = np.cumsum([0.0, *map(policy.cost, ends[1:])])
 
     def count(batch):
         for request, start, end in batch.spans:
@@ -162,7 +167,8 @@ def summary(served: list[Served], begin: float = 0.0) -> dict:
     latency. ValueError: no turn ended after `begin`."""
     served = [turn for turn in served if turn.ended > begin]
     if not served:
-        raise ValueError("no turn has ended in time: give --seconds a larger number, or a lower rate")
+        raise ValueError("no turn has ended in time: give --seconds a larger number, "
+                         "or a lower rate")
     seconds = max(turn.ended for turn in served) - begin
     outputs = sum(turn.output_tokens for turn in served)
     prompts = sum(turn.usage["prompt_tokens"] for turn in served)
@@ -170,7 +176,8 @@ def summary(served: list[Served], begin: float = 0.0) -> dict:
         ttft=[turn.first_token - turn.due for turn in served],
         tpot=[(turn.ended - turn.first_token) / max(turn.output_tokens - 1, 1) for turn in served],
         e2el=[turn.ended - turn.due for turn in served],
-        normalized_latency=[(turn.ended - turn.due) / max(turn.output_tokens, 1) for turn in served])
+        normalized_latency=[(turn.ended - turn.due) / max(turn.output_tokens, 1)
+                            for turn in served])
     row = dict(throughput=len(served) / seconds, output_throughput=outputs / seconds,
                total_token_throughput=(outputs + prompts) / seconds,
                normalized_latency_ms=1e3 * float(np.mean(times["normalized_latency"])))
@@ -214,7 +221,8 @@ SYSTEMS = {
     "gpu cache": System(dict(cpu_cache_tokens=0)),      # no CPU tier: evicted chunks are recomputed
     "pensieve": System(),
     "separate phases": System(dict(separate_phases=True)),
-    "draft": System(dict(policy="trailing-half", swap_threshold=0.5)),      # evicts as the paper's draft did
+    # evicts as the paper's draft did
+    "draft": System(dict(policy="trailing-half", swap_threshold=0.5)),
 }
 SYSTEMS |= {name: System(dict(policy=name)) for name in POLICIES}
 SYSTEMS |= {name: System(dict(policy=policy)) for name, policy in EXPERIMENTS.items()}
@@ -225,7 +233,7 @@ class Panel(NamedTuple):
     model: str
     dataset: str
     rates: tuple = (None,)          # turns per second; None: a trace's own times
-    at_ms: float | None = None      # systems are compared by their throughput at this normalized latency
+    at_ms: float | None = None      # the normalized latency at which throughputs are compared
     paper: float | None = None      # the paper's ratio there, of the last system to vLLM
     paper_fused: float | None = None                            # and to TensorRT-LLM
     gpus: int = 1
@@ -241,7 +249,8 @@ class Panel(NamedTuple):
 THINKING = {"reading": "think while reading", "own": "think as in the trace"}
 
 
-def panel_title(model: str, dataset: str, think: float | str | None = None, cpu_gb: float = 220.0) -> str:
+def panel_title(model: str, dataset: str, think: float | str | None = None,
+                cpu_gb: float = 220.0) -> str:
     """opt-13b, sharegpt, think 60 s, 110 GB of CPU tier"""
     names = [model, dataset]
     if think is not None:
@@ -286,7 +295,8 @@ def planned(panel: Panel, rate: float | None, options) -> list[PlannedConversati
     # some more: arrivals are random.
     past = PAST * (60.0 if panel.think == "reading" else panel.think)
     count = rate * (past + options.seconds) / SHAPES[panel.dataset].turns
-    conversations = synthetic(panel.dataset, math.ceil(count + 4 * math.sqrt(count)) + 1, options.seed)
+    conversations = synthetic(panel.dataset, math.ceil(count + 4 * math.sqrt(count)) + 1,
+                              options.seed)
     return list(under_way(with_arrivals(conversations, rate, options.seed, think), past))
 
 
@@ -318,8 +328,8 @@ def play(name: str, panel: Panel, rate: float | None, options) -> dict:
         served = drive(engine, conversations, options.seed, sleep, until, foresee)
         results, stats = outcome(engine, served, begin, until), engine.stats()
 
-    row = dict(system=name, policy=name if name in EXPERIMENTS else engine.config.policy, model=panel.model,
-               dataset=panel.dataset, think=panel.think, request_rate=rate)
+    row = dict(system=name, policy=name if name in EXPERIMENTS else engine.config.policy,
+               model=panel.model, dataset=panel.dataset, think=panel.think, request_rate=rate)
     if at_scale(options):
         row["cpu_gb"] = panel.cpu_gb
     row |= results
@@ -368,7 +378,8 @@ def too_short(engine: Engine, served: list[Served], begin: float, until: float) 
     return "load" if second > GROWTH * first else None
 
 
-def build(system: System, panel: Panel, conversations: list[PlannedConversation], options) -> Engine:
+def build(system: System, panel: Panel, conversations: list[PlannedConversation],
+          options) -> Engine:
     """The engine of one run: on this machine, or the same engine on a simulated worker."""
     if options.simulate:
         return simulated_engine(system, panel, conversations, options)
@@ -379,7 +390,8 @@ def build(system: System, panel: Panel, conversations: list[PlannedConversation]
 def simulated_engine(system: System, panel: Panel, conversations: list[PlannedConversation], options
                      ) -> Engine:
     if at_scale(options):
-        hardware, operators, limits = HARDWARE[panel.hardware], OPERATORS[system.operators], SIMULATED
+        hardware, operators = HARDWARE[panel.hardware], OPERATORS[system.operators]
+        limits = SIMULATED
     else:
         hardware, operators = load_machine(panel.hardware)
         limits = MEASURED

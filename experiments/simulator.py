@@ -10,8 +10,11 @@ Scheduler, cache, policies and the step loop are the real ones; only the tensors
 attention of each span, a fixed price per layer and per step, and the copies, which overlap
 the computation layer by layer:
 
-    copies in    |0|1|2|3|...              layer l starts when its KV has arrived and layer l - 1 is done
-    layers         |  0  |  1  |  2  |     a step takes max(first copy + all layers, all copies + last layer)
+    copies in    |0|1|2|3|...
+    layers         |  0  |  1  |  2  |
+
+Layer l starts when its KV has arrived and layer l - 1 is done. So a step takes the longer of the
+first copy + all layers, and all copies + the last layer.
 
 Each product takes its arithmetic or its reading from memory, whichever
 is longer (the roofline model).
@@ -75,8 +78,10 @@ class Operators(NamedTuple):
 # engine in Python makes ten launches of 5 us per layer, and takes 3 ms per step. "fused" stands for
 # an engine of compiled operators, such as TensorRT-LLM; nothing in it was measured on one.
 OPERATORS = {
-    "eager": Operators(matmul=0.65, attention=0.45, memory=0.80, link=0.80, per_layer=50e-6, per_step=3e-3),
-    "fused": Operators(matmul=0.75, attention=0.55, memory=0.90, link=0.80, per_layer=15e-6, per_step=1e-3),
+    "eager": Operators(matmul=0.65, attention=0.45, memory=0.80, link=0.80, per_layer=50e-6,
+                       per_step=3e-3),
+    "fused": Operators(matmul=0.75, attention=0.55, memory=0.90, link=0.80, per_layer=15e-6,
+                       per_step=1e-3),
 }
 
 
@@ -93,8 +98,8 @@ class SimulatedWorker:
     stop_ids = frozenset()
 
     def __init__(self, shape, hardware: Hardware, operators: Operators, clock: VirtualClock,
-                 num_slots: int, num_places: int, max_context: int, chunk_size: int = 32, gpus: int = 1,
-                 pipeline: bool = True):
+                 num_slots: int, num_places: int, max_context: int, chunk_size: int = 32,
+                 gpus: int = 1, pipeline: bool = True):
         """shape: a model.ModelConfig, of which we use only the sizes. num_slots: tokens of the GPU
         cache. num_places: chunks of the CPU tier. max_context: the longest context of the
         experiment, in tokens. pipeline: False computes a step only after all of its copies in."""
@@ -111,7 +116,8 @@ class SimulatedWorker:
         self.memory = hardware.memory * operators.memory * gpus
         self.link = hardware.host_link * operators.link * gpus
         self.peer = hardware.peer_link * operators.link
-        self.attention_flop = 4 * shape.num_layers * shape.num_heads * shape.head_dim   # of a query and a key
+        # of a query and a key
+        self.attention_flop = 4 * shape.num_layers * shape.num_heads * shape.head_dim
         self.out_ends = 0.0                 # when the link out of the GPUs is free
         self.flights = []           # (end, tickets) of the copies under way, the first to end first
 
@@ -128,7 +134,8 @@ class SimulatedWorker:
         lost = (1 / BOTH_WAYS - 1) * min(arriving, max(self.out_ends - begin, 0.0))
         arriving += lost
         self.out_ends += lost
-        self.flights = [(end + lost, tickets) for end, tickets in self.flights]     # all of them go out
+        # all of them go out
+        self.flights = [(end + lost, tickets) for end, tickets in self.flights]
         if batch.swap_in:
             self.flights.append((begin + arriving, batch.swap_in))
         if batch.swap_out:
@@ -163,7 +170,8 @@ class SimulatedWorker:
     def step_seconds(self, spans: list[Span], samples: int) -> float:
         tokens = sum([end - start for _, start, end in spans])
         attention = sum([self.attention_seconds(end - start, end) for _, start, end in spans])
-        return self.linear_seconds(tokens, samples) + attention + len(spans) * self.operators.per_span
+        linear = self.linear_seconds(tokens, samples)
+        return linear + attention + len(spans) * self.operators.per_span
 
     def linear_seconds(self, tokens: int, samples: int) -> float:
         """Seconds of everything but attention. samples: tokens that go
@@ -177,7 +185,8 @@ class SimulatedWorker:
         read = (shape.matmul_parameters + head) * self.element_size / self.memory
         # Two reductions per layer; in each, (gpus - 1) / gpus of the
         # activations travel there and back.
-        reduced = 4 * (self.gpus - 1) / self.gpus * tokens * shape.width * self.element_size / self.peer
+        sent = tokens * shape.width * self.element_size
+        reduced = 4 * (self.gpus - 1) / self.gpus * sent / self.peer
         launches = self.operators.per_step + shape.num_layers * self.operators.per_layer
         return max(compute, read) + shape.num_layers * reduced + launches
 

@@ -2,11 +2,11 @@
 
     load("trace.jsonl", tokenizer)      knows the kind by the fields of the first record
 
-    kind          records (JSON lines, but for ShareGPT)                      times        an id stands for
-    Mooncake      timestamp, input_length, output_length, hash_ids            ms           512 tokens
-    the same      session_id, input_length, output_length, delay, timestamp   ms           -
-    Qwen-Bailian  chat_id, parent_chat_id, timestamp, input_length, ...       s            16 tokens
-    Weka, AgentX  requests: t, type, in, out, hash_ids                        s            64 tokens
+    kind          records (JSON lines, but for ShareGPT)                      times  an id stands for
+    Mooncake      timestamp, input_length, output_length, hash_ids            ms     512 tokens
+    the same      session_id, input_length, output_length, delay, timestamp   ms     -
+    Qwen-Bailian  chat_id, parent_chat_id, timestamp, input_length, ...       s      16 tokens
+    Weka, AgentX  requests: t, type, in, out, hash_ids                        s      64 tokens
     ShareGPT, UltraChat, LMSYS-Chat-1M: texts without times
 
 In a trace with sessions `input_length` counts the new tokens of a turn. In the other traces it
@@ -34,7 +34,8 @@ from serving.tokenizer import load_tokenizer
 ASSISTANT = {"assistant", "gpt", "chatgpt", "bing", "bard"}
 
 
-def turns_of(messages: Iterable[tuple[str, str]], count_tokens: Callable[[str], int]) -> list[PlannedTurn]:
+def turns_of(messages: Iterable[tuple[str, str]],
+             count_tokens: Callable[[str], int]) -> list[PlannedTurn]:
     """The turns of a conversation's (role, text) messages.
 
     Consecutive messages of one side count as one message, so a system prompt belongs to the user's
@@ -91,10 +92,12 @@ class TraceRequest(NamedTuple):
         return self.input_tokens > earlier.context and start == earlier.prefix
 
 
-def trace_request(seconds: float, prompt: int, reply: int, ids: list[int], piece: int) -> TraceRequest:
+def trace_request(seconds: float, prompt: int, reply: int, ids: list[int],
+                  piece: int) -> TraceRequest:
     """ids: one for every `piece` tokens of the prompt, the last one perhaps for fewer."""
     if min(prompt, reply) < 1 or not 0 <= seconds < math.inf:
-        raise ValueError(f"lengths must be at least 1 and times at least 0, got {prompt}, {reply}, {seconds}")
+        raise ValueError("lengths must be at least 1 and times at least 0, "
+                         f"got {prompt}, {reply}, {seconds}")
     return TraceRequest(float(seconds), int(prompt), int(reply), ids[:int(prompt) // piece])
 
 
@@ -109,7 +112,8 @@ def replay(chain: list[TraceRequest]) -> list[PlannedTurn]:
     turns = [PlannedTurn(chain[0].input_tokens, chain[0].output_tokens)]
     for previous, request in pairwise(chain):
         new_tokens = request.input_tokens - previous.context
-        turns.append(PlannedTurn(new_tokens, request.output_tokens, request.arrival - previous.arrival))
+        turns.append(PlannedTurn(new_tokens, request.output_tokens,
+                                 request.arrival - previous.arrival))
     return turns
 
 
@@ -120,11 +124,12 @@ def check_unit(path: str, arrivals: list[float], unit: str):
     makes 3.6 s, with thousands of requests in each."""
     covered = max(arrivals, default=0) - min(arrivals, default=0)
     if unit == "s" and covered > 30 * 86400:
-        raise ValueError(f"{path}: its times cover {covered / 86400:,.0f} days. This kind of trace has "
-                         "seconds; they look like milliseconds: divide them by 1,000")
+        raise ValueError(f"{path}: its times cover {covered / 86400:,.0f} days. This kind of trace "
+                         "has seconds; they look like milliseconds: divide them by 1,000")
     if unit == "ms" and len(arrivals) > max(20, 100 * covered):
-        raise ValueError(f"{path}: {len(arrivals):,} requests come in {covered:.3g} s. This kind of trace "
-                         "has milliseconds; they look like seconds: multiply them by 1,000")
+        raise ValueError(f"{path}: {len(arrivals):,} requests come in {covered:.3g} s. This kind "
+                         "of trace has milliseconds; they look like seconds: "
+                         "multiply them by 1,000")
 
 
 def mooncake(path: str) -> list[PlannedConversation]:
@@ -132,8 +137,8 @@ def mooncake(path: str) -> list[PlannedConversation]:
 
     Every request keeps exactly its context of the trace."""
     def parse(record):
-        return trace_request(record["timestamp"] / 1000, record["input_length"], record["output_length"],
-                             record["hash_ids"], piece=512)
+        return trace_request(record["timestamp"] / 1000, record["input_length"],
+                             record["output_length"], record["hash_ids"], piece=512)
     requests = list(json_lines(path, parse))
     check_unit(path, [request.arrival for request in requests], "ms")
     return conversations_of(rebuild(requests))
@@ -155,7 +160,8 @@ def sessions(path: str) -> list[PlannedConversation]:
         session = record["session_id"]
         previous = latest.get(session, 0.0)
         if record.get("context_mode", "deltas_without_responses") != "deltas_without_responses":
-            raise ValueError(f"context_mode {record['context_mode']!r}: input_length must count new tokens")
+            raise ValueError(f"context_mode {record['context_mode']!r}: "
+                             "input_length must count new tokens")
         if "timestamp" in record:
             latest[session] = record["timestamp"] / 1000
             timestamps.append(latest[session])
@@ -185,8 +191,8 @@ def bailian(path: str) -> list[PlannedConversation]:
     continued before, begins a new conversation.
     ValueError: a chat_id is there twice, a parent is unknown, or parents form a loop."""
     def parse(record):
-        request = trace_request(record["timestamp"], record["input_length"], record["output_length"],
-                                record["hash_ids"], piece=16)
+        request = trace_request(record["timestamp"], record["input_length"],
+                                record["output_length"], record["hash_ids"], piece=16)
         return record["chat_id"], record["parent_chat_id"], request
 
     requests, parents = {}, {}
@@ -221,7 +227,8 @@ def check_parents(path: str, parents: dict[int, int]):
         while chat not in sound:
             if chat not in parents:
                 child = ancestors[-1]
-                raise ValueError(f"{path}: the parent_chat_id {chat} of chat_id {child} is in no line")
+                raise ValueError(f"{path}: the parent_chat_id {chat} of chat_id {child} "
+                                 "is in no line")
             if chat in ancestors:
                 raise ValueError(f"{path}: the parents of chat_id {chat} form a loop")
             ancestors.append(chat)
@@ -260,7 +267,8 @@ def rebuild(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
     about. If another conversation has had the whole prefix of a request before, then we cannot tell
     which of the two a later request continues, and let none continue the newer one.
     """
-    ends: dict[int, list[TraceRequest]] = {}    # last id of a conversation's latest prefix -> its requests
+    # last id of a conversation's latest prefix -> its requests
+    ends: dict[int, list[TraceRequest]] = {}
     seen: set[int] = set()
     conversations = []
     for request in sorted(requests, key=lambda request: request.arrival):
@@ -322,9 +330,10 @@ def load(path: str, tokenizer: str) -> list[PlannedConversation]:
     if kind is None:
         known = "; ".join(f"{kind.name} has {' or '.join(sorted(kind.fields))}" for kind in KINDS)
         found = ", ".join(fields) or "no field"
-        raise ValueError(f"cannot read {path}: its first record has {found}, so it is of no kind that we "
-                         f"know ({known})")
-    conversations = list(kind.read(path, token_counter(tokenizer)) if kind.has_text else kind.read(path))
+        raise ValueError(f"cannot read {path}: its first record has {found}, so it is of no kind "
+                         f"that we know ({known})")
+    conversations = list(kind.read(path, token_counter(tokenizer))
+                         if kind.has_text else kind.read(path))
     if not conversations:
         raise ValueError(f"{path} has no conversation with a turn in it")
     return conversations
@@ -362,7 +371,8 @@ def json_array(path: str, parse: Callable) -> Iterator:
     yield from parsed(path, "item", enumerate(items, 1), parse)
 
 
-def parsed(path: str, unit: str, records: Iterable[tuple[int, object]], parse: Callable) -> Iterator:
+def parsed(path: str, unit: str, records: Iterable[tuple[int, object]],
+           parse: Callable) -> Iterator:
     """parse(record) for each (number, record). ValueError: names the record, or says "empty"."""
     number = None
     for number, record in records:

@@ -51,12 +51,14 @@ def numbered(turn_lists: Iterable[list[PlannedTurn]]) -> Iterator[PlannedConvers
             yield PlannedConversation(str(number), turns)
 
 
-def within_context(conversations: Iterable[PlannedConversation], limit: int) -> list[PlannedConversation]:
+def within_context(conversations: Iterable[PlannedConversation],
+                   limit: int) -> list[PlannedConversation]:
     """Leave out the conversations whose context grows above `limit` tokens, as the paper does."""
     return [conversation for conversation in conversations if conversation.tokens <= limit]
 
 
-def cut_to_context(conversations: Iterable[PlannedConversation], limit: int) -> Iterator[PlannedConversation]:
+def cut_to_context(conversations: Iterable[PlannedConversation],
+                   limit: int) -> Iterator[PlannedConversation]:
     """End each conversation before its context would grow above `limit` tokens.
 
     The turn that does not fit is lost, and so are all later turns, which build on it. With
@@ -112,7 +114,8 @@ def with_arrivals(conversations: Iterable[PlannedConversation], request_rate: fl
     return arrived
 
 
-def under_way(conversations: Iterable[PlannedConversation], begin: float) -> Iterator[PlannedConversation]:
+def under_way(conversations: Iterable[PlannedConversation],
+              begin: float) -> Iterator[PlannedConversation]:
     """The same load for somebody who comes `begin` seconds later, and so
     meets conversations of every age.
 
@@ -139,7 +142,8 @@ def many_turns(limit: int, rate: float, think: Callable, seed: int) -> list[Plan
     """
     rng = np.random.default_rng(seed)
     # Of each user [turns, 2]: the input and output tokens of 8 to 16 turns.
-    lengths = [rng.integers((120, 12), (360, 36), (rng.integers(8, 17), 2)).tolist() for _ in range(6)]
+    lengths = [rng.integers((120, 12), (360, 36), (rng.integers(8, 17), 2)).tolist()
+               for _ in range(6)]
     users = numbered([PlannedTurn(*turn) for turn in turns] for turns in lengths)
     return with_arrivals(cut_to_context(users, limit), rate, seed, think)
 
@@ -170,7 +174,8 @@ class Shape(NamedTuple):
 SHAPES = {
     "sharegpt": Shape(5.56, 37.77, 204.58, 16_384),                     # Table 2
     "ultrachat": Shape(3.86, 51.78, 257.81, 16_384, 0.7, 0.5),
-    "sharegpt-draft": Shape(7.58, 31.26, 180.44, 2_048, turn_sigma=0.3, least_turns=5),     # arXiv 2312.05516
+    # arXiv 2312.05516
+    "sharegpt-draft": Shape(7.58, 31.26, 180.44, 2_048, turn_sigma=0.3, least_turns=5),
     "lmsys-draft": Shape(7.73, 22.49, 100.67, 2_048, turn_sigma=0.3, least_turns=5),
 }
 
@@ -189,7 +194,8 @@ def synthetic(dataset: str, count: int, seed: int) -> list[PlannedConversation]:
     while len(kept) < count:
         turns, lengths = draw(shape, means, count, rng)
         kept += np.split(lengths, np.cumsum(turns))[:-1]      # behind the last one there is nothing
-    return list(numbered([PlannedTurn(*turn) for turn in lengths.tolist()] for lengths in kept[:count]))
+    return list(numbered([PlannedTurn(*turn) for turn in lengths.tolist()]
+                         for lengths in kept[:count]))
 
 
 def draw(shape: Shape, means: np.ndarray, count: int, rng: np.random.Generator
@@ -202,7 +208,8 @@ def draw(shape: Shape, means: np.ndarray, count: int, rng: np.random.Generator
     """
     sigma = np.array([shape.turn_sigma, shape.input_sigma, shape.output_sigma])
     mu = np.log(means) - sigma**2 / 2             # the mean of a lognormal is exp(mu + sigma^2 / 2)
-    turns = np.rint(rng.lognormal(mu[0], sigma[0], count)).astype(int).clip(1, shape.max_context)   # [count]
+    turns = np.rint(rng.lognormal(mu[0], sigma[0], count)).astype(int)                 # [count]
+    turns = turns.clip(1, shape.max_context)
     owner = np.repeat(np.arange(count), turns)                                         # [all turns]
     lengths = rng.lognormal(mu[1:], sigma[1:], (len(owner), 2))                     # [all turns, 2]
     lengths = np.rint(lengths).clip(1).astype(int)
@@ -231,5 +238,5 @@ def means_of_all(shape: Shape) -> np.ndarray:
         if np.abs(shortfall - 1).max() < 0.005:
             return means
         means = means * shortfall
-    raise ValueError(f"no conversations of at most {shape.max_context} tokens have the means {shape[:3]}: "
-                     "raise max_context")
+    raise ValueError(f"no conversations of at most {shape.max_context} tokens have the means "
+                     f"{shape[:3]}: raise max_context")
