@@ -44,12 +44,12 @@ def ratio(name: str, ours: float, options, paper: float | None = None) -> dict:
 
 class Figure(NamedTuple):
     run: Callable[[argparse.Namespace], Found]
-    about: str                      # a line for --help
-    x: str                          # of its plot: a field of its rows
+    about: str                  # a line for --help
+    x: str                      # of its plot: a field of its rows
     y: str
-    columns: tuple = ()             # of its table: fields of its rows; none: a line for each field
-    bars: tuple = ()               # fields to draw as bars, a bar for each row, instead of y over x
-    seeds: int = 1              # loads of other seeds over which it is repeated, to know the spread
+    columns: tuple = ()         # of its table: fields of its rows; none: a line for each field
+    bars: tuple = ()            # fields to draw as bars instead of y over x
+    seeds: int = 1              # over so many loads it is repeated, to know the spread
 
 
 def sweep(systems: tuple[str, ...], simulated: list[Panel], measured: list[Panel],

@@ -77,8 +77,8 @@ class Fleet:
         self.unfinished = [0] * len(engines)        # turns of each server
         self.computing = [0.0] * len(engines)       # seconds that each server has stepped
         self.spoken = [0] * len(conversations)      # tokens of each conversation so far
-        self.heard = {}                        # (server, conversation) -> how many of them it knows
-        self.served: list[tuple[Served, int]] = []  # ended turns, and the tokens said before each
+        self.heard = {}                             # (server, conversation) -> those it knows
+        self.served: list[tuple[Served, int]] = []  # ended turns, tokens said before
         self.due = [(one.arrival, number, 0) for number, one in enumerate(conversations)]
         heapq.heapify(self.due)                     # of (time, conversation, turn)
 

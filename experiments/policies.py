@@ -35,7 +35,7 @@ class TailOptimized(LeastRecentlyUsed):
     blocks are free; here the leading ones are.)"""
     BUDGET = 0.2        # seconds
     PROMPT = 200        # tokens that we expect of the next prompt, as vLLM's implementation does
-    FREE = 1e-9       # a free chunk is worth this share of another chunk that has been idle as long
+    FREE = 1e-9         # what a free chunk is worth, as a share of another one
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
         super().__init__(cost, chunk_size)
@@ -69,8 +69,8 @@ class ReuseByCategory(Policy):
         super().__init__(cost, chunk_size)
         # We begin as if of 10 conversations of a category 5 had
         # returned, after a minute on average.
-        self.left = [10] * (self.TURNS + 1)            # [turns]: how many conversations became idle
-        self.returns = [5] * (self.TURNS + 1)           # [turns]: how many of them returned
+        self.left = [10] * (self.TURNS + 1)           # [turns]: how many conversations became idle
+        self.returns = [5] * (self.TURNS + 1)         # [turns]: how many of them returned
         self.waited = [300.0] * (self.TURNS + 1)      # [turns]: seconds until they returned, summed
 
     def ended(self, conversation):

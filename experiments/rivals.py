@@ -194,8 +194,8 @@ def flashinfer(scene: Scene) -> Run:
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
     (_, heads, D), kv_heads = scene.q.shape, scene.k.shape[1]
     q_start, kv_start = (torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device="cuda")
-                         for lengths in (scene.q_len, scene.kv_len))                       # [S + 1]
-    in_last_unit = torch.ones_like(kv_start[1:])                                               # [S]
+                         for lengths in (scene.q_len, scene.kv_len))                    # [S + 1]
+    in_last_unit = torch.ones_like(kv_start[1:])                                        # [S]
     wrappers = []
     for slots in scene.slots:
         workspace = torch.empty(2**27, dtype=torch.uint8, device="cuda")

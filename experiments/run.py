@@ -67,8 +67,8 @@ class Users:
         self.due = [(conversation.arrival, number, 0)
                     for number, conversation in enumerate(conversations)]
         heapq.heapify(self.due)                         # turns that nobody has submitted yet
-        self.serving: dict[object, tuple] = {}       # handle -> the turn that the engine serves now
-        self.ended: list = []                       # those of these handles whose reply is complete
+        self.serving: dict[object, tuple] = {}          # handle -> the turn that is served
+        self.ended: list = []                           # of these, those that are complete
 
     def submit_due(self, now: float):
         while self.due and self.due[0][0] <= now:
@@ -216,8 +216,8 @@ SYSTEMS = {
     # vLLM as it was then: forgets every request, computes prompts apart
     # from decodes, and keeps 1% free.
     "vllm then": System(STATELESS | dict(separate_phases=True, reserve=0.01)),
-    "stateless": System(STATELESS),                             # our engine without its memory
-    "stateless, fused": System(STATELESS, "fused"),         # stands for TensorRT-LLM, see OPERATORS
+    "stateless": System(STATELESS),                     # our engine without its memory
+    "stateless, fused": System(STATELESS, "fused"),     # stands for TensorRT-LLM
     "gpu cache": System(dict(cpu_cache_tokens=0)),      # no CPU tier: evicted chunks are recomputed
     "pensieve": System(),
     "separate phases": System(dict(separate_phases=True)),
@@ -235,12 +235,12 @@ class Panel(NamedTuple):
     rates: tuple = (None,)          # turns per second; None: a trace's own times
     at_ms: float | None = None      # the normalized latency at which throughputs are compared
     paper: float | None = None      # the paper's ratio there, of the last system to vLLM
-    paper_fused: float | None = None                            # and to TensorRT-LLM
+    paper_fused: float | None = None    # and to TensorRT-LLM
     gpus: int = 1
-    hardware: str = "a100"        # a key of HARDWARE, or a file that `bench.py profile` has written
-    cpu_gb: float = 220.0  # CPU tier of each GPU. The paper's machine has 220 GB of memory per GPU
-    latency: str = "normalized_latency_ms"  # by which systems are compared; the draft's: its p90
-    think: float | str = 60.0  # mean seconds from a reply to the next turn; or a key of THINKING
+    hardware: str = "a100"          # a key of HARDWARE, or a file of `bench.py profile`
+    cpu_gb: float = 220.0           # CPU tier of each GPU; the paper's machine has 220 GB
+    latency: str = "normalized_latency_ms"  # what is compared; for the draft its p90
+    think: float | str = 60.0       # mean seconds from reply to next turn; or a key of THINKING
 
     def __str__(self):
         return panel_title(self.model, self.dataset, self.think, self.cpu_gb)

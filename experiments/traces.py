@@ -2,7 +2,7 @@
 
     load("trace.jsonl", tokenizer)      knows the kind by the fields of the first record
 
-    kind          records (JSON lines, but for ShareGPT)                      times  an id stands for
+    kind          records (JSON lines, but for ShareGPT)                      times  an id is
     Mooncake      timestamp, input_length, output_length, hash_ids            ms     512 tokens
     the same      session_id, input_length, output_length, delay, timestamp   ms     -
     Qwen-Bailian  chat_id, parent_chat_id, timestamp, input_length, ...       s      16 tokens
@@ -153,7 +153,7 @@ def sessions(path: str) -> list[PlannedConversation]:
     has no timestamp begins at 0."""
     turns: dict[object, list[PlannedTurn]] = {}         # session_id -> its turns so far
     arrivals: dict[object, float] = {}                  # session_id -> when it begins
-    latest: dict[object, float] = {}                # session_id -> its latest timestamp, in seconds
+    latest: dict[object, float] = {}                    # session_id -> its latest time, in seconds
     timestamps: list[float] = []                        # of all sessions
 
     def parse(record):

@@ -207,14 +207,15 @@ def draw(shape: Shape, means: np.ndarray, count: int, rng: np.random.Generator
     and output tokens of each turn.
     """
     sigma = np.array([shape.turn_sigma, shape.input_sigma, shape.output_sigma])
-    mu = np.log(means) - sigma**2 / 2             # the mean of a lognormal is exp(mu + sigma^2 / 2)
-    turns = np.rint(rng.lognormal(mu[0], sigma[0], count)).astype(int)                 # [count]
+    # the mean of a lognormal is exp(mu + sigma^2 / 2)
+    mu = np.log(means) - sigma**2 / 2
+    turns = np.rint(rng.lognormal(mu[0], sigma[0], count)).astype(int)              # [count]
     turns = turns.clip(1, shape.max_context)
-    owner = np.repeat(np.arange(count), turns)                                         # [all turns]
+    owner = np.repeat(np.arange(count), turns)                                      # [all turns]
     lengths = rng.lognormal(mu[1:], sigma[1:], (len(owner), 2))                     # [all turns, 2]
     lengths = np.rint(lengths).clip(1).astype(int)
-    context = np.bincount(owner, lengths.sum(axis=1), count)                               # [count]
-    kept = (context <= shape.max_context) & (turns >= shape.least_turns)                   # [count]
+    context = np.bincount(owner, lengths.sum(axis=1), count)                        # [count]
+    kept = (context <= shape.max_context) & (turns >= shape.least_turns)            # [count]
     return turns[kept], lengths[kept[owner]]
 
 
