@@ -66,7 +66,7 @@ class RemoteEngine:
         self.worker = SimpleNamespace(vocab_size=len(WORDS))  # `drive` draws prompts from this many
         self.threads: list[threading.Thread] = []       # one for each turn
         self.histories: dict[str, list[dict]] = {}      # by conversation: its visible messages
-        self.latest: dict[str, str] = {}              # by conversation: the id of its last response
+        self.latest: dict[str, str] = {}                # by conversation: its last response's id
         self.tokens_per_word = 1.0
         with self.sense_expected():
             with self.open("/v1/models") as answer:

@@ -118,8 +118,8 @@ class SimulatedWorker:
         self.peer = hardware.peer_link * operators.link
         # of a query and a key
         self.attention_flop = 4 * shape.num_layers * shape.num_heads * shape.head_dim
-        self.out_ends = 0.0                 # when the link out of the GPUs is free
-        self.flights = []           # (end, tickets) of the copies under way, the first to end first
+        self.out_ends = 0.0         # when the link out of the GPUs is free
+        self.flights = []           # (end, tickets) of copies under way, in the order of ends
 
     def execute(self, batch: Batch) -> Result:
         """Move the clock to the end of the batch. A batch without spans waits for the oldest copy.

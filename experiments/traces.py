@@ -2,11 +2,11 @@
 
     load("trace.jsonl", tokenizer)      knows the kind by the fields of the first record
 
-    kind          records (JSON lines, but for ShareGPT)                      times  an id is
-    Mooncake      timestamp, input_length, output_length, hash_ids            ms     512 tokens
-    the same      session_id, input_length, output_length, delay, timestamp   ms     -
-    Qwen-Bailian  chat_id, parent_chat_id, timestamp, input_length, ...       s      16 tokens
-    Weka, AgentX  requests: t, type, in, out, hash_ids                        s      64 tokens
+    kind          records (JSON lines, but for ShareGPT)                     times  an id stands for
+    Mooncake      timestamp, input_length, output_length, hash_ids           ms     512 tokens
+    the same      session_id, input_length, output_length, delay, timestamp  ms     -
+    Qwen-Bailian  chat_id, parent_chat_id, timestamp, input_length, ...      s      16 tokens
+    Weka, AgentX  requests: t, type, in, out, hash_ids                       s      64 tokens
     ShareGPT, UltraChat, LMSYS-Chat-1M: texts without times
 
 In a trace with sessions `input_length` counts the new tokens of a turn. In the other traces it

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "labs" / "tests"
 EXPECTED = Path("labs/expected.json")       # in a starter alone: what its tests compare with
 KEPT_BACK = (".git", ".github", ".ci", "wrong_solutions", "test_labs.py")    # not for students
-TIME_LIMIT = 120                        # seconds of a whole check; each test has a limit of its own
+TIME_LIMIT = 120                            # seconds of a whole check; each test has its own
 MESSAGE_LINES = 12                          # of a failed test
 
 
