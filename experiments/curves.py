@@ -48,6 +48,7 @@ class Figure(NamedTuple):
     x: str                      # of its plot: a field of its rows
     y: str
     columns: tuple = ()         # of its table: fields of its rows; none: a line for each field
+    linear: bool = False        # a linear y axis: few lines, each named at its last point
     bars: tuple = ()            # fields to draw as bars instead of y over x
     seeds: int = 1              # over so many loads it is repeated, to know the spread
 

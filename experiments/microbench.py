@@ -232,8 +232,8 @@ def stepping(worker: Worker, spans: list[Span], swap_in=(), swap_out=()) -> Call
 
 
 def one_way(bench: Bench, model: str, pool: KVPool, slots: list[int], chunks: int):
-    """Copies of chunks in shuffled slots, in and out. (Both at once never happens:
-    a copy out waits for those in.)
+    """Copies of chunks in shuffled slots, in and out, one way at a time. (A copy out waits for
+    those in. Only the next step's copies in may overlap it.)
 
     The limit is one large copy of as many bytes, from and to pinned memory."""
     host = torch.empty_like(pool.cpu[:, :, :CHUNK * chunks], pin_memory=bench.cuda)
