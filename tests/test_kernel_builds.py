@@ -1,6 +1,6 @@
 """The Triton kernels as machine code, built ahead of time without a GPU: tensor cores, 16-byte
 asynchronous copies some tiles ahead, nothing spilled, shared memory within limits. The whole grid
-of shapes runs under the mark `soak`. Run as a program, with PYTHONPATH=., this file prints what
+of shapes runs under the mark `slow`. Run as a program, with PYTHONPATH=., this file prints what
 each kernel takes of a processor, as a table in Markdown."""
 import re
 import subprocess
