@@ -169,7 +169,8 @@ def test_list_names_every_function():
 def commands():
     """All commands of the handouts but those of lab.py itself, which other tests run."""
     for handout in sorted((ROOT / "labs").glob("[1-6]_*.md")):
-        for command in re.findall(r"(?:^|`)((?:\w+=1 )?python [^`\n]+)", handout.read_text(), re.MULTILINE):
+        text = handout.read_text().replace("\\\n", "")         # a command on two lines is one
+        for command in re.findall(r"(?:^|`)((?:\w+=1 )?python [^`\n]+)", text, re.MULTILINE):
             if not command.startswith("python labs/lab.py"):
                 marks = pytest.mark.slow if "bench.py" in command else ()
                 yield pytest.param(command, marks=marks, id=f"{handout.stem}: {command}")
