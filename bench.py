@@ -162,8 +162,8 @@ def print_rows(figure: Figure, rows: list[dict]):
         print()
         return
     for panel, of_panel in by_panel(rows).items():
-        columns = "seed", *figure.columns, "too_short"
-        columns = [name for name in columns if any(name in row for row in of_panel)]
+        columns = [name for name in ("seed", *figure.columns, "too_short")
+                   if any(name in row for row in of_panel)]
         print(panel)
         print_table(of_panel, columns)
         print()
