@@ -45,7 +45,7 @@ class TailOptimized(LeastRecentlyUsed):
             self.free += 1
             spent += cost((self.free + 1) * chunk_size)
 
-    def key(self, conversation, index, count):
+    def key(self, conversation, index):
         return int(index >= self.free)
 
     def value(self, key, idle):
@@ -82,7 +82,7 @@ class ReuseByCategory(Policy):
             self.returns[conversation.turns] += 1
             self.waited[conversation.turns] += now - conversation.last_active
 
-    def key(self, conversation, index, count):
+    def key(self, conversation, index):
         return conversation.turns
 
     def chance_and_mean(self, turns: int, idle: float) -> tuple[float, float]:
@@ -107,7 +107,7 @@ class ExpectedCost(ReuseByCategory):
     (The retention value takes 1 / T for the rate, whatever the conversation has done before.) The
     key is the chunk's index and the turns in one number."""
 
-    def key(self, conversation, index, count):
+    def key(self, conversation, index):
         return index * (self.TURNS + 1) + conversation.turns
 
     def value(self, key, idle):

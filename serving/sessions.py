@@ -22,7 +22,7 @@ the engine commits, too.
 One turn is four objects. A LiveTurn has a Handle, which has a Request. They end in this order:
 
     Request     scheduler.py    ends: no more tokens are computed
-    Handle      engine.py       closes: the readers of token ids are told
+    Handle      handles.py      closes: the readers of token ids are told
     LiveTurn    here            settles: it is committed, then the readers of text are told
     Turn        history.py      is what the commit has stored
 
@@ -47,7 +47,8 @@ from functools import partial
 from pathlib import Path
 
 from config import require
-from engine import Engine, Handle, Outbox, Reply
+from engine import Engine
+from handles import Handle, Outbox, Reply
 from serving.history import History, StaleTurn, Turn, new_id
 from serving.tokenizer import TextStream, Tokenizer, load_tokenizer
 
@@ -111,7 +112,7 @@ class LiveTurn:
         self.cancelled = False
         self.tokenizer = tokenizer
         self.stream = TextStream(tokenizer, stop) if tokenizer else None
-        self.texts = Outbox(engine)                 # the text that each token made certain, then the rest
+        self.texts = Outbox(engine.step_until)    # the text that each token made certain, then the rest
         self.min_tokens = 0                         # a stop string counts from this token on
         self.settled: float | None = None           # when its reply was complete, in seconds since 1970
         self.reply: Answer | None = None            # in the end either this
@@ -492,7 +493,7 @@ class Sessions:
 
     def _commit(self, live: LiveTurn, handle: Handle, answer: Answer):
         name, plan, after = live.conversation, live.plan, live.plan.after
-        if handle.request.before[0] != plan.context:
+        if handle.request.tokens_before != plan.context:
             raise StaleTurn(f"conversation {name!r} had other tokens in the cache than in the history")
         exact = live.stream is not None and not live.stream.stopped         # the text is that of all tokens
         note = dict(plan.note, usage=answer.usage, finish_reason=answer.finish_reason)
