@@ -1,7 +1,8 @@
-"""The paper's evaluation from the command line: measured on this machine, or simulated at the paper's scale.
+"""The paper's evaluation from the command line: measured on this machine, or
+simulated at the paper's scale.
 
     python bench.py                      three systems on the embedded model, measured, one minute
-    python bench.py fig10 --simulate     a figure of the paper, simulated: a cost model takes the GPU's place
+    python bench.py fig10 --simulate     a figure of the paper, on a cost model of its machines
     python bench.py fig10                the same figure in small, measured on this machine
     python bench.py --help               all figures
 
@@ -10,9 +11,10 @@ This file has the flags and the output. The rest of an experiment lies in experi
     figures.py         the paper's figures: which systems run under which loads
     more_figures.py    the other figures
     curves.py          how two systems are compared
-    run.py             one run: the experiment loop, from planned conversations to one row of a table
+    run.py             one run: from planned conversations to one row of a table
 
-Compare measured columns of one run only, because machines are noisy. Simulations repeat to the last digit.
+Compare measured columns of one run only, because machines are noisy.
+Simulations repeat to the last digit.
 """
 import argparse
 import json
@@ -66,46 +68,53 @@ def list_of_figures() -> str:
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags below, and every field of Config. None stands for "the figure's own".
 
-    `given` holds the fields of Config that the user gave, except the model, as keywords of Engine."""
+    `given` holds the fields of Config that the user gave, except the
+    model, as keywords of Engine."""
     parser = argparse.ArgumentParser(
-        usage="python bench.py [FIGURE] [flags]", description=__doc__.partition("\n")[0], allow_abbrev=False,
+        usage="python bench.py [FIGURE] [flags]", description=__doc__.partition("\n")[0],
+        allow_abbrev=False,
         epilog=list_of_figures(), formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("figure", nargs="?", default="default", choices=FIGURES, metavar="FIGURE",
         help="one of the figures below (default: default)")
-    add("--simulate", action="store_true", help="use a cost model of the paper's machines, not this machine")
+    add("--simulate", action="store_true",
+        help="use a cost model of the paper's machines, not this machine")
     add("--json", metavar="FILE", help="also write the figure to FILE")
     add("--plot", metavar="FILE", help="also draw the figure as a PNG")
     add("--seed", type=int, default=0, help="seed of conversations and prompts (default: 0)")
     add("--seeds", type=int, choices=range(1, 101), metavar="N",
-        help="repeat the figure for N seeds; ratios are means, with their standard deviation as spread "
-             "(default: 5 for fig14 if simulated and without a --trace; else 1)")
+        help="repeat the figure for N seeds; ratios are means, with their standard deviation as "
+             "spread (default: 5 for fig14 if simulated and without a --trace; else 1)")
 
     add = parser.add_argument_group("load, instead of the figure's own").add_argument
     add("--trace", metavar="FILE",
         help="replay a file of conversations: " + ", ".join(kind.name for kind in KINDS))
     add("--tokenizer", metavar="MODEL", default="gpt2",
         help="counts the tokens of a file of texts (default: gpt2)")
-    add("--dataset", choices=SHAPES, help="synthetic conversations with the lengths of this dataset")
+    add("--dataset", choices=SHAPES,
+        help="synthetic conversations with the lengths of this dataset")
     add("--rates", type=rates, metavar="R,R,...", help="turns per second; where systems are "
         "compared at a latency, only some of them are played")
     add("--think", type=think, metavar="SECONDS",
         help="mean think time; or \"reading\": 100 ms per token of the reply, at least 5 s")
     add("--seconds", type=positive, default=1500.0,
-        help="length of a run, of which the first third only fills the caches; the embedded model's own load "
-             "and a trace with times end by themselves (default: 1500)")
-    add("--at-ms", type=positive, metavar="MS", help="compare throughputs at this normalized latency")
+        help="length of a run, of which the first third only fills the caches; the embedded "
+             "model's own load and a trace with times end by themselves (default: 1500)")
+    add("--at-ms", type=positive, metavar="MS",
+        help="compare throughputs at this normalized latency")
 
     add = parser.add_argument_group("machine").add_argument
     add("--hardware", metavar="NAME",
-        help=f"simulate {', '.join(HARDWARE)} (default: a100; h100 for a trace), or the machine that "
-             "`python bench.py profile --json NAME` has measured")
+        help=f"simulate {', '.join(HARDWARE)} (default: a100; h100 for a trace), or the machine "
+             "that `python bench.py profile --json NAME` has measured")
     add("--gpus", type=int, choices=range(1, 9), metavar="N", help="GPUs of a simulation, 1 to 8")
-    add("--cpu-gb", type=positive, metavar="GB", help="CPU tier of each GPU of a simulation (default: 220)")
-    add("--jobs", type=int, default=os.cpu_count(), help="simulations at once (default: the number of cores)")
+    add("--cpu-gb", type=positive, metavar="GB",
+        help="CPU tier of each GPU of a simulation (default: 220)")
+    add("--jobs", type=int, default=os.cpu_count(),
+        help="simulations at once (default: the number of cores)")
     add("--profile", metavar="FILE",
-        help="cost of recomputation that `python bench.py profile --json FILE` has measured (default: "
-             "measure it at each start)")
+        help="cost of recomputation that `python bench.py profile --json FILE` has measured "
+             "(default: measure it at each start)")
     add("--url", default="http://127.0.0.1:8000",
         help="server that `serve` drives (default: http://127.0.0.1:8000)")
     add("--server-key", metavar="KEY", help="the server's API key")
@@ -134,7 +143,8 @@ def panel_of(row: dict) -> str:
     """The diagram and the table to which a row belongs."""
     if "model" not in row:
         return "this machine"
-    return panel_title(**{name: row[name] for name in ("model", "dataset", "think", "cpu_gb") if name in row})
+    return panel_title(**{name: row[name]
+                          for name in ("model", "dataset", "think", "cpu_gb") if name in row})
 
 
 def by_panel(rows: list[dict]) -> dict[str, list[dict]]:
@@ -152,15 +162,16 @@ def print_rows(figure: Figure, rows: list[dict]):
         print()
         return
     for panel, of_panel in by_panel(rows).items():
-        columns = "seed", *figure.columns, "too_short"
-        columns = [name for name in columns if any(name in row for row in of_panel)]
+        columns = [name for name in ("seed", *figure.columns, "too_short")
+                   if any(name in row for row in of_panel)]
         print(panel)
         print_table(of_panel, columns)
         print()
 
 
 def print_table(rows: list[dict], columns: tuple = ()):
-    """One line for each row, with these columns. Without columns, one line for each field of the rows."""
+    """One line for each row, with these columns. Without columns, one line
+    for each field of the rows."""
     if columns:
         lines = [columns] + [[row.get(name) for name in columns] for row in rows]
     else:
@@ -198,16 +209,18 @@ def write_json(path: str, name: str, found: Found, seed: int):
 
 def command(argv: list[str]) -> str:
     """The command line, to run it again. It does not tell the server's key: files are passed on."""
-    words = ["KEY" if before == "--server-key" else word for before, word in zip(["python", *argv], argv)]
+    words = ["KEY" if before == "--server-key" else word
+             for before, word in zip(["python", *argv], argv)]
     words = ["--server-key=KEY" if word.startswith("--server-key=") else word for word in words]
     return shlex.join(["python", *words])
 
 
 def commit() -> str:
-    """The commit of this code, with a "+" if it has changed since; "unknown" without git or a repository."""
+    """The commit of this code, with a "+" if it has changed since; "unknown"
+    without git or a repository."""
     try:
-        git = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=Path(__file__).parent,
-                             capture_output=True, text=True)
+        git = subprocess.run(["git", "describe", "--always", "--dirty=+"],
+                             cwd=Path(__file__).parent, capture_output=True, text=True)
     except FileNotFoundError:
         return "unknown"
     return git.stdout.strip() or "unknown"
@@ -220,7 +233,8 @@ WORDS = dict(
     normalized_latency_ms="normalized latency (ms/token)", computed_tokens="computed tokens",
     recomputed_seconds="recomputation (s)", servers="servers", replies="replies to a prompt",
     turn="turn (each adds 100 tokens)", ttft_ms="time to first token (ms)",
-    running="requests at once", tokens_per_second="throughput (tokens/s)", saved="slots saved (share)")
+    running="requests at once", tokens_per_second="throughput (tokens/s)",
+    saved="slots saved (share)")
 
 
 def plot(figure: Figure, rows: list[dict], path: str):
@@ -230,7 +244,7 @@ def plot(figure: Figure, rows: list[dict], path: str):
     if not rows:
         raise ValueError(f"there is nothing to plot: no row has {figure.x}")
     canvas = Canvas(layout="constrained")
-    if figure.bars or all(row[figure.x] is None for row in rows):       # a trace has one load: its own
+    if figure.bars or all(row[figure.x] is None for row in rows):  # a trace has one load: its own
         draw_bars(canvas, rows, figure.bars or (figure.y,))
     else:
         draw_lines(canvas, by_panel(rows), figure.x, figure.y, figure.linear)
@@ -254,20 +268,22 @@ def draw_bars(canvas, rows: list[dict], fields: tuple):
 
 
 def draw_lines(canvas, panels: dict[str, list[dict]], x: str, y: str, linear: bool = False):
-    """A diagram for each panel, and in it a line for each system: for each way to run it, or chunk size."""
+    """A diagram for each panel, and in it a line for each system: for each
+    way to run it, or chunk size."""
     canvas.set_size_inches(5 * len(panels), 4)
     axes = canvas.subplots(1, len(panels), squeeze=False)[0]
     for ax, (panel, rows) in zip(axes, panels.items()):
         lines = {}
         for row in rows:
-            label = ", ".join(str(row[field]) for field in ("system", "how", "chunk") if field in row)
+            label = ", ".join(str(row[field])
+                              for field in ("system", "how", "chunk") if field in row)
             lines.setdefault(label, []).append((row[x], row[y]))
         for label, points in lines.items():
             drawn, = ax.plot(*zip(*sorted(points)), marker="o", label=label)
             if linear:
                 last = max(points)
-                ax.annotate(f"{label}: {three_digits(last[1])}", last, (0, 8), ha="right", weight="bold",
-                            textcoords="offset points", color=drawn.get_color())
+                ax.annotate(f"{label}: {three_digits(last[1])}", last, (0, 8), ha="right",
+                            weight="bold", textcoords="offset points", color=drawn.get_color())
                 ax.margins(y=0.12)              # the highest name, too, stands inside
         ax.set(title=panel, xlabel=WORDS[x], ylabel=WORDS[y], yscale="linear" if linear else "log")
     if not linear:
@@ -284,10 +300,11 @@ def main():
         found = over_seeds(figure.run, seeds, options)
         print_rows(figure, found.rows)
         if any("too_short" in row for row in found.rows):
-            print("too_short: the run was too short. GPU, CPU: this tier never filled up. hits: the hit\n"
-                  "rates still change. load: the contexts still grow. Give --seconds a larger number, or\n"
-                  "the tiers fewer tokens.\n")
-        # Some figures' ratios also have the spread over the seeds, or the value that they must reach.
+            print("too_short: the run was too short. GPU, CPU: this tier never filled up. hits:\n"
+                  "the hit rates still change. load: the contexts still grow. Give --seconds a\n"
+                  "larger number, or the tiers fewer tokens.\n")
+        # Some figures' ratios also have the spread over the seeds, or
+        # the value that they must reach.
         more = [name for name in ("spread", "must") if any(name in ratio for ratio in found.ratios)]
         print_table(found.ratios, ("name", "paper", "ours", "how", *more))
         if options.json:

@@ -1,12 +1,12 @@
 """The entry point: python server.py [flags], or --help.
 
-    flags -> Sessions (engine, history, tokenizer) -> Server (serving/sockets.py) -> banner -> requests
+    flags -> Sessions (engine, history, tokenizer) -> Server (sockets) -> banner -> requests
 
 - A signal while we start ends the process at once.
-- After SIGTERM the turns at work have 30 seconds to finish, then the server stops. After a second signal it
-  stops at once. Ctrl-C stops it at once, too.
-- If the engine fails, every client is told, and the process exits with 1. If the server cannot start, it
-  prints one line and exits with 2.
+- After SIGTERM the turns at work have 30 seconds to finish, then the server stops. After a second
+  signal it stops at once. Ctrl-C stops it at once, too.
+- If the engine fails, every client is told, and the process exits with 1. If the server cannot
+  start, it prints one line and exits with 2.
 """
 import os
 import signal
@@ -19,12 +19,12 @@ def leave(number, frame):
 
 
 if __name__ == "__main__":
-    # If stderr is closed, the next file that we open would take its place, and what is meant for stderr would
-    # land in that file: in the history. So we fill the places 0 to 2 first.
+    # If stderr is closed, the next file that we open would take its place, and what is meant for
+    # stderr would land in that file: in the history. So we fill the places 0 to 2 first.
     while os.open(os.devnull, os.O_RDWR) < 3:
         pass
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, leave)                    # first of all, since the imports below take seconds
+        signal.signal(number, leave)            # first of all, since the imports below take seconds
 
 import argparse
 import atexit
@@ -48,48 +48,55 @@ from serving.sockets import Drained, Server
 DAY = 86400                 # seconds
 PRUNE_SECONDS = 60          # between two checks of the history's age
 FIRST_PRUNE_SECONDS = 3600  # before the first of these checks, at most
-ABOUT = """A chat server that remembers: after an answer, the KV-tokens of the conversation stay in two tiers.
-The first (GPU) tier is the memory of the GPU, the second (CPU) tier is ordinary memory. On a machine without
-a GPU the first tier lies in ordinary memory, too; everything works the same there, only slower."""
+ABOUT = """A chat server that remembers: after an answer, the KV-tokens of the conversation stay in
+two tiers. The first (GPU) tier is the memory of the GPU, the second (CPU) tier is ordinary memory.
+On a machine without a GPU the first tier lies in ordinary memory, too; everything works the same
+there, only slower."""
 # The example of chat.html needs these sizes. Its conversations are not kept.
 DEMO = dict(gpu_cache_tokens=384, cpu_cache_tokens=768, history=":memory:")
 
 
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
-    """The server's own flags, and one for every field of Config. Prints one line and exits with 2 if a flag
-    is wrong."""
+    """The server's own flags, and one for every field of Config. Prints one line and
+    exits with 2 if a flag is wrong."""
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, allow_abbrev=False, description=ABOUT)
 
     def flag(name: str, default, help: str):
-        parser.add_argument(name, type=type(default), default=default, help=f"{help} (default: {default})")
+        parser.add_argument(name, type=type(default), default=default,
+                            help=f"{help} (default: {default})")
     flag("--host", "127.0.0.1", "the address to listen on")
     flag("--port", 8000, "the port to listen on; 0: any that is free")
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY",
-                        help="a key that clients must send; repeat the flag for more keys, each with "
-                             "conversations of its own (default: no key is needed)")
+                        help="a key that clients must send; repeat the flag for more keys, each "
+                             "with conversations of its own (default: no key is needed)")
     parser.add_argument("--metrics-key", metavar="KEY",
-                        help="a key that opens /metrics and nothing else, and shows there the counts of all "
-                             "API keys (default: none; each API key sees its own counts)")
+                        help="a key that opens /metrics and nothing else, and shows there the "
+                             "counts of all API keys (default: none; each API key sees its "
+                             "own counts)")
     parser.add_argument("--allow-origin", action="append", default=[], metavar="ORIGIN",
-                        help="a site whose pages may use this server, such as https://chat.example; *: all "
-                             "sites; may be repeated (default: only the server's own page)")
+                        help="a site whose pages may use this server, such as "
+                             "https://chat.example; *: all sites; may be repeated "
+                             "(default: only the server's own page)")
     parser.add_argument("--name", default="", metavar="NAME",
-                        help="this server's name among several behind a router, for example s1: the ids "
-                             "that it makes contain the name (default: no name)")
-    flag("--max-waiting", 256, "turns that may wait while --max-running others run; one more gets a 429")
+                        help="this server's name among several behind a router, for example s1: "
+                             "the ids that it makes contain the name (default: no name)")
+    flag("--max-waiting", 256,
+         "turns that may wait while --max-running others run; one more gets a 429")
     flag("--max-connections", 800, "connections that may be open; one more gets a 503")
     flag("--history-max-age-days", 30.0, "a conversation that is idle for longer is forgotten")
-    flag("--history-max-bytes", 2**30, "while the history is larger, the conversation that is idle for "
-         "longest is forgotten; several API keys have equal shares of it")
+    flag("--history-max-bytes", 2**30,
+         "while the history is larger, the conversation that is idle for longest is forgotten; "
+         "several API keys have equal shares of it")
     parser.add_argument("--history", metavar="FILE",
-                        help="the file that keeps all conversations (default: one for each model, beside "
-                             "server.py)")
+                        help="the file that keeps all conversations (default: one for each model, "
+                             "beside server.py)")
     parser.add_argument("--system-prompt", metavar="TEXT",
-                        help="a text, or a file with a text, that chats without a system message begin with; "
-                             "its KV-tokens are shared and never evicted (default: none)")
+                        help="a text, or a file with a text, that chats without a system message "
+                             "begin with; its KV-tokens are shared and never evicted "
+                             "(default: none)")
     parser.add_argument("--demo", action="store_true",
-                        help="tiny tiers, a history in memory, a stateless engine to compare with, and a "
-                             "browser in which the chat page plays its example")
+                        help="tiny tiers, a history in memory, a stateless engine to compare with, "
+                             "and a browser in which the chat page plays its example")
     Config.add_flags(parser)
     flags = parser.parse_args(argv)
     if flags.demo:
@@ -110,36 +117,40 @@ def banner(server: Server) -> str:
     """The model, the device, the size of both tiers, and the address."""
     worker, (name, path) = server.engine.worker, server.model_names
     gpu, cpu = worker.pool.gpu, worker.pool.cpu
-    tiers = [("GPU tier", worker.num_slots, gpu), ("CPU tier", worker.num_places * worker.chunk_size, cpu)]
+    tiers = [("GPU tier", worker.num_slots, gpu),
+             ("CPU tier", worker.num_places * worker.chunk_size, cpu)]
     model = name if name == path else f"{name} ({path})"
-    lines = [f"nano-pensieve serves {model} on {gpu.device}, {str(gpu.dtype).removeprefix('torch.')}"]
+    dtype = str(gpu.dtype).removeprefix("torch.")
+    lines = [f"nano-pensieve serves {model} on {gpu.device}, {dtype}"]
     for tier, tokens, tensor in tiers:
         lines.append(f"  {tier}  {tokens:>12,} tokens  {tensor.nbytes / 2**20:>10,.1f} MiB")
     if gpu.device.type == "cpu":
-        lines.append("  There is no GPU here: the GPU tier lies in ordinary memory, like the CPU tier.")
+        lines.append("  There is no GPU here: "
+                     "the GPU tier lies in ordinary memory, like the CPU tier.")
     return "\n".join([*lines, f"  {server.url}   (Ctrl-C stops)"])
 
 
 def open_server(flags: argparse.Namespace) -> Server:
-    """A server that listens, with its engine started. ValueError, OSError or OverflowError for flags that
-    cannot be served."""
+    """A server that listens, with its engine started. ValueError, OSError or OverflowError for
+    flags that cannot be served."""
     limits = dict(max_waiting=0, max_connections=1, history_max_age_days=0, history_max_bytes=0)
     for name, least in limits.items():
         require(getattr(flags, name) >= least, name, f"at least {least}", getattr(flags, name))
     options = Config.given(flags)
-    sessions = Sessions(options.pop("model"), history=flags.history, system_prompt=flags.system_prompt,
-                        name=flags.name, **options)
+    sessions = Sessions(options.pop("model"), history=flags.history,
+                        system_prompt=flags.system_prompt, name=flags.name, **options)
     server = Server((flags.host, flags.port), sessions.start(), flags.api_key, flags.max_waiting,
-                    flags.max_connections, flags.allow_origin, flags.history_max_bytes, flags.metrics_key)
+                    flags.max_connections, flags.allow_origin, flags.history_max_bytes,
+                    flags.metrics_key)
     max_age = DAY * flags.history_max_age_days
     threading.Thread(target=prune_by_age, args=(sessions, max_age), daemon=True).start()
     return server
 
 
 def prune_by_age(sessions: Sessions, max_age: float):
-    """Forgets conversations that are idle for longer than max_age seconds. Runs in a thread of its own, until
-    the engine fails. In the first hour (or max_age, if that is less) nothing is too old: if the clock was
-    ahead at the start, somebody has time to set it right."""
+    """Forgets conversations that are idle for longer than max_age seconds. Runs in a thread of its
+    own, until the engine fails. In the first hour (or max_age, if that is less) nothing is too old:
+    if the clock was ahead at the start, somebody has time to set it right."""
     time.sleep(min(max_age, FIRST_PRUNE_SECONDS))
     while not sessions.engine.failure:
         try:
@@ -150,21 +161,21 @@ def prune_by_age(sessions: Sessions, max_age: float):
 
 
 def begin_demo(server: Server):
-    """Starts a stateless engine, which answers every turn, too, and opens a browser in which the chat page
-    plays its example."""
+    """Starts a stateless engine, which answers every turn, too, and opens a browser in which the
+    chat page plays its example."""
     options = vars(server.engine.config) | dict(stateless=True, cpu_cache_tokens=0)
     server.stateless = Sessions(Engine(**options).start(), history=server.sessions.history)
     url = f"{server.url}/#play"
 
-    def open_page():                                    # some browsers come back only when they are closed
+    def open_page():                             # some browsers come back only when they are closed
         if not webbrowser.open(url):
             print(f"There is no browser here. Open {url} in yours.", flush=True)
     threading.Thread(target=open_page, daemon=True).start()
 
 
 def serve_until_stopped(server: Server):
-    """Returns after SIGTERM, when the turns at work are done. KeyboardInterrupt after SIGINT or a second
-    SIGTERM, SystemExit with 1 if the engine fails."""
+    """Returns after SIGTERM, when the turns at work are done. KeyboardInterrupt after SIGINT or a
+    second SIGTERM, SystemExit with 1 if the engine fails."""
     def stop(*_):
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         server.drain()
@@ -183,15 +194,15 @@ def serve_until_stopped(server: Server):
 
 
 def settle_in():
-    """Prepares the process to serve, once all is loaded. Every connection needs a descriptor, so we take as
-    many as the system gives us. The objects that exist now will stay, so the garbage collector need not look
-    at them again. From now on printing never waits."""
+    """Prepares the process to serve, once all is loaded. Every connection needs a descriptor, so we
+    take as many as the system gives us. The objects that exist now will stay, so the garbage
+    collector need not look at them again. From now on printing never waits."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with suppress(ValueError, OSError):                 # "no limit" may be more than the system allows
+    with suppress(ValueError, OSError):              # "no limit" may be more than the system allows
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)                        # or Triton takes these objects for leaks, and says so
+    atexit.register(gc.unfreeze)              # or Triton takes these objects for leaks, and says so
     sys.stdout, sys.stderr = PatientStream(sys.stdout), PatientStream(sys.stderr)
 
 

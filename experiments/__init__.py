@@ -1,1 +1,2 @@
-"""The paper's evaluation: workloads, a simulated GPU, policies that no server has, and the figures."""
+"""The paper's evaluation: workloads, a simulated GPU, policies that no
+server has, and the figures."""

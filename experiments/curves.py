@@ -1,8 +1,8 @@
 """Curves: systems under rising load, and how two of them are compared (paper §6).
 
-A panel is one diagram of a figure: a model, a dataset and request rates. `sweep` runs each system in each
-panel. A system's rows in a panel are its curve, latency over throughput. A ratio compares two curves,
-beside the ratio that the paper reports:
+A panel is one diagram of a figure: a model, a dataset and request rates. `sweep` runs each system
+in each panel. A system's rows in a panel are its curve, latency over throughput. A ratio compares
+two curves, beside the ratio that the paper reports:
 
     latency       stateless        pensieve
                       |                |
@@ -11,8 +11,9 @@ beside the ratio that the paper reports:
             ________/________________/              pensieve / stateless = 2.7 / 2.1 = 1.29
                    2.1              2.7 turns/s
 
-The figures themselves are in figures.py (those of the paper) and more_figures.py (all others). Every figure
-is a function of the parsed flags of bench.py (`options`). It returns rows, one for each run, and ratios.
+The figures themselves are in figures.py (those of the paper) and more_figures.py (all
+others). Every figure is a function of the parsed flags of bench.py (`options`). It returns
+rows, one for each run, and ratios.
 """
 import argparse
 import gc
@@ -37,38 +38,42 @@ class Found(NamedTuple):
 
 
 def ratio(name: str, ours: float, options, paper: float | None = None) -> dict:
-    return dict(name=name, paper=paper, ours=ours, how="simulated" if options.simulate else "measured")
+    return dict(name=name, paper=paper, ours=ours,
+                how="simulated" if options.simulate else "measured")
 
 
 class Figure(NamedTuple):
     run: Callable[[argparse.Namespace], Found]
-    about: str                      # a line for --help
-    x: str                          # of its plot: a field of its rows
+    about: str                  # a line for --help
+    x: str                      # of its plot: a field of its rows
     y: str
-    columns: tuple = ()             # of its table: fields of its rows; none: a line for each field
-    linear: bool = False            # y is not logarithmic: few lines, and each has its name at its last point
-    bars: tuple = ()                # fields to draw as bars, a bar for each row, instead of y over x
-    seeds: int = 1                  # loads of other seeds over which it is repeated, to know the spread
+    columns: tuple = ()         # of its table: fields of its rows; none: a line for each field
+    linear: bool = False        # a linear y axis: few lines, each named at its last point
+    bars: tuple = ()            # fields to draw as bars instead of y over x
+    seeds: int = 1              # over so many loads it is repeated, to know the spread
 
 
-def sweep(systems: tuple[str, ...], simulated: list[Panel], measured: list[Panel], options) -> Found:
+def sweep(systems: tuple[str, ...], simulated: list[Panel], measured: list[Panel],
+          options) -> Found:
     """Run every system in every panel. Ratios compare the last system with each of the others.
 
     simulated, measured: the panels at the paper's scale, and those of this machine.
     ValueError: the figure has no panels at the scale that the flags ask for."""
     panels = simulated if at_scale(options) else measured
     if not panels:
-        raise ValueError("this figure is of one machine: leave --simulate out, add --hardware with its "
-                         "profile, or name one of the paper's figures, such as fig10")
+        raise ValueError("this figure is of one machine: leave --simulate out, add --hardware with "
+                         "its profile, or name one of the paper's figures, such as fig10")
     panels = adapted(panels, options)
     tasks = [(panel, system, options) for panel in panels for system in systems]
-    curves = {task[:2]: curve for task, curve in zip(tasks, mapped(play_curve, tasks, "curve", options))}
+    curves = {task[:2]: curve
+              for task, curve in zip(tasks, mapped(play_curve, tasks, "curve", options))}
     *others, last = systems
     ratios = []
     for panel in panels:
         for other in others:
             paper = {"vllm then": panel.paper, "stateless, fused": panel.paper_fused}.get(other)
-            ratios.append(compared(panel, curves[panel, other], curves[panel, last], paper, options))
+            ratios.append(compared(panel, curves[panel, other], curves[panel, last], paper,
+                                   options))
     return Found(list(chain(*curves.values())), ratios)
 
 
@@ -76,16 +81,18 @@ def adapted(panels: list[Panel], options) -> list[Panel]:
     """The panels as the flags change them: --model, --dataset, --rates, --think, --at-ms, --gpus,
     --hardware, --cpu-gb.
 
-    A --trace replaces all panels by one, at the paper's scale for a long-context model on H100 GPUs.
-    ValueError: the flags contradict each other."""
+    A --trace replaces all panels by one, at the paper's scale for a long-context model on H100
+    GPUs. ValueError: the flags contradict each other."""
     if options.trace:
-        has_times = any(conversation.arrival or any(turn.think_seconds for turn in conversation.turns)
+        has_times = any(conversation.arrival
+                        or any(turn.think_seconds for turn in conversation.turns)
                         for conversation in options.conversations)
         rates, think = ((None,), "own") if has_times else (panels[0].rates, panels[0].think)
         if has_times and options.think:
             raise ValueError("this trace has its own times: leave --think out")
         model, gpus = ("llama2-13b-gqa", 4) if at_scale(options) else (panels[0].model, 1)
-        panels = [Panel(model, Path(options.trace).stem, rates, gpus=gpus, hardware="h100", think=think)]
+        panels = [Panel(model, Path(options.trace).stem, rates, gpus=gpus, hardware="h100",
+                        think=think)]
     if options.cpu_gb and not at_scale(options):
         raise ValueError("--cpu-gb is for the paper's machines: give --cpu-cache-tokens instead")
     changes = {field: value for field in Panel._fields
@@ -93,20 +100,20 @@ def adapted(panels: list[Panel], options) -> list[Panel]:
     if changes:
         # No longer the paper's panels.
         panels = [panel._replace(paper=None, paper_fused=None, **changes) for panel in panels]
-    return list(dict.fromkeys(panels))          # --model and --dataset together make several panels one
+    return list(dict.fromkeys(panels))      # --model and --dataset together make several panels one
 
 
 def mapped(function: Callable, tasks: list, unit: str, options) -> list:
     """function(task) for each task. Simulations run on all cores at once, measured runs one by one.
 
     A progress bar counts the tasks that are done. unit: what one of them is, such as "run"."""
-    progress = partial(tqdm, desc=f"{unit}s of {options.figure}", total=len(tasks), unit=unit, leave=False,
-                       disable=None)
+    progress = partial(tqdm, desc=f"{unit}s of {options.figure}", total=len(tasks), unit=unit,
+                       leave=False, disable=None)
     jobs = min(options.jobs, len(tasks)) if options.simulate else 1
     if jobs == 1:
         return list(progress(map(function, tasks)))
-    # A simulation makes millions of objects and hardly a cycle: by default a fifth of its time goes into the
-    # search for cycles.
+    # A simulation makes millions of objects and hardly a cycle: by default a fifth of its time
+    # goes into the search for cycles.
     with ProcessPoolExecutor(jobs, get_context("spawn"), gc.set_threshold, (100_000,)) as pool:
         return list(progress(pool.map(function, tasks)))
 
@@ -114,9 +121,9 @@ def mapped(function: Callable, tasks: list, unit: str, options) -> list:
 def play_curve(task: tuple[Panel, str, argparse.Namespace]) -> list[dict]:
     """The rows of one system in one panel, by rising rates.
 
-    If systems are compared at a latency, only two neighbouring rates count: those between which the system
-    crosses it. We play the lowest rate, and look for these two by halving. For the rates 1, 2, ..., 14 and a
-    system that crosses at 5.5, we play 1, 8, 5, 7, 6."""
+    If systems are compared at a latency, only two neighbouring rates count: those between which the
+    system crosses it. We play the lowest rate, and look for these two by halving. For the rates 1,
+    2, ..., 14 and a system that crosses at 5.5, we play 1, 8, 5, 7, 6."""
     panel, system, options = task
     rows = {}
 
@@ -134,7 +141,8 @@ def play_curve(task: tuple[Panel, str, argparse.Namespace]) -> list[dict]:
     return [rows[rate] for rate in sorted(rows)]
 
 
-def compared(panel: Panel, other: list[dict], last: list[dict], paper: float | None, options) -> dict:
+def compared(panel: Panel, other: list[dict], last: list[dict], paper: float | None,
+             options) -> dict:
     """The ratio of two curves: of their throughputs at the panel's at_ms.
 
     If the panel has no at_ms, we compare the latencies at the highest rate."""
@@ -160,9 +168,9 @@ def compared(panel: Panel, other: list[dict], last: list[dict], paper: float | N
 def throughput_at(curve: list[tuple[float, float]], at_ms: float) -> float:
     """Turns per second at which a curve of (turns per second, latency) first crosses a latency.
 
-    Between two rates the curve is a straight line: 2.0 turns/s at 30 ms and 2.5 turns/s at 130 ms give
-    2.25 at 80 ms. If the lowest rate is already too slow, the line begins at 0 turns/s and 0 ms. If no
-    rate is too slow, the result is the throughput at the highest rate."""
+    Between two rates the curve is a straight line: 2.0 turns/s at 30 ms and 2.5 turns/s at 130 ms
+    give 2.25 at 80 ms. If the lowest rate is already too slow, the line begins at 0 turns/s and 0
+    ms. If no rate is too slow, the result is the throughput at the highest rate."""
     throughput, latency = curve[0]
     if latency > at_ms:
         return throughput * at_ms / latency
@@ -173,9 +181,10 @@ def throughput_at(curve: list[tuple[float, float]], at_ms: float) -> float:
 
 
 def over_seeds(run: Callable, seeds: int, options) -> Found:
-    """The figure for `seeds` loads. A row tells its seed; a ratio is the mean, with the standard deviation
-    as its spread."""
-    each = [run(argparse.Namespace(**vars(options) | dict(seed=options.seed + n))) for n in range(seeds)]
+    """The figure for `seeds` loads. A row tells its seed; a ratio is the mean, with the
+    standard deviation as its spread."""
+    each = [run(argparse.Namespace(**vars(options) | dict(seed=options.seed + n)))
+            for n in range(seeds)]
     if seeds == 1:
         return each[0]
     rows = [row | dict(seed=options.seed + n) for n, found in enumerate(each) for row in found.rows]

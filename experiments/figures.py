@@ -1,8 +1,8 @@
 """The paper's figures: which systems run under which loads (paper §6).
 
-`sweep`, in curves.py, makes most of them. With --simulate the sizes are the paper's. Without it they are
-small, for the embedded model. `PAPER`, at the end of this file, names all figures but Figure 12: the
-attention kernel is only measured (more_figures.py).
+`sweep`, in curves.py, makes most of them. With --simulate the sizes are the paper's. Without it
+they are small, for the embedded model. `PAPER`, at the end of this file, names all figures but
+Figure 12: the attention kernel is only measured (more_figures.py).
 """
 from contextlib import closing
 from functools import partial
@@ -39,7 +39,7 @@ BASELINES = "vllm then", "stateless", "stateless, fused", "gpu cache"
 
 # ---- policies
 
-CPU_GB = 110.0, 165.0, 220.0        # the paper does not say how much of the machine's 220 GB the tier has
+CPU_GB = 110.0, 165.0, 220.0  # the paper does not say how much of the machine's 220 GB the tier has
 
 
 def fig14(options) -> Found:
@@ -50,7 +50,8 @@ def fig14(options) -> Found:
     rows, _ = sweep((*POLICIES, *EXPERIMENTS), panels, HERE, options)
     by_load = {}                                # (model, CPU tier, rate) -> policy -> row
     for row in rows:
-        by_load.setdefault((row["model"], row.get("cpu_gb"), row["request_rate"]), {})[row["policy"]] = row
+        load = row["model"], row.get("cpu_gb"), row["request_rate"]
+        by_load.setdefault(load, {})[row["policy"]] = row
     ratios = [policy_ratios(by_policy, options) for by_policy in by_load.values()]
     return Found(rows, list(chain(*ratios)))
 
@@ -64,8 +65,10 @@ def policy_ratios(by_policy: dict[str, dict], options) -> list[dict]:
     recomputed = retention["recomputed_tokens"] / max(lru["recomputed_tokens"], 1)
     hits = 100 * (retention["cpu_hit_rate"] - lru["cpu_hit_rate"])
     ratios = [
-        ratio(f"{load}: recomputed tokens, retention / lru (paper: at best)", recomputed, options, 0.854),
-        ratio(f"{load}: CPU hit rate, retention - lru, points (paper: at best)", hits, options, 4.4)]
+        ratio(f"{load}: recomputed tokens, retention / lru (paper: at best)",
+              recomputed, options, 0.854),
+        ratio(f"{load}: CPU hit rate, retention - lru, points (paper: at best)",
+              hits, options, 4.4)]
     seconds = {policy: row["recomputed_seconds"] for policy, row in by_policy.items()}
     gap = seconds["lru"] - seconds["oracle"]
     for policy, spent in seconds.items():
@@ -74,8 +77,8 @@ def policy_ratios(by_policy: dict[str, dict], options) -> list[dict]:
         ours = spent / max(seconds["lru"], 1e-9)
         ratios.append(ratio(f"{load}: seconds of recomputation, {policy} / lru", ours, options))
         closed = (seconds["lru"] - spent) / gap if gap > 0 else 0.0
-        ratios.append(ratio(f"{load}: share of the gap from lru to oracle that {policy} closes", closed,
-                            options))
+        ratios.append(ratio(f"{load}: share of the gap from lru to oracle that {policy} closes",
+                            closed, options))
     return ratios
 
 
@@ -100,10 +103,11 @@ def fig3(options) -> Found:
 
 def prefill_and_generation(panel: Panel, batch: int, prompt: int, reply: int, options
                            ) -> tuple[float, float]:
-    """Serve `batch` requests at once -> seconds until all have their first token, seconds of the rest."""
+    """Serve `batch` requests at once -> seconds until all have their first
+    token, seconds of the rest."""
     users = [PlannedConversation(str(n), [PlannedTurn(prompt, reply)]) for n in range(batch)]
-    room = dict(gpu_cache_tokens=2 * batch * longest_context(users), max_batch_tokens=batch * prompt,
-                max_running=batch)
+    room = dict(gpu_cache_tokens=2 * batch * longest_context(users),
+                max_batch_tokens=batch * prompt, max_running=batch)
     with closing(build(System(STATELESS | room), panel, users, options)) as engine:
         served = drive(engine, users, options.seed)
     prefilled = max(turn.first_token for turn in served)
@@ -111,7 +115,8 @@ def prefill_and_generation(panel: Panel, batch: int, prompt: int, reply: int, op
 
 
 def fig4(options) -> Found:
-    """The seconds to recompute a chunk: attention rises with its context, all else stays the same."""
+    """The seconds to recompute a chunk: attention rises with its
+    context, all else stays the same."""
     panel, = adapted([Panel("opt-13b" if at_scale(options) else "tiny_chat", "one chunk")], options)
     longest = [PlannedConversation("", [PlannedTurn(16_384, 1)])]
     with closing(build(System(), panel, longest, options)) as engine:
@@ -131,15 +136,17 @@ def costs(cost: RecomputeCost, panel: Panel, options) -> Found:
 
 # ---- all of them, by name
 
-def latency_figure(run: Callable, about: str, x: str = "throughput", y: str = "normalized_latency_ms"
-                   ) -> Figure:
+def latency_figure(run: Callable, about: str, x: str = "throughput",
+                   y: str = "normalized_latency_ms") -> Figure:
     return Figure(run, about, x, y, (
-        "system", "request_rate", "throughput", "normalized_latency_ms", "p90_normalized_latency_ms",
+        "system", "request_rate", "throughput", "normalized_latency_ms",
+        "p90_normalized_latency_ms",
         "mean_ttft_ms", "mean_tpot_ms", "recomputed_tokens", "recomputed_seconds", "gpu_hit_rate",
         "cpu_hit_rate", "hits_of_attainable", "turnovers"))
 
 
-# Times are of two cores, without a GPU. A simulation takes less time with --rates, --seconds or --model.
+# Times are of two cores, without a GPU. A simulation takes less time with
+# --rates, --seconds or --model.
 PAPER = {
     "fig3": Figure(
         fig3, "seconds to prefill a history, and to generate the reply (10 s, simulated too)",
@@ -163,7 +170,8 @@ PAPER = {
         partial(sweep, ("vllm then", "stateless", "pensieve"),
                 [LLAMA._replace(think=think) for think in (60.0, 120.0, 300.0, 600.0)],
                 [HERE[0]._replace(think=think) for think in (0.1, 0.4, 1.6)]),
-        "both stateless systems and Pensieve, by the users' think time (19 minutes; simulated: 12)"),
+        "both stateless systems and Pensieve, by the users' think time "
+        "(19 minutes; simulated: 12)"),
     "draft": latency_figure(
         partial(sweep, ("vllm then", "stateless", "pensieve", "draft"), DRAFT, HERE),
         "the system of the paper's draft, on its datasets (8 minutes; simulated: 17)"),

@@ -1,4 +1,5 @@
-"""Several servers behind one router, simulated. Should a conversation always come to the same server?
+"""Several servers behind one router, simulated. Should a conversation
+always come to the same server?
 
                       +-> engine 1, clock 1
     turns -> router --+-> engine 2, clock 2        each engine is the real one on a simulated worker
@@ -6,16 +7,16 @@
 
 Three routers choose a server for a turn:
 
-    consistent hashing    the server that owns the hash of the conversation's name: always the same one
+    consistent hashing    the server that owns the hash of the conversation's name: always the same
     random                any server
     least loaded          the server with the fewest unfinished turns
 
-A conversation that comes to a server for the first time brings its whole history as a new prompt. If the
-conversation was there before, its new prompt is all that has been said since. In both cases the server
-computes what it has no KV for. deploy/haproxy.cfg routes by consistent hashing.
+A conversation that comes to a server for the first time brings its whole history as a new prompt.
+If the conversation was there before, its new prompt is all that has been said since. In both cases
+the server computes what it has no KV for. deploy/haproxy.cfg routes by consistent hashing.
 
-Each engine has a clock of its own. We always advance the one that is furthest behind, so no engine sees
-a turn before it is due.
+Each engine has a clock of its own. We always advance the one that is furthest behind, so no
+engine sees a turn before it is due.
 """
 import argparse
 import bisect
@@ -30,9 +31,10 @@ from experiments.run import Panel, Served, System, build, outcome, planned, wind
 from experiments.workload import PlannedConversation, within_context
 from handles import Handle
 
-POINTS = 1600           # of each server on the ring: HAProxy makes 16 for each unit of its weight, 100
+POINTS = 1600        # of each server on the ring: HAProxy makes 16 for each unit of its weight, 100
 
-Router = Callable[[str, list[int]], int]        # (conversation, unfinished turns of each server) -> server
+# (conversation, unfinished turns of each server) -> server
+Router = Callable[[str, list[int]], int]
 
 
 def hashed(text: str) -> int:
@@ -57,24 +59,27 @@ def least_loaded(servers: int, rng: np.random.Generator) -> Router:
     """The server with the fewest unfinished turns; of several, any of them."""
     def route(name: str, unfinished: list[int]) -> int:
         fewest = min(unfinished)
-        return int(rng.choice([server for server, turns in enumerate(unfinished) if turns == fewest]))
+        return int(rng.choice([server for server, turns in enumerate(unfinished)
+                               if turns == fewest]))
     return route
 
 
-ROUTERS = {"consistent hashing": consistent_hashing, "random": random_server, "least loaded": least_loaded}
+ROUTERS = {"consistent hashing": consistent_hashing, "random": random_server,
+           "least loaded": least_loaded}
 
 
 class Fleet:
     """Plays conversations on several engines."""
 
-    def __init__(self, engines: list[Engine], router: Router, conversations: list[PlannedConversation]):
+    def __init__(self, engines: list[Engine], router: Router,
+                 conversations: list[PlannedConversation]):
         """engines: new ones, with VirtualClocks. Conversations need arrival times."""
         self.engines, self.router, self.conversations = engines, router, conversations
         self.unfinished = [0] * len(engines)        # turns of each server
         self.computing = [0.0] * len(engines)       # seconds that each server has stepped
         self.spoken = [0] * len(conversations)      # tokens of each conversation so far
-        self.heard = {}                             # (server, conversation) -> how many of them it knows
-        self.served: list[tuple[Served, int]] = []  # a turn that has ended, and the tokens said before it
+        self.heard = {}                             # (server, conversation) -> those it knows
+        self.served: list[tuple[Served, int]] = []  # ended turns, tokens said before
         self.due = [(one.arrival, number, 0) for number, one in enumerate(conversations)]
         heapq.heapify(self.due)                     # of (time, conversation, turn)
 
@@ -112,7 +117,8 @@ class Fleet:
 
         def ended(handle: Handle):
             now = engine.clock()
-            served = Served(when, handle.request.times[0], now, turn.output_tokens, handle.reply.usage)
+            served = Served(when, handle.request.times[0], now, turn.output_tokens,
+                            handle.reply.usage)
             self.served.append((served, said))
             self.unfinished[server] -= 1
             if index + 1 < len(turns):
@@ -131,7 +137,8 @@ def play_fleet(task: tuple[Panel, int, str, argparse.Namespace]) -> dict:
     ValueError: the load has its own times, so it cannot grow with the servers."""
     panel, servers, name, options = task
     if panel.rates[0] is None:
-        raise ValueError("this trace has its own times, but a fleet's load must grow with it: add --rates")
+        raise ValueError("this trace has its own times, but a fleet's load must grow with it: "
+                         "add --rates")
     rate = panel.rates[0] * servers
     conversations = planned(panel, rate, options)
     engines = [build(System(), panel, conversations, options) for _ in range(servers)]
@@ -144,7 +151,7 @@ def play_fleet(task: tuple[Panel, int, str, argparse.Namespace]) -> dict:
     counted = [(turn, said) for turn, said in fleet.served if turn.ended > begin]
     cached = sum(turn.usage["gpu"] + turn.usage["cpu"] for turn, _ in counted)
     busiest = max(fleet.computing) / (sum(fleet.computing) / servers)
-    row = dict(system=name, servers=servers, model=panel.model, dataset=panel.dataset, think=panel.think,
-               cpu_gb=panel.cpu_gb, request_rate=rate, busiest_server=busiest,
+    row = dict(system=name, servers=servers, model=panel.model, dataset=panel.dataset,
+               think=panel.think, cpu_gb=panel.cpu_gb, request_rate=rate, busiest_server=busiest,
                hit_rate=cached / max(1, sum(said for _, said in counted)))
     return row | outcome(engines[0], [turn for turn, _ in fleet.served], begin, until)

@@ -1,17 +1,18 @@
-"""How much of a KV cache holds KV, and how much of it sharing saves (the PagedAttention paper, SOSP '23).
+"""How much of a KV cache holds KV, and how much of it sharing saves (the
+PagedAttention paper, SOSP '23).
 
-A slot without KV could hold a token of one more request, and a larger batch has more throughput. `waste`
-serves the same queue, which is never empty, under several rules that give slots to requests. A request with a
-prompt of 100 tokens and a reply of 30 gets
+A slot without KV could hold a token of one more request, and a larger batch has more throughput.
+`waste` serves the same queue, which is never empty, under several rules that give slots to
+requests. A request with a prompt of 100 tokens and a reply of 30 gets
 
     whole context    Orca (Max)        2,048 slots, as any request does
     power of two     Orca (Pow2)       132: the length of its reply is rounded up to a power of two
     true length      Orca (Oracle)     130, as if we knew the length before
     chunks of 16     PagedAttention    7 chunks at first, and one more whenever the last one is full
 
-In the first three a buddy allocator gives neighbouring slots, as the paper assumes: 256 for 132 or 130.
-`ours` is the real engine on a simulated worker. `sharing` counts slots of requests with several replies to a
-prompt.
+In the first three a buddy allocator gives neighbouring slots, as the paper assumes: 256 for
+132 or 130. `ours` is the real engine on a simulated worker. `sharing` counts slots of requests
+with several replies to a prompt.
 
 The paper gives the mean lengths of prompts and replies. The spread is our choice, the same as in
 workload.py. No number here was fitted to the published results.
@@ -29,26 +30,32 @@ from experiments.simulator import HARDWARE, OPERATORS, SimulatedWorker, VirtualC
 
 LIMIT = 2048                    # tokens of a context of OPT
 SLOTS = 15_700                  # of OPT-13B on one A100 with 40 GB (the paper's Table 1)
-MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}    # tokens of prompt and reply (Figure 11)
+# mean tokens of prompt and reply (Figure 11)
+MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}
 SIGMAS = 1.2, 0.8               # of the logarithms of these lengths
 MAX_RUNNING = 256               # requests at a time, as in our other simulations
 WASTE_TOKENS, SHARING_REQUESTS = 400_000, 300           # how much of each dataset is played
 
-# What the paper reports: shares of slots in percent (Figure 2), requests at once (Figure 13, at 2 and at 30
-# requests per second), and slots saved in percent (Figure 15) by (system, replies).
-PUBLISHED_USE = {"whole context": 20.4, "power of two": 26.8, "true length": 38.2, "chunks of 16": 96.3}
+# What the paper reports: shares of slots in percent (Figure 2), requests at once (Figure 13, at 2
+# and at 30 requests per second), and slots saved in percent (Figure 15) by (system, replies).
+PUBLISHED_USE = {"whole context": 20.4, "power of two": 26.8, "true length": 38.2,
+                 "chunks of 16": 96.3}
 PUBLISHED_RUNNING = {
-    "sharegpt": {"whole context": 7.00, "power of two": 9.81, "true length": 13.62, "chunks of 16": 30.42},
-    "alpaca": {"whole context": 7.00, "power of two": 43.24, "true length": 72.75, "chunks of 16": 132.44}}
+    "sharegpt": {"whole context": 7.00, "power of two": 9.81, "true length": 13.62,
+                 "chunks of 16": 30.42},
+    "alpaca": {"whole context": 7.00, "power of two": 43.24, "true length": 72.75,
+               "chunks of 16": 132.44}}
 PUBLISHED_SAVING = {("parallel sampling", 2): 6.09, ("parallel sampling", 4): 8.53,
-                    ("parallel sampling", 6): 9.79, ("beam search", 2): 37.56, ("beam search", 4): 53.13,
-                    ("beam search", 6): 55.16}
+                    ("parallel sampling", 6): 9.79, ("beam search", 2): 37.56,
+                    ("beam search", 4): 53.13, ("beam search", 6): 55.16}
 
 
 def lengths_of(dataset: str, requests: int, seed: int) -> list[tuple[int, int]]:
-    """(prompt tokens, reply tokens) of so many requests: lognormal. Those above LIMIT are left out."""
+    """(prompt tokens, reply tokens) of so many requests: lognormal.
+    Those above LIMIT are left out."""
     means, sigmas = np.array(MEANS[dataset]), np.array(SIGMAS)
-    drawn = np.random.default_rng(seed).lognormal(np.log(means) - sigmas**2 / 2, sigmas, (requests, 2))
+    mu = np.log(means) - sigmas**2 / 2
+    drawn = np.random.default_rng(seed).lognormal(mu, sigmas, (requests, 2))
     lengths = np.maximum(np.rint(drawn), 1).astype(int)
     return list(map(tuple, lengths[lengths.sum(axis=1) <= LIMIT].tolist()))
 
@@ -56,8 +63,8 @@ def lengths_of(dataset: str, requests: int, seed: int) -> list[tuple[int, int]]:
 # ---- rules that give slots to requests
 
 class Buddies:
-    """Contiguous slots for whole requests. A piece of 2^n slots is half of one of 2^(n+1), and is joined
-    with the other half when both are free. 100 slots are pieces of 64, 32 and 4 at first."""
+    """Contiguous slots for whole requests. A piece of 2^n slots is half of one of 2^(n+1), and is
+    joined with the other half when both are free. 100 slots are pieces of 64, 32 and 4 at first."""
 
     def __init__(self, slots: int, reserved: Callable[[int, int], int]):
         """reserved: (prompt, reply) -> the slots that a request gets, at once and for good."""
@@ -122,9 +129,11 @@ def power_of_two(number: int) -> int:
 
 RULES = {
     "whole context": lambda: Buddies(SLOTS, lambda prompt, reply: LIMIT),
-    "power of two": lambda: Buddies(SLOTS, lambda prompt, reply: min(prompt + power_of_two(reply), LIMIT)),
+    "power of two": lambda: Buddies(
+        SLOTS, lambda prompt, reply: min(prompt + power_of_two(reply), LIMIT)),
     "true length": lambda: Buddies(SLOTS, lambda prompt, reply: prompt + reply),
-} | {f"chunks of {size}": lambda size=size: Chunks(SLOTS, size) for size in (1, 2, 4, 8, 16, 32, 64, 128)}
+} | {f"chunks of {size}": lambda size=size: Chunks(SLOTS, size)
+     for size in (1, 2, 4, 8, 16, 32, 64, 128)}
 
 OURS = {"ours, stateless": dict(stateless=True), "ours": {}}        # flags of Engine
 
@@ -140,9 +149,9 @@ class Running:
 
 def play(lengths: list[tuple[int, int]], memory: Buddies | Chunks, worker: SimulatedWorker
          ) -> Iterator[tuple[int, int, float]]:
-    """Serve requests, first come first served, until none waits. Yields of each step: slots that hold KV,
-    running requests, seconds. A step computes a token of each request that runs, and the whole prompts of
-    new ones."""
+    """Serve requests, first come first served, until none waits. Yields of each step: slots that
+    hold KV, running requests, seconds. A step computes a token of each request that runs, and
+    the whole prompts of new ones."""
     queue, running = deque(lengths), []
     while queue:
         grow_all(running, memory, queue)
@@ -162,8 +171,9 @@ def play(lengths: list[tuple[int, int]], memory: Buddies | Chunks, worker: Simul
 
 
 def grow_all(running: list[Running], memory: Buddies | Chunks, queue: deque):
-    """Give each running request a slot for one more token, the oldest first. When none is left, the latest
-    request gives way: it goes back to the queue, with all its tokens so far as its prompt."""
+    """Give each running request a slot for one more token, the oldest first. When none
+    is left, the latest request gives way: it goes back to the queue, with all its
+    tokens so far as its prompt."""
     number = 0
     while number < len(running):
         request = running[number]
@@ -196,7 +206,8 @@ def play_ours(lengths: list[tuple[int, int]], worker: SimulatedWorker, **flags
 
 
 def waste(seed: int) -> tuple[list[dict], list[dict]]:
-    """Rows and ratios: for each rule the share of slots that hold KV, and what its batches achieve."""
+    """Rows and ratios: for each rule the share of slots that hold KV,
+    and what its batches achieve."""
     rows = []
     for dataset in MEANS:
         lengths = lengths_of(dataset, int(WASTE_TOKENS / sum(MEANS[dataset])), seed)
@@ -207,39 +218,43 @@ def waste(seed: int) -> tuple[list[dict], list[dict]]:
     ratios, by_name = [], {(row["dataset"], row["system"]): row for row in rows}
     for (dataset, name), row in by_name.items():
         paper = PUBLISHED_USE.get(name) if dataset == "sharegpt" else None
-        ratios.append(ratio(f"{dataset}, {name}: slots that hold KV, %", 100 * row["kv_share"], paper,
-                            how="simulated"))
+        ratios.append(ratio(f"{dataset}, {name}: slots that hold KV, %", 100 * row["kv_share"],
+                            paper, how="simulated"))
         ratios.append(ratio(f"{dataset}, {name}: requests at once", row["running"],
                             PUBLISHED_RUNNING[dataset].get(name), how="simulated"))
     for dataset in MEANS:
         best = by_name[dataset, "chunks of 16"]["tokens_per_second"]
         for name in ("whole context", "power of two", "true length", *OURS):
             gain = best / by_name[dataset, name]["tokens_per_second"]
-            ratios.append(ratio(f"{dataset}: throughput, chunks of 16 / {name}", gain, how="simulated"))
+            ratios.append(ratio(f"{dataset}: throughput, chunks of 16 / {name}", gain,
+                                how="simulated"))
     return rows, ratios
 
 
 def waste_row(system: str, dataset: str, steps: Iterable[tuple[int, int, float]]) -> dict:
-    """Means over time; the first tenth of the steps only fills the cache. A step samples a token for each
-    running request."""
+    """Means over time; the first tenth of the steps only fills the cache. A step samples a
+    token for each running request."""
     steps = np.array(list(steps))                                           # [steps, 3]
     kv, running, seconds = steps[len(steps) // 10:].T
     total = seconds.sum()
-    return dict(system=system, model="opt-13b", dataset=dataset, kv_share=kv @ seconds / total / SLOTS,
+    return dict(system=system, model="opt-13b", dataset=dataset,
+                kv_share=kv @ seconds / total / SLOTS,
                 running=running @ seconds / total, tokens_per_second=running.sum() / total)
 
 
 def simulated_worker() -> SimulatedWorker:
-    return SimulatedWorker(PRESETS["opt-13b"], HARDWARE["a100"], OPERATORS["eager"], VirtualClock(), SLOTS,
-                           num_places=0, max_context=LIMIT)
+    return SimulatedWorker(PRESETS["opt-13b"], HARDWARE["a100"], OPERATORS["eager"], VirtualClock(),
+                           SLOTS, num_places=0, max_context=LIMIT)
 
 
 # ---- sharing
 
 def sharing(seed: int) -> tuple[list[dict], list[dict]]:
-    """Rows and ratios: the share of slots that are saved because replies to one prompt share chunks."""
+    """Rows and ratios: the share of slots that are saved because replies
+    to one prompt share chunks."""
     rows, ratios = [], []
-    for dataset, (system, saved_slots), chunk, replies in product(MEANS, WAYS.items(), (16, 32), (2, 4, 6)):
+    cases = product(MEANS, WAYS.items(), (16, 32), (2, 4, 6))
+    for dataset, (system, saved_slots), chunk, replies in cases:
         rng, all_saved, all_slots = np.random.default_rng(seed), 0, 0
         for prompt, reply in lengths_of(dataset, SHARING_REQUESTS, seed):
             saved, slots = saved_slots(prompt, reply, replies, chunk, rng)
@@ -247,29 +262,31 @@ def sharing(seed: int) -> tuple[list[dict], list[dict]]:
         share = all_saved / all_slots
         rows.append(dict(system=system, model="any", dataset=dataset, chunk=chunk, replies=replies,
                          saved=share))
-        paper = PUBLISHED_SAVING.get((system, replies)) if (dataset, chunk) == ("alpaca", 16) else None
+        is_published = (dataset, chunk) == ("alpaca", 16)
+        paper = PUBLISHED_SAVING.get((system, replies)) if is_published else None
         name = f"{dataset}, {system}, {replies} replies, chunks of {chunk}: slots saved, %"
         ratios.append(ratio(name, 100 * share, paper))
     return rows, ratios
 
 
 def parallel_sampling(prompt: int, reply: int, replies: int, chunk: int, rng) -> tuple[int, int]:
-    """Slots that are saved, and slots without sharing, both summed over the steps of a request. All replies
-    share the full chunks of the prompt.
+    """Slots that are saved, and slots without sharing, both summed over the steps of a request. All
+    replies share the full chunks of the prompt.
 
-    Two replies of 2 tokens to a prompt of 4, chunks of 2: in both steps each reply holds 3 chunks, and 2 of
-    them are shared. So 8 of 24 slots are saved."""
+    Two replies of 2 tokens to a prompt of 4, chunks of 2: in both steps each reply holds 3 chunks,
+    and 2 of them are shared. So 8 of 24 slots are saved."""
     shared = prompt // chunk
     held = sum(-(-length // chunk) for length in range(prompt + 1, prompt + reply + 1))
     return (replies - 1) * shared * reply * chunk, replies * held * chunk
 
 
 def beams(prompt: int, reply: int, width: int, chunk: int, rng) -> tuple[int, int]:
-    """`parallel_sampling` for beam search. The model would decide which beams go on. We let chance decide:
-    each beam of a step continues one of the `width` beams before it, all with the same probability.
+    """`parallel_sampling` for beam search. The model would decide which beams go on. We
+    let chance decide: each beam of a step continues one of the `width` beams before it,
+    all with the same probability.
 
-    A beam here is the list of its chunks' numbers. If several beams continue one whose last chunk is not
-    full, all but the first get a copy of that chunk."""
+    A beam here is the list of its chunks' numbers. If several beams continue one whose last chunk
+    is not full, all but the first get a copy of that chunk."""
     numbers = count()
     parents = [[next(numbers) for _ in range(-(-prompt // chunk))]] * width
     saved = slots = 0

@@ -2,17 +2,18 @@
 
 A figure is a function (device, seed) -> (rows, ratios):
 
-    kernel        attention: Figure 12, decodes, prompts, a mixed batch (rivals.py has the baselines)
+    kernel        attention: Figure 12, decodes, prompts, a mixed batch (baselines: rivals.py)
     swap          copies between the tiers: alone, and behind a step
     step          decodes and prompts through the whole engine
     scheduling    the host's work for a step, beside many idle conversations
 
-On CUDA the sizes are the paper's; on a CPU they are small, so the same code runs anywhere in a minute
-or two. `machine` measures the rates that a simulation of this machine needs.
+On CUDA the sizes are the paper's; on a CPU they are small, so the same code runs anywhere in a
+minute or two. `machine` measures the rates that a simulation of this machine needs.
 
-Rules of measuring: systems that we compare run in turns, and we take medians. The same run measures the
-device's own bandwidth of copies and rate of matrix products. `share` is the time that the bytes and the
-flops need at those rates, whichever is longer, divided by the time taken: 1.0 is the hardware's limit.
+Rules of measuring: systems that we compare run in turns, and we take medians. The same run
+measures the device's own bandwidth of copies and rate of matrix products. `share` is the time
+that the bytes and the flops need at those rates, whichever is longer, divided by the time
+taken: 1.0 is the hardware's limit.
 """
 import math
 import sys
@@ -30,7 +31,8 @@ from checkpoint import PRESETS, random_model
 from engine import Engine
 from experiments.curves import Found
 from experiments.rivals import Scene, ours, packed, rivals, rounds
-from experiments.simulator import HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker, VirtualClock
+from experiments.simulator import (HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker,
+                                   VirtualClock)
 from graphs import Graphs
 from kv_cache import Conversation, Ticket
 from kv_pool import KVPool
@@ -103,7 +105,8 @@ class Bench:
         return self.rows[-1]
 
     def ratio(self, name: str, ours: float, must: float | None = None, on: str = "cuda"):
-        """Add a ratio. must: the value that we want to reach on `on`: "cuda" (a Hopper GPU) or "cpu"."""
+        """Add a ratio. must: the value that we want to reach on `on`:
+        "cuda" (a Hopper GPU) or "cpu"."""
         if on != self.device:
             must = None
         self.ratios.append(dict(name=name, paper=None, ours=ours, how="measured", must=must))
@@ -136,18 +139,20 @@ def decodes(bench: Bench, seed: int, model: str, batch: int, context: int):
     """One query per request, over shuffled slots and over slots in order."""
     scene = bench.scene(model, [1] * batch, [context] * batch, seed)
     in_order = bench.scene(model, [1] * batch, [context] * batch, seed, shuffled=False)
-    found = compare(bench, "decode", scene, {"ours": ours(scene), "ours, slots in order": ours(in_order)})
+    found = compare(bench, "decode", scene,
+                    {"ours": ours(scene), "ours, slots in order": ours(in_order)})
     shuffled, ordered = found.values()
     case = f"decode, {model}, batch {batch}, {context} tokens"
     bench.ratio(f"{case}: bytes per second / device copy",
                 shuffled["gbytes_per_second"] / shuffled["copy_gbytes_per_second"],
                 must=0.85 if batch > 1 else 0.55)
-    bench.ratio(f"{case}: speed, shuffled / sequential slots", ordered["seconds"] / shuffled["seconds"],
-                must=0.97)
+    bench.ratio(f"{case}: speed, shuffled / sequential slots",
+                ordered["seconds"] / shuffled["seconds"], must=0.97)
 
 
 def prompts(bench: Bench, seed: int, model: str, length: int, short: int, history: int):
-    """Two prompts of `length` tokens without history; then four short ones behind `history` tokens."""
+    """Two prompts of `length` tokens without history; then four short
+    ones behind `history` tokens."""
     scene = bench.scene(model, [length] * 2, [length] * 2, seed)
     found = compare(bench, "prefill", scene, rivals(scene))
     case = f"prefill, {length} tokens"
@@ -158,7 +163,8 @@ def prompts(bench: Bench, seed: int, model: str, length: int, short: int, histor
 
     scene = bench.scene(model, [short] * 4, [history + short] * 4, seed)
     found = compare(bench, "short prompts", scene, rivals(scene))
-    bench.ratio(f"{short} tokens over {history}, batch 4: floor / time", found["ours"]["share"], must=0.5)
+    bench.ratio(f"{short} tokens over {history}, batch 4: floor / time", found["ours"]["share"],
+                must=0.5)
 
 
 def mixed(bench: Bench, seed: int, model: str, q_len: list[int], kv_len: list[int]):
@@ -178,7 +184,8 @@ def kernel(device: str, seed: int) -> Found:
         decodes(bench, seed, "llama2-13b-gqa", 64, 16384)
         decodes(bench, seed, "llama2-70b", 1, 32768)
         prompts(bench, seed, "llama2-13b", 8192, 64, 16384)
-        mixed(bench, seed, "llama2-13b", [1] * 32 + [64] * 4 + [1024], [2048] * 32 + [4096] * 4 + [1024])
+        mixed(bench, seed, "llama2-13b", [1] * 32 + [64] * 4 + [1024],
+              [2048] * 32 + [4096] * 4 + [1024])
     else:
         figure_12(bench, seed, "opt-125m", 4, [128, 512])
         decodes(bench, seed, "opt-125m", 8, 256)
@@ -217,7 +224,8 @@ def copying(pool: KVPool, swap_in=(), swap_out=()) -> Callable:
 
 
 def stepping(worker: Worker, spans: list[Span], swap_in=(), swap_out=()) -> Callable:
-    """A run that executes one batch. It returns when the tokens are on the host; copies out may go on."""
+    """A run that executes one batch. It returns when the tokens are on the
+    host; copies out may go on."""
     def run(n):
         batch = Batch(n, 0)
         batch.spans, batch.swap_in, batch.swap_out = spans, list(swap_in), list(swap_out)
@@ -226,8 +234,8 @@ def stepping(worker: Worker, spans: list[Span], swap_in=(), swap_out=()) -> Call
 
 
 def one_way(bench: Bench, model: str, pool: KVPool, slots: list[int], chunks: int):
-    """Copies of chunks in shuffled slots, in and out, one way at a time. (A copy out waits for those in. Only
-    the next step's copies in may overlap it.)
+    """Copies of chunks in shuffled slots, in and out, one way at a time. (A copy out waits for
+    those in. Only the next step's copies in may overlap it.)
 
     The limit is one large copy of as many bytes, from and to pinned memory."""
     host = torch.empty_like(pool.cpu[:, :, :CHUNK * chunks], pin_memory=bench.cuda)
@@ -264,8 +272,8 @@ def overlap(bench: Bench, model: str, worker: Worker, slots: list[int], batch: i
     """How well copies hide behind the computation of a step.
 
     `batch` requests decode behind `context` tokens each. One more request returns: its history of
-    `chunks` chunks is copied in, and its new prompt is computed. Then the same requests decode while
-    other chunks are copied out.
+    `chunks` chunks is copied in, and its new prompt is computed. Then the same requests decode
+    while other chunks are copied out.
 
         slots         | request 0 | request 1 | ... | history | prompt | ...
         CPU places    | arriving, to the history | leaving, from the first slots |
@@ -319,15 +327,16 @@ def time_steps(engine: Engine, batch: int, prompt: int, new: int, seed: int, dur
                ) -> tuple[float, float]:
     """Serve `batch` requests of `prompt` random tokens, `new` tokens each.
 
-    Returns the seconds until all requests have their first tokens, and the median of the later steps, in
-    which all requests decode. (On a GPU the first step only launches the prompts: the second one waits for
-    them.) during: a context manager around the decodes."""
+    Returns the seconds until all requests have their first tokens, and the median of the later
+    steps, in which all requests decode. (On a GPU the first step only launches the prompts: the
+    second one waits for them.) during: a context manager around the decodes."""
     def step() -> float:
         start = time.perf_counter()
         engine.step()
         return time.perf_counter() - start
 
-    tokens = np.random.default_rng(seed).integers(engine.worker.vocab_size, size=(batch, prompt)).tolist()
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(engine.worker.vocab_size, size=(batch, prompt)).tolist()
     handles = [engine.submit(one, None, max_tokens=new, ignore_eos=True) for one in tokens]
     first = 0.0
     while not all(handle.token_ids for handle in handles):
@@ -349,14 +358,14 @@ def time_transformers(model, batch: int, prompt: int, new: int, seed: int) -> tu
         return torch.zeros(batch, dtype=torch.bool)
 
     start = time.perf_counter()
-    model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=new,
-                   min_new_tokens=new, stopping_criteria=[note])
+    model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False,
+                   max_new_tokens=new, min_new_tokens=new, stopping_criteria=[note])
     return times[0] - start, median(np.diff(times))
 
 
 def read_bytes(worker: Worker, batch: int, context: int) -> int:
-    """Bytes that a decode must read: the KV of its contexts, the matrices of all layers, and the output
-    layer. Biases, norms and a few rows of the embeddings, less than 1%, are left out."""
+    """Bytes that a decode must read: the KV of its contexts, the matrices of all layers, and the
+    output layer. Biases, norms and a few rows of the embeddings, less than 1%, are left out."""
     config = worker.model.config
     weights = config.matmul_parameters + config.vocab_size * config.width
     kv_token = worker.pool.gpu[:, :, 0].nbytes
@@ -381,11 +390,13 @@ def opt_125m_of_transformers():
 
 
 def small_steps(bench: Bench, seed: int, prompt: int = 128, new: int = 16, whole: int = 1024):
-    """On a CPU: decodes against reading the weights, decodes and a long prompt against transformers."""
+    """On a CPU: decodes against reading the weights, decodes and a long
+    prompt against transformers."""
     engine = Engine("opt-125m", random_weights=True, device="cpu", gpu_cache_tokens=4 * whole,
                     cpu_cache_tokens=0, max_batch_tokens=whole)
     systems = {"ours": partial(time_steps, engine, seed=seed)}
-    cases = single, eight, long = (1, prompt, new), (8, prompt, new), (1, whole, 2)    # batch, prompt, new
+    # batch, prompt, new
+    cases = single, eight, long = (1, prompt, new), (8, prompt, new), (1, whole, 2)
     for case in cases:
         systems["ours"](*case)              # the first write of memory is slow
     weights_and_cache = read_bytes(engine.worker, 0, 0) + engine.worker.pool.gpu.nbytes
@@ -395,7 +406,7 @@ def small_steps(bench: Bench, seed: int, prompt: int = 128, new: int = 16, whole
         systems["transformers"] = partial(time_transformers, library, seed=seed)
         for case in cases:
             systems["transformers"](*case)
-    reads, times = [], {}                   # times: (system, case) -> [(prompt, decode), ...] in seconds
+    reads, times = [], {}              # times: (system, case) -> [(prompt, decode), ...] in seconds
     for _ in range(3):
         reads.append(read_bandwidth("cpu"))
         for case, (name, run) in product(cases, systems.items()):
@@ -410,18 +421,22 @@ def small_steps(bench: Bench, seed: int, prompt: int = 128, new: int = 16, whole
         bench.row(name, "opt-125m", f"decode, batch {batch}", context, decode, moved)
         if case == single:
             bench.ratio(f"decode, batch 1, {name}: bytes per second / read bandwidth",
-                        moved / decode / median(reads), must=0.75 if name == "ours" else None, on="cpu")
+                        moved / decode / median(reads), must=0.75 if name == "ours" else None,
+                        on="cpu")
     if library:
         bench.ratio("decode, batch 8: speed, ours / transformers",
-                    medians["transformers", eight][1] / medians["ours", eight][1], must=1.8, on="cpu")
+                    medians["transformers", eight][1] / medians["ours", eight][1], must=1.8,
+                    on="cpu")
         bench.ratio(f"prompt of {whole}: speed, ours / transformers",
                     medians["transformers", long][0] / medians["ours", long][0], must=1.5, on="cpu")
 
 
-def large_steps(bench: Bench, seed: int, model: str = "llama2-13b", prompt: int = 1024, new: int = 64):
-    """On a GPU: decodes against reading at copy bandwidth, decodes beside a prompt, and how long the GPU
-    waits for the host."""
-    engine = Engine(model, random_weights=True, device=bench.device, gpu_cache_tokens=40 * (prompt + new),
+def large_steps(bench: Bench, seed: int, model: str = "llama2-13b", prompt: int = 1024,
+                new: int = 64):
+    """On a GPU: decodes against reading at copy bandwidth, decodes beside a prompt, and how long
+    the GPU waits for the host."""
+    engine = Engine(model, random_weights=True, device=bench.device,
+                    gpu_cache_tokens=40 * (prompt + new),
                     cpu_cache_tokens=0, max_batch_tokens=32 * prompt)
     context = prompt + new // 2             # in the middle of the reply
     decodes = {}                            # batch -> seconds
@@ -446,9 +461,10 @@ def large_steps(bench: Bench, seed: int, model: str = "llama2-13b", prompt: int 
 
 
 def mixed_steps(bench: Bench, model: str, worker: Worker, context: int, seed: int, batch: int = 32):
-    """On a GPU: decodes, and one short prompt behind half of a context; replayed as a CUDA graph, and
-    launched kernel by kernel."""
-    *requests, last = [cached_request(worker, row, list(range(row * context, (row + 1) * context)), seed)
+    """On a GPU: decodes, and one short prompt behind half of a context; replayed as a CUDA graph,
+    and launched kernel by kernel."""
+    *requests, last = [cached_request(worker, row, list(range(row * context, (row + 1) * context)),
+                                      seed)
                        for row in range(batch + 1)]
     decoding = [Span(request, context - 1, context) for request in requests]
     for prompt in (16, 64, 200):
@@ -463,7 +479,8 @@ def mixed_steps(bench: Bench, model: str, worker: Worker, context: int, seed: in
         taken = in_turns("cpu", {"replayed": run, "launched": launched}, repeats=10)
         for name, seconds in taken.items():
             bench.row(name, model, f"{batch} decodes, a prompt", prompt, seconds)
-        bench.ratio(f"{batch} decodes and a prompt of {prompt}: time, launched / replayed as a graph",
+        bench.ratio(f"{batch} decodes and a prompt of {prompt}: "
+                    "time, launched / replayed as a graph",
                     taken["launched"] / taken["replayed"])
 
 
@@ -480,7 +497,8 @@ def step(device: str, seed: int) -> Found:
 # ---- scheduling: the host's work before any tensor moves
 
 def scheduling(device: str, seed: int) -> Found:
-    """Seconds of scheduling and accounting in a step of 256 decodes, beside many idle conversations.
+    """Seconds of scheduling and accounting in a step of 256 decodes,
+    beside many idle conversations.
 
     For scale: the seconds that OPT-13B would take for that step on an H200. (The measurement needs
     neither device nor seed.)"""
@@ -496,21 +514,24 @@ def scheduling(device: str, seed: int) -> Found:
     few, h200_step, many = rows[0]["seconds"], rows[1]["seconds"], rows[-2]["seconds"]
     kind = dict(paper=None, how="measured")
     ratios = [
-        dict(name="scheduling: 100,000 idle conversations / 100", ours=many / few, must=1.5, **kind),
+        dict(name="scheduling: 100,000 idle conversations / 100", ours=many / few, must=1.5,
+             **kind),
         dict(name="scheduling: share of an OPT-13B step", ours=few / h200_step, must=0.05, **kind)]
     return Found(rows, ratios)
 
 
 def decoding_engine(idle: int, running: int, context: int, steps: int) -> Engine:
-    """An engine whose cache holds `idle` short conversations, and in which `running` requests decode.
+    """An engine whose cache holds `idle` short conversations, and in
+    which `running` requests decode.
 
     Each request has `context` tokens behind it and at least `steps` to come. With many idle
     conversations the slots are full, so every new token takes a slot from one of them."""
     clock = VirtualClock()
     num_slots = 2 * running * (context + 2 * steps) + 8 * idle
-    worker = SimulatedWorker(PRESETS["opt-13b"], HARDWARE["h200"], OPERATORS["eager"], clock, num_slots,
-                             num_places=idle + 1000, max_context=2048)
-    engine = Engine("opt-13b", worker=worker, clock=clock, max_running=running, max_batch_tokens=8192)
+    worker = SimulatedWorker(PRESETS["opt-13b"], HARDWARE["h200"], OPERATORS["eager"], clock,
+                             num_slots, num_places=idle + 1000, max_context=2048)
+    engine = Engine("opt-13b", worker=worker, clock=clock, max_running=running,
+                    max_batch_tokens=8192)
     for n in range(idle):
         engine.generate([0] * 15, f"idle {n}", max_tokens=1, ignore_eos=True)
     handles = [engine.submit([0] * context, f"running {n}", max_tokens=2 * steps, ignore_eos=True)
@@ -521,7 +542,8 @@ def decoding_engine(idle: int, running: int, context: int, steps: int) -> Engine
 
 
 def timed_step(engine: Engine) -> tuple[float, float]:
-    """One engine.step(), taken apart -> seconds of scheduling and accounting, seconds of the worker.
+    """One engine.step(), taken apart -> seconds of scheduling and
+    accounting, seconds of the worker.
 
     The former are of this machine, the latter of the worker's own clock."""
     begin, now = time.perf_counter(), engine.clock()
@@ -538,7 +560,8 @@ def timed_step(engine: Engine) -> tuple[float, float]:
 # ---- this machine, to be simulated
 
 def machine(engine: Engine, seed: int) -> tuple[Hardware, Operators]:
-    """The rates and shares with which a SimulatedWorker imitates this machine and the engine's model."""
+    """The rates and shares with which a SimulatedWorker imitates this
+    machine and the engine's model."""
     hardware = measure_hardware(engine.worker)
     return hardware, measure_operators(engine, hardware, seed)
 
@@ -554,22 +577,23 @@ def measure_hardware(worker: Worker) -> Hardware:
 
 
 def measure_operators(engine: Engine, hardware: Hardware, seed: int) -> Operators:
-    """The shares of the hardware's rates that the engine's model reaches, and the host's work, in seconds.
+    """The shares of the hardware's rates that the engine's model reaches,
+    and the host's work, in seconds.
 
     All of it comes from the model's own steps. Three loads take turns, and we compare medians:
 
         one     1 request with a prompt of 8 tokens
         many    16 requests with prompts of 32
-        long    4 requests with prompts of 2,048, or fewer, so that together they fill half of the GPU tier
+        long    4 requests with prompts of 2,048, or fewer: together they fill half of the GPU tier
 
         a decode of many - a decode of one               the host's work for 15 spans
         prompts of many - a decode of many               matrix products of 512 tokens
         prompts of long - such products - the host       attention
         a decode of long - a decode of one - 3 spans     reading KV
 
-    What is left of a decode of `one` is the host's work for a step; we count none for a layer. Replies have
-    32 tokens: with 512 tokens per step, the first of the long requests decodes up to 12 before the last has
-    read its prompt, so in most steps all four decode."""
+    What is left of a decode of `one` is the host's work for a step; we count none for a layer.
+    Replies have 32 tokens: with 512 tokens per step, the first of the long requests decodes up to
+    12 before the last has read its prompt, so in most steps all four decode."""
     worker, config = engine.worker, engine.config
     count = max(2, min(config.max_running, 16))
     few = 4
@@ -584,8 +608,8 @@ def measure_operators(engine: Engine, hardware: Hardware, seed: int) -> Operator
     reading = long - one - (few - 1) * per_span
 
     def simulated(operators: Operators, memory: float) -> SimulatedWorker:
-        return SimulatedWorker(worker.model.config, hardware._replace(memory=memory), operators, None, 1, 0,
-                               worker.max_context, worker.chunk_size)
+        return SimulatedWorker(worker.model.config, hardware._replace(memory=memory), operators,
+                               None, 1, 0, worker.max_context, worker.chunk_size)
 
     def share(ideal: float, seconds: float) -> float:
         """Noise of a busy machine must not make it 0 or more than 1."""

@@ -1,4 +1,5 @@
-"""The other figures: of this machine and its parts, of a running server, of many servers, of memory.
+"""The other figures: of this machine and its parts, of a running server, of many servers, of
+memory.
 
     default, turns, profile, check                  the embedded model on this machine
     fig12, kernel, swap, step, scheduling           parts of the engine (microbench.py)
@@ -38,7 +39,8 @@ def under_one_load(options):
 
 
 def default(options) -> Found:
-    """Stateful against stateless on this machine, under a load that the stateless system cannot carry."""
+    """Stateful against stateless on this machine, under a load that the
+    stateless system cannot carry."""
     under_one_load(options)
     systems = "stateless", "gpu cache", "pensieve"
     rows, _ = sweep(systems, [], [HERE[0]._replace(rates=(60.0,))], options)
@@ -47,14 +49,17 @@ def default(options) -> Found:
     ratios = [ratio("throughput, pensieve / stateless", gain, options)]
     # The last ratio is the gain that we could expect if every computed token cost the same.
     for name in ("mean_normalized_latency_ms", "mean_ttft_ms", "computed_tokens"):
-        ratios.append(ratio(f"{name}, stateless / pensieve", stateless[name] / pensieve[name], options))
+        ratios.append(ratio(f"{name}, stateless / pensieve", stateless[name] / pensieve[name],
+                            options))
     return Found(rows, ratios)
 
 
 def fleet(options) -> Found:
-    """Servers behind a router, each under the same load. Ratios compare the routers with one server."""
+    """Servers behind a router, each under the same load. Ratios compare
+    the routers with one server."""
     if not at_scale(options):
-        raise ValueError("a fleet is simulated, not measured: add --simulate, and no profile of this machine")
+        raise ValueError("a fleet is simulated, not measured: add --simulate, and no profile of "
+                         "this machine")
     under_one_load(options)
     panel, = adapted([Panel("opt-13b", "sharegpt", (2.0,))], options)
     alone = play_fleet((panel, 1, "consistent hashing", options))
@@ -69,8 +74,8 @@ def fleet(options) -> Found:
 
 
 def of_memory(count: Callable, options) -> Found:
-    """A figure of memory.py. It counts slots and takes seconds from a cost model: --simulate changes
-    nothing."""
+    """A figure of memory.py. It counts slots and takes seconds from a cost model:
+    --simulate changes nothing."""
     return Found(*count(options.seed))
 
 
@@ -93,9 +98,9 @@ def on_device(measure: Callable, options) -> Found:
 def turns(options) -> Found:
     """How long a single user waits for the first token, turn by turn.
 
-    Each turn brings 92 new tokens and generates 8, so the prompt of turn 35 ends at 3,492 tokens. Both
-    engines serve each turn, one right after the other: a slow moment of the machine strikes both. A row has
-    the median of five conversations."""
+    Each turn brings 92 new tokens and generates 8, so the prompt of turn 35 ends at 3,492 tokens.
+    Both engines serve each turn, one right after the other: a slow moment of the machine strikes
+    both. A row has the median of five conversations."""
     only_measured(options)
     panel = adapted(HERE, options)[0]
     rng = np.random.default_rng(options.seed)
@@ -111,7 +116,8 @@ def turns(options) -> Found:
             engine.forget("user")
     for engine in engines.values():
         engine.close()
-    rows = [dict(system=name, model=panel.model, dataset="one user", turn=turn, context=100 * turn - 8,
+    rows = [dict(system=name, model=panel.model, dataset="one user", turn=turn,
+                 context=100 * turn - 8,
                  ttft_ms=1e3 * median(times)) for (name, turn), times in seconds.items()]
     stateless, pensieve = rows[len(rows) // 2 - 1], rows[-1]
     name = f"first token at {pensieve['context']:,} tokens, stateless / pensieve"
@@ -129,7 +135,8 @@ def first_token_seconds(engine: Engine, prompt: list[int]) -> float:
 
 
 def profile(options) -> Found:
-    """The cost of recomputing a chunk (for --profile) and the rates of this machine (for --hardware)."""
+    """The cost of recomputing a chunk (for --profile) and the rates of
+    this machine (for --hardware)."""
     only_measured(options)
     panel = adapted(HERE, options)[0]
     with closing(build(System(), panel, [], options)) as engine:
@@ -144,15 +151,18 @@ CHECKED = "throughput", "mean_ttft_ms", "normalized_latency_ms"
 
 
 def check(options) -> Found:
-    """The simulator's error: the same loads and systems, measured on this machine and simulated for it.
+    """The simulator's error: the same loads and systems, measured on
+    this machine and simulated for it.
 
-    `profile` measures the machine's rates again before each load, because a shared machine changes. A point's
-    error is |simulated - measured| / measured."""
-    panel = adapted([HERE[0]._replace(rates=(2.0, 5.0, 10.0, 60.0))], options)[0]       # idle to saturated
+    `profile` measures the machine's rates again before each load, because a shared machine changes.
+    A point's error is |simulated - measured| / measured."""
+    idle_to_saturated = (2.0, 5.0, 10.0, 60.0)
+    panel = adapted([HERE[0]._replace(rates=idle_to_saturated)], options)[0]
     rows = []
     with TemporaryDirectory() as directory:
         machine = Path(directory) / "machine.json"
-        simulation = argparse.Namespace(**vars(options) | dict(simulate=True, hardware=str(machine)))
+        simulation = argparse.Namespace(**vars(options) | dict(simulate=True,
+                                                               hardware=str(machine)))
         for rate in panel.rates:
             machine.write_text(json.dumps(dict(rows=profile(options).rows)))
             for system in ("stateless", "gpu cache", "pensieve"):
@@ -162,12 +172,14 @@ def check(options) -> Found:
     points, ratios = list(zip(rows[::2], rows[1::2])), []
     for name in CHECKED:
         error = mean(abs(simulated[name] / measured[name] - 1) for measured, simulated in points)
-        ratios.append(ratio(f"{name}: mean absolute error of {len(points)} points, %", 100 * error, options))
+        ratios.append(ratio(f"{name}: mean absolute error of {len(points)} points, %", 100 * error,
+                            options))
     return Found(rows, ratios)
 
 
 def serve(options) -> Found:
-    """A running server, under clients that resend their history, and under stateful ones if it can."""
+    """A running server, under clients that resend their history, and
+    under stateful ones if it can."""
     only_measured(options)
     under_one_load(options)
     panel = adapted([HERE[0]._replace(rates=(20.0,))], options)[0]
@@ -186,7 +198,8 @@ def serve(options) -> Found:
 def drive_server(system: str, panel: Panel, options) -> dict:
     """The row of one kind of clients, under the names that `vllm bench serve` uses."""
     rate = panel.rates[0]
-    engine = RemoteEngine(options.url, options.server_key, options.model, stateful=system == "stateful")
+    engine = RemoteEngine(options.url, options.server_key, options.model,
+                          stateful=system == "stateful")
     limit = engine.limit // 2               # the server's chat template adds tokens of its own
     users = list(cut_to_context(planned(panel, rate, options), limit))
     if not users:
@@ -220,33 +233,42 @@ MORE = {
         turns, "the first token of a single user, turn by turn, measured here (2 minutes)",
         "turn", "ttft_ms", ("system", "turn", "context", "ttft_ms"), linear=True),
     "fleet": Figure(
-        fleet, "1, 4, 16 and 64 servers behind three kinds of routers (simulated only: half an hour)",
+        fleet,
+        "1, 4, 16 and 64 servers behind three kinds of routers (simulated only: half an hour)",
         "servers", "normalized_latency_ms",
         ("system", "servers", "hit_rate", "busiest_server", "throughput", "normalized_latency_ms",
          "p99_ttft_ms", "mean_ttft_ms")),
     "waste": Figure(
-        partial(of_memory, memory.waste), "how many slots of a cache hold KV, by who gives them (1 minute)",
-        "running", "tokens_per_second", ("system", "dataset", "kv_share", "running", "tokens_per_second")),
+        partial(of_memory, memory.waste),
+        "how many slots of a cache hold KV, by who gives them (1 minute)",
+        "running", "tokens_per_second",
+        ("system", "dataset", "kv_share", "running", "tokens_per_second")),
     "sharing": Figure(
-        partial(of_memory, memory.sharing), "slots that several replies to a prompt save together (20 s)",
+        partial(of_memory, memory.sharing),
+        "slots that several replies to a prompt save together (20 s)",
         "replies", "saved", ("system", "dataset", "chunk", "replies", "saved")),
     "serve": Figure(
-        serve, "a running server (--url), for clients that resend their history or need not (1 minute)",
+        serve,
+        "a running server (--url), for clients that resend their history or need not (1 minute)",
         "request_rate", "mean_ttft_ms"),
     "profile": Figure(
         profile, "the rates of this machine, to be saved for --hardware and --profile (15 s)",
         "context", "seconds", ("system", "context", "seconds", "name", "value")),
     "check": Figure(
-        check, "the simulator's error on this machine: twelve points, measured and simulated (13 minutes)",
+        check,
+        "the simulator's error on this machine: twelve points, measured and simulated (13 minutes)",
         "request_rate", "normalized_latency_ms", ("system", "how", "request_rate", *CHECKED)),
     "fig12": microbenchmark(
         microbench.kernel, "another name of kernel (15 s)", *RATES),
     "kernel": microbenchmark(
-        microbench.kernel, "attention over scattered slots, against other ways to compute it (15 s)", *RATES),
+        microbench.kernel,
+        "attention over scattered slots, against other ways to compute it (15 s)", *RATES),
     "swap": microbenchmark(
         microbench.swap, "copies between the tiers, alone and behind a step (1 minute)", *RATES),
     "step": microbenchmark(
-        microbench.step, "decodes and prompts through the engine, and in transformers (40 s)", *RATES),
+        microbench.step, "decodes and prompts through the engine, and in transformers (40 s)",
+        *RATES),
     "scheduling": microbenchmark(
-        microbench.scheduling, "the host's work for a step, beside 100,000 idle conversations (2 minutes)"),
+        microbench.scheduling,
+        "the host's work for a step, beside 100,000 idle conversations (2 minutes)"),
 }

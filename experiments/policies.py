@@ -1,25 +1,26 @@
 """Eviction policies that no server offers: `bench.py fig14` compares them with the others.
 
-    literal idleness    the paper to the letter; shows what it costs to evict a conversation whose turn waits
+    literal idleness    the paper to the letter, which evicts a conversation whose turn waits
     tail-optimized      LRU, but first the chunks whose loss would not make the next answer late
-    reuse by category   the chance that a conversation of this category returns within the next minutes
+    reuse by category   the chance that a conversation of this category returns within minutes
     expected cost       ours: the recomputation that one more second in the cache saves on average
-    oracle              knows when each conversation returns; shows how far any policy is from the best
+    oracle              knows when each conversation returns: how far any policy is from the best
 
 A policy of your own is a class like these and a line in `EXPERIMENTS`; then `bench.py fig14`
 compares it, too. `eviction.Policy` says what a policy answers.
 
-Invariant, as for every policy: `value` never rises with `idle`. The longer idle of two
-conversations with equal keys leaves first, now and later. (To the oracle, `idle` is the time until
-the return.) """
+Invariant, as for every policy: `value` never rises with `idle`. The longer idle of
+two conversations with equal keys leaves first, now and later. (To the oracle, `idle`
+is the time until the return.)
+"""
 import math
 
 from eviction import MIN_IDLE, LeastRecentlyUsed, Policy, RecomputeCost, RetentionValue
 
 
 class LiteralIdleness(RetentionValue):
-    """The paper's letter: idle since the last answer, even while the conversation's next turn
-    waits."""
+    """The paper's letter: idle since the last answer, even while the
+    conversation's next turn waits."""
 
     def last_needed(self, conversation):
         return conversation.last_active
@@ -34,13 +35,13 @@ class TailOptimized(LeastRecentlyUsed):
     blocks are free; here the leading ones are.)"""
     BUDGET = 0.2        # seconds
     PROMPT = 200        # tokens that we expect of the next prompt, as vLLM's implementation does
-    FREE = 1e-9         # a free chunk is worth this share of another chunk that has been idle as long
+    FREE = 1e-9         # what a free chunk is worth, as a share of another one
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
         super().__init__(cost, chunk_size)
         self.free = 0                                   # so many leading chunks fit into the budget
         spent = cost(chunk_size) * (1 + self.PROMPT / chunk_size)
-        while spent <= self.BUDGET and self.free < 4096:        # the bound ends the loop if the cost is 0
+        while spent <= self.BUDGET and self.free < 4096:  # the bound ends the loop if the cost is 0
             self.free += 1
             spent += cost((self.free + 1) * chunk_size)
 
@@ -52,23 +53,25 @@ class TailOptimized(LeastRecentlyUsed):
 
 
 class ReuseByCategory(Policy):
-    """From "KVCache in the wild" (arXiv 2506.02634): conversations of a category return alike, and
-    their think times are exponential. Our categories: conversations that have had equally many
-    turns; TURNS or more count as one category. We count from a reply to the admission of the next
-    turn, so waiting is included.
+    """From "KVCache in the wild" (arXiv 2506.02634): conversations of a category return alike,
+    and their think times are exponential. Our categories: conversations that have had equally
+    many turns; TURNS or more count as one category. We count from a reply to the admission of the
+    next turn, so waiting is included.
 
     A category's share p returns at all, after `mean` seconds on average. The odds that a
     conversation which has been idle for `idle` seconds still returns are p exp(-idle / mean) : 1 -
-    p. The value is the chance of a return within the next HORIZON seconds."""
+    p. The value is the chance of a return within the next HORIZON seconds.
+    """
     HORIZON = 300.0
     TURNS = 8
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
         super().__init__(cost, chunk_size)
-        # We begin as if of 10 conversations of a category 5 had returned, after a minute on average.
-        self.left = [10] * (self.TURNS + 1)             # [turns]: how many conversations became idle
-        self.returns = [5] * (self.TURNS + 1)           # [turns]: how many of them returned
-        self.waited = [300.0] * (self.TURNS + 1)        # [turns]: seconds until they returned, summed
+        # We begin as if of 10 conversations of a category 5 had
+        # returned, after a minute on average.
+        self.left = [10] * (self.TURNS + 1)           # [turns]: how many conversations became idle
+        self.returns = [5] * (self.TURNS + 1)         # [turns]: how many of them returned
+        self.waited = [300.0] * (self.TURNS + 1)      # [turns]: seconds until they returned, summed
 
     def ended(self, conversation):
         conversation.turns = min(conversation.turns + 1, self.TURNS)
@@ -121,11 +124,11 @@ class Oracle(RetentionValue):
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
         super().__init__(cost, chunk_size)
-        self.thinks: dict[str, float] = {}              # conversation -> seconds of its next think time
+        self.thinks: dict[str, float] = {}          # conversation -> seconds of its next think time
 
     def foresee(self, name: str, think_seconds: float):
-        """After its present turn the conversation will be idle for think_seconds (inf: for
-        ever)."""
+        """After its present turn the conversation will be idle for
+        think_seconds (inf: for ever)."""
         self.thinks[name] = think_seconds
 
     def last_needed(self, conversation):

@@ -1,13 +1,14 @@
 """Anyone's chat server, driven like an engine, over HTTP: `python bench.py serve`.
 
     resend      POST /v1/chat/completions with the whole visible history, as every chat client does
-    stateful    POST /v1/responses with the new message and previous_response_id, where the server has it
+    stateful    POST /v1/responses with the new message and previous_response_id, where it exists
 
-`RemoteEngine` offers what `experiments.run.drive` needs of an engine: submit, step and clock. Each turn
-reads its stream in a thread of its own.
+`RemoteEngine` offers what `experiments.run.drive` needs of an engine: submit, step and clock. Each
+turn reads its stream in a thread of its own.
 
-The experiment plans prompts in tokens, but we do not know the server's tokenizer. So a prompt consists of
-short English words, and two requests at the start tell how many tokens the server makes of a word.
+The experiment plans prompts in tokens, but we do not know the server's tokenizer. So a
+prompt consists of short English words, and two requests at the start tell how many
+tokens the server makes of a word.
 
 Servers do not say where a context came from, beyond OpenAI's `cached_tokens`. Those count as "gpu"
 here, and the other tokens as "new". (Our own server names every source.)
@@ -55,23 +56,24 @@ class RemoteTurn:
 class RemoteEngine:
     """A running server. ValueError: it does not answer as it should."""
 
-    def __init__(self, url: str, key: str | None = None, model: str | None = None, stateful: bool = False):
-        """url: the server's, with or without /v1. key: its API key. model: None takes the first that it
-        serves."""
+    def __init__(self, url: str, key: str | None = None, model: str | None = None,
+                 stateful: bool = False):
+        """url: the server's, with or without /v1. key: its API key. model: None
+        takes the first that it serves."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self.key, self.stateful = key, stateful
         self.clock = time.monotonic
-        self.worker = SimpleNamespace(vocab_size=len(WORDS))        # `drive` draws prompts from this many
+        self.worker = SimpleNamespace(vocab_size=len(WORDS))  # `drive` draws prompts from this many
         self.threads: list[threading.Thread] = []       # one for each turn
         self.histories: dict[str, list[dict]] = {}      # by conversation: its visible messages
-        self.latest: dict[str, str] = {}                # by conversation: the id of its last response
+        self.latest: dict[str, str] = {}                # by conversation: its last response's id
         self.tokens_per_word = 1.0
         with self.sense_expected():
             with self.open("/v1/models") as answer:
                 models = json.load(answer)["data"]
             served = next((one for one in models if one["id"] == model), models[0])
             self.model = model or served["id"]
-            self.limit = served.get("max_model_len") or 4096            # tokens of the longest context
+            self.limit = served.get("max_model_len") or 4096         # tokens of the longest context
             # The chat template adds as many tokens to a long message as to a short one.
             self.tokens_per_word = (self.probe(PROBE) - self.probe(1)) / (PROBE - 1)
 
@@ -92,7 +94,8 @@ class RemoteEngine:
         return turn.usage["prompt_tokens"]
 
     def message(self, prompt: list[int]) -> dict:
-        """A user's message of about len(prompt) tokens. Each number below len(WORDS) names a word."""
+        """A user's message of about len(prompt) tokens. Each number
+        below len(WORDS) names a word."""
         count = max(1, round(len(prompt) / self.tokens_per_word))
         return dict(role="user", content=" ".join(WORDS[number] for number in prompt[:count]))
 
@@ -131,7 +134,8 @@ class RemoteEngine:
         """A turn through chat completions."""
         history = self.histories.setdefault(conversation, [])
         history.append(message)
-        body = dict(extra, messages=history, max_tokens=max_tokens, stream_options=dict(include_usage=True))
+        body = dict(extra, messages=history, max_tokens=max_tokens,
+                    stream_options=dict(include_usage=True))
         for event in self.events("/v1/chat/completions", body):
             if told := event.get("usage"):
                 turn.usage = usage(told["prompt_tokens"], told["completion_tokens"],
@@ -156,7 +160,8 @@ class RemoteEngine:
     # ---- the wire
 
     def events(self, path: str, body: dict):
-        """POST the body; yield the JSON events of the stream. ValueError: one of them is an error."""
+        """POST the body; yield the JSON events of the stream.
+        ValueError: one of them is an error."""
         with self.open(path, dict(body, model=self.model, stream=True)) as answer:
             for line in answer:
                 if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
@@ -167,7 +172,8 @@ class RemoteEngine:
                 yield event
 
     def open(self, path: str, body: dict | None = None):
-        """The server's answer, to be read: to a POST of the body as JSON, or to a GET without one."""
+        """The server's answer, to be read: to a POST of the body as
+        JSON, or to a GET without one."""
         headers = {"Content-Type": "application/json"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
@@ -179,8 +185,8 @@ class RemoteEngine:
             reason = error.read(500).decode(errors="replace")
             raise ValueError(f"{self.url}{path} answers {error.code}: {reason}") from error
         except (OSError, ValueError) as error:
-            raise ValueError(f"{self.url} cannot be reached ({error}): start a server, or name one with --url"
-                             ) from error
+            raise ValueError(f"{self.url} cannot be reached ({error}): start a server, "
+                             "or name one with --url") from error
 
 
 def usage(prompt_tokens: int, completion_tokens: int, details: dict | None) -> dict:

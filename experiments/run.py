@@ -4,14 +4,15 @@
                                 |
                               engine: real, or on a simulated worker, or a server elsewhere
 
-`drive` is the experiment loop. A turn is due when its user has thought about the last reply. The loop
-submits every turn that is due, and steps the engine as long as the engine has work. Prompts are random
-tokens. Replies have the planned length, because EOS is ignored.
+`drive` is the experiment loop. A turn is due when its user has thought about the last reply. The
+loop submits every turn that is due, and steps the engine as long as the engine has work. Prompts
+are random tokens. Replies have the planned length, because EOS is ignored.
 
-Latencies count from the time at which a turn is due, so waiting is included. The paper's measure is the
-normalized latency, the seconds per token of the reply:
+Latencies count from the time at which a turn is due, so waiting is included. The paper's measure is
+the normalized latency, the seconds per token of the reply:
 
-    due at 10 s, first token at 12 s, 100th and last token at 22 s:   ttft 2 s, normalized latency 0.12 s
+    due at 10 s, first token at 12 s, 100th and last token at 22 s:
+    ttft 2 s, normalized latency 0.12 s
 
 `options`, here and in all figures, are the parsed flags of bench.py, which explains them.
 
@@ -35,9 +36,10 @@ from config import Config
 from engine import Engine
 from eviction import POLICIES, RecomputeCost
 from experiments.policies import EXPERIMENTS, Oracle
-from experiments.simulator import (HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker, VirtualClock,
-                                   kv_token_bytes)
-from experiments.workload import (SHAPES, PlannedConversation, exponential_think, many_turns, reading_think,
+from experiments.simulator import (HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker,
+                                   VirtualClock, kv_token_bytes)
+from experiments.workload import (SHAPES, PlannedConversation, exponential_think, many_turns,
+                                  reading_think,
                                   synthetic, under_way, with_arrivals, within_context)
 from scheduler import SOURCES
 
@@ -55,17 +57,18 @@ class Served(NamedTuple):
 
 
 class Users:
-    """The users submit turns to an engine, and think about the replies. A turn is (due time, number of its
-    conversation, its index in that conversation)."""
+    """The users submit turns to an engine, and think about the replies. A turn is (due time, number
+    of its conversation, its index in that conversation)."""
 
     def __init__(self, engine, conversations: list[PlannedConversation], seed: int,
                  foresee: Callable | None):
         self.engine, self.conversations, self.foresee = engine, conversations, foresee
-        self.rng = np.random.default_rng([seed, 2])     # the load's random numbers come from other streams
-        self.due = [(conversation.arrival, number, 0) for number, conversation in enumerate(conversations)]
+        self.rng = np.random.default_rng([seed, 2])     # the load draws from other streams
+        self.due = [(conversation.arrival, number, 0)
+                    for number, conversation in enumerate(conversations)]
         heapq.heapify(self.due)                         # turns that nobody has submitted yet
-        self.serving: dict[object, tuple] = {}          # handle -> the turn that the engine serves now
-        self.ended: list = []                           # those of these handles whose reply is complete
+        self.serving: dict[object, tuple] = {}          # handle -> the turn that is served
+        self.ended: list = []                           # of these, those that are complete
 
     def submit_due(self, now: float):
         while self.due and self.due[0][0] <= now:
@@ -74,14 +77,15 @@ class Users:
             if self.foresee:
                 is_last = index + 1 == len(turns)
                 self.foresee(name, math.inf if is_last else turns[index + 1].think_seconds)
-            prompt = self.rng.integers(self.engine.worker.vocab_size, size=turns[index].input_tokens).tolist()
-            handle = self.engine.submit(prompt, name, max_tokens=turns[index].output_tokens, ignore_eos=True,
-                                        on_end=self.ended.append)
+            vocabulary, size = self.engine.worker.vocab_size, turns[index].input_tokens
+            prompt = self.rng.integers(vocabulary, size=size).tolist()
+            handle = self.engine.submit(prompt, name, max_tokens=turns[index].output_tokens,
+                                        ignore_eos=True, on_end=self.ended.append)
             self.serving[handle] = turn
 
     def read_replies(self, now: float) -> Iterator[tuple[str, float, object]]:
-        """Yield (conversation, due time, handle) of each reply that is complete. Its user begins to think
-        about the next turn."""
+        """Yield (conversation, due time, handle) of each reply that is complete. Its user begins
+        to think about the next turn."""
         while self.ended:
             handle = self.ended.pop(0)
             due, number, index = self.serving.pop(handle)
@@ -93,10 +97,11 @@ class Users:
 
 def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Callable = time.sleep,
           until: float = math.inf, foresee: Callable | None = None) -> list[Served]:
-    """Play every turn of every conversation at its time. Returns the turns that ended, in that order.
+    """Play every turn of every conversation at its time. Returns the
+    turns that ended, in that order.
 
-    Steps the engine in this thread. Ends when all turns have ended, or `until` seconds after the start.
-    engine: an Engine or a RemoteEngine. sleep(seconds): how to wait for the next turn.
+    Steps the engine in this thread. Ends when all turns have ended, or `until` seconds after the
+    start. engine: an Engine or a RemoteEngine. sleep(seconds): how to wait for the next turn.
     foresee(name, seconds): is told, with every turn, how long its user will think about the reply.
     """
     users, served = Users(engine, conversations, seed, foresee), []
@@ -105,7 +110,7 @@ def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Ca
     with progress_bar(conversations, until) as progress:
         while (users.due or users.serving) and now < until:
             users.submit_due(now)
-            if users.serving or batch:          # as in Engine._run: copies begin after the last reply, too
+            if users.serving or batch:  # as in Engine._run: copies begin after the last reply, too
                 batch = engine.step()
             else:
                 sleep(min(users.due[0][0], until) - now)
@@ -120,15 +125,16 @@ def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Ca
 
 
 def watch_recomputation(engine: Engine) -> dict[str, float]:
-    """Conversation -> the seconds that its present turn's recomputed tokens have cost. It grows as the engine
-    steps. The retention value keeps the sum of all these low.
+    """Conversation -> the seconds that its present turn's recomputed tokens have cost. It grows as
+    the engine steps. The retention value keeps the sum of all these low.
 
-    Of each span the positions count that had KV in an earlier turn. If the conversation had KV for 64 tokens,
-    the span [48, 70) recomputes 48 to 63. A decode recomputes nothing."""
+    Of each span the positions count that had KV in an earlier turn. If the conversation had KV for
+    64 tokens, the span [48, 70) recomputes 48 to 63. A decode recomputes nothing."""
     policy, seconds = engine.cache.policy, {}
     size, limit = policy.chunk_size, engine.scheduler.limit
     ends = [0, *range(size, limit + size, size)]
-    cost_up_to = np.cumsum([0.0, *map(policy.cost, ends[1:])])  # [chunks + 1]: seconds to compute [0, end)
+    # [chunks + 1]: seconds to compute [0, end)
+    cost_up_to = np.cumsum([0.0, *map(policy.cost, ends[1:])])
 
     def count(batch):
         for request, start, end in batch.spans:
@@ -144,8 +150,8 @@ def watch_recomputation(engine: Engine) -> dict[str, float]:
 
 
 def progress_bar(conversations: list[PlannedConversation], until: float) -> tqdm:
-    """It counts the seconds of a run (of a simulation: simulated ones), or the turns if `until` is inf.
-    In a terminal only (None), and not in the processes of parallel simulations."""
+    """It counts the seconds of a run (of a simulation: simulated ones), or the turns if `until` is
+    inf. In a terminal only (None), and not in the processes of parallel simulations."""
     if until == math.inf:
         unit, total = "turn", sum(len(conversation.turns) for conversation in conversations)
     else:
@@ -157,11 +163,12 @@ def progress_bar(conversations: list[PlannedConversation], until: float) -> tqdm
 def summary(served: list[Served], begin: float = 0.0) -> dict:
     """The row of the turns that ended after `begin` seconds, under serving benchmarks' usual names.
 
-    ttft: time to first token; tpot: time per output token after the first; e2el: end-to-end latency.
-    ValueError: no turn ended after `begin`."""
+    ttft: time to first token; tpot: time per output token after the first; e2el: end-to-end
+    latency. ValueError: no turn ended after `begin`."""
     served = [turn for turn in served if turn.ended > begin]
     if not served:
-        raise ValueError("no turn has ended in time: give --seconds a larger number, or a lower rate")
+        raise ValueError("no turn has ended in time: give --seconds a larger number, "
+                         "or a lower rate")
     seconds = max(turn.ended for turn in served) - begin
     outputs = sum(turn.output_tokens for turn in served)
     prompts = sum(turn.usage["prompt_tokens"] for turn in served)
@@ -169,7 +176,8 @@ def summary(served: list[Served], begin: float = 0.0) -> dict:
         ttft=[turn.first_token - turn.due for turn in served],
         tpot=[(turn.ended - turn.first_token) / max(turn.output_tokens - 1, 1) for turn in served],
         e2el=[turn.ended - turn.due for turn in served],
-        normalized_latency=[(turn.ended - turn.due) / max(turn.output_tokens, 1) for turn in served])
+        normalized_latency=[(turn.ended - turn.due) / max(turn.output_tokens, 1)
+                            for turn in served])
     row = dict(throughput=len(served) / seconds, output_throughput=outputs / seconds,
                total_token_throughput=(outputs + prompts) / seconds,
                normalized_latency_ms=1e3 * float(np.mean(times["normalized_latency"])))
@@ -184,8 +192,9 @@ def summary(served: list[Served], begin: float = 0.0) -> dict:
         row[f"prompt_tokens_{source}"] = count
     row["recomputed_tokens"] = tokens["recomputed"]
     row["recomputed_seconds"] = sum(turn.recomputed_seconds for turn in served)
-    # The next three rates are shares of `seen_before`: an infinite cache would hit all of these tokens.
-    # (Prefixes that the conversations of a trace have in common do not count: a replay does not share them.)
+    # The next three rates are shares of `seen_before`: an infinite cache would hit all of
+    # these tokens. (Prefixes that the conversations of a trace have in common do not count: a
+    # replay does not share them.)
     row["gpu_hit_rate"] = tokens["gpu"] / seen_before
     row["cpu_hit_rate"] = tokens["cpu"] / seen_before
     row["hits_of_attainable"] = row["gpu_hit_rate"] + row["cpu_hit_rate"]
@@ -204,14 +213,16 @@ class System(NamedTuple):
 
 STATELESS = dict(stateless=True, cpu_cache_tokens=0)
 SYSTEMS = {
-    # vLLM as it was then: forgets every request, computes prompts apart from decodes, and keeps 1% free.
+    # vLLM as it was then: forgets every request, computes prompts apart
+    # from decodes, and keeps 1% free.
     "vllm then": System(STATELESS | dict(separate_phases=True, reserve=0.01)),
-    "stateless": System(STATELESS),                             # our engine without its memory
-    "stateless, fused": System(STATELESS, "fused"),             # stands for TensorRT-LLM, see OPERATORS
-    "gpu cache": System(dict(cpu_cache_tokens=0)),              # no CPU tier: evicted chunks are recomputed
+    "stateless": System(STATELESS),                     # our engine without its memory
+    "stateless, fused": System(STATELESS, "fused"),     # stands for TensorRT-LLM
+    "gpu cache": System(dict(cpu_cache_tokens=0)),      # no CPU tier: evicted chunks are recomputed
     "pensieve": System(),
     "separate phases": System(dict(separate_phases=True)),
-    "draft": System(dict(policy="trailing-half", swap_threshold=0.5)),      # evicts as the paper's draft did
+    # evicts as the paper's draft did
+    "draft": System(dict(policy="trailing-half", swap_threshold=0.5)),
 }
 SYSTEMS |= {name: System(dict(policy=name)) for name in POLICIES}
 SYSTEMS |= {name: System(dict(policy=policy)) for name, policy in EXPERIMENTS.items()}
@@ -222,14 +233,14 @@ class Panel(NamedTuple):
     model: str
     dataset: str
     rates: tuple = (None,)          # turns per second; None: a trace's own times
-    at_ms: float | None = None      # systems are compared by their throughput at this normalized latency
+    at_ms: float | None = None      # the normalized latency at which throughputs are compared
     paper: float | None = None      # the paper's ratio there, of the last system to vLLM
-    paper_fused: float | None = None                            # and to TensorRT-LLM
+    paper_fused: float | None = None    # and to TensorRT-LLM
     gpus: int = 1
-    hardware: str = "a100"          # a key of HARDWARE, or a file that `bench.py profile` has written
-    cpu_gb: float = 220.0           # CPU tier of each GPU. The paper's machine has 220 GB of memory per GPU
-    latency: str = "normalized_latency_ms"      # by which systems are compared; the draft's: its p90
-    think: float | str = 60.0       # mean seconds from a reply to the next turn; or a key of THINKING
+    hardware: str = "a100"          # a key of HARDWARE, or a file of `bench.py profile`
+    cpu_gb: float = 220.0           # CPU tier of each GPU; the paper's machine has 220 GB
+    latency: str = "normalized_latency_ms"  # what is compared; for the draft its p90
+    think: float | str = 60.0       # mean seconds from reply to next turn; or a key of THINKING
 
     def __str__(self):
         return panel_title(self.model, self.dataset, self.think, self.cpu_gb)
@@ -238,7 +249,8 @@ class Panel(NamedTuple):
 THINKING = {"reading": "think while reading", "own": "think as in the trace"}
 
 
-def panel_title(model: str, dataset: str, think: float | str | None = None, cpu_gb: float = 220.0) -> str:
+def panel_title(model: str, dataset: str, think: float | str | None = None,
+                cpu_gb: float = 220.0) -> str:
     """opt-13b, sharegpt, think 60 s, 110 GB of CPU tier"""
     names = [model, dataset]
     if think is not None:
@@ -253,20 +265,23 @@ GPU_BYTES = 40e9        # of the GPU tier, per GPU (paper, §6.1)
 SIMULATED = dict(max_running=256, max_batch_tokens=2048)
 # And for the embedded model. The conversations of "many turns" need some 18,000 tokens together.
 MEASURED = dict(gpu_cache_tokens=3840, cpu_cache_tokens=15360)
-HERE = [Panel("tiny_chat", "many turns", (5.0, 10.0, 60.0), think=0.1)]        # the last one saturates
+HERE = [Panel("tiny_chat", "many turns", (5.0, 10.0, 60.0), think=0.1)]  # the last one saturates
 
 
 def at_scale(options) -> bool:
-    """True for a simulation of the paper's machines; False for this machine, measured or simulated."""
+    """True for a simulation of the paper's machines; False for this
+    machine, measured or simulated."""
     return options.simulate and options.hardware in (None, *HARDWARE)
 
 
-# A run begins this many mean think times after the first arrival: by then the mean context grows no more.
+# A run begins this many mean think times after the first arrival: by then
+# the mean context grows no more.
 PAST = 100
 
 
 def planned(panel: Panel, rate: float | None, options) -> list[PlannedConversation]:
-    """The panel's conversations with their arrival times. rate: None keeps the times of the trace."""
+    """The panel's conversations with their arrival times. rate: None
+    keeps the times of the trace."""
     if panel.think in THINKING:
         think = reading_think if panel.think == "reading" else None
     else:
@@ -276,10 +291,12 @@ def planned(panel: Panel, rate: float | None, options) -> list[PlannedConversati
         return trace if rate is None else with_arrivals(trace, rate, options.seed, think)
     if panel.dataset == "many turns":
         return many_turns(3500, rate, think, options.seed)
-    # As many as arrive during the run and in a long time before it, and some more: arrivals are random.
+    # As many as arrive during the run and in a long time before it, and
+    # some more: arrivals are random.
     past = PAST * (60.0 if panel.think == "reading" else panel.think)
     count = rate * (past + options.seconds) / SHAPES[panel.dataset].turns
-    conversations = synthetic(panel.dataset, math.ceil(count + 4 * math.sqrt(count)) + 1, options.seed)
+    conversations = synthetic(panel.dataset, math.ceil(count + 4 * math.sqrt(count)) + 1,
+                              options.seed)
     return list(under_way(with_arrivals(conversations, rate, options.seed, think), past))
 
 
@@ -296,7 +313,8 @@ def window(panel: Panel, rate: float | None, options) -> tuple[float, float]:
 # ---- one run
 
 def play(name: str, panel: Panel, rate: float | None, options) -> dict:
-    """Run one system in one panel at one rate -> its row. ValueError: no conversation fits its cache."""
+    """Run one system in one panel at one rate -> its row. ValueError: no
+    conversation fits its cache."""
     conversations = planned(panel, rate, options)
     begin, until = window(panel, rate, options)
     with closing(build(SYSTEMS[name], panel, conversations, options)) as engine:
@@ -310,8 +328,8 @@ def play(name: str, panel: Panel, rate: float | None, options) -> dict:
         served = drive(engine, conversations, options.seed, sleep, until, foresee)
         results, stats = outcome(engine, served, begin, until), engine.stats()
 
-    row = dict(system=name, policy=name if name in EXPERIMENTS else engine.config.policy, model=panel.model,
-               dataset=panel.dataset, think=panel.think, request_rate=rate)
+    row = dict(system=name, policy=name if name in EXPERIMENTS else engine.config.policy,
+               model=panel.model, dataset=panel.dataset, think=panel.think, request_rate=rate)
     if at_scale(options):
         row["cpu_gb"] = panel.cpu_gb
     row |= results
@@ -335,11 +353,12 @@ GROWTH = 1.2            # contexts that have grown by less are the same
 def too_short(engine: Engine, served: list[Served], begin: float, until: float) -> str | None:
     """Why the run was too short to tell, if it was.
 
-    "GPU" or "CPU": no chunk had to leave this tier. The other two reasons compare the first and the second
-    half of the turns that count. "hits": the tiers still fill, because the hit rates differ by more than 2
-    points. "load": the mean context still grows, by a fifth or more, because the first long conversations
-    are not over yet; this holds for stateless systems, too. A run that ends by itself (until is inf) is all
-    there is of its load: it may leave the CPU tier partly empty."""
+    "GPU" or "CPU": no chunk had to leave this tier. The other two reasons compare the first
+    and the second half of the turns that count. "hits": the tiers still fill, because the hit
+    rates differ by more than 2 points. "load": the mean context still grows, by a fifth or
+    more, because the first long conversations are not over yet; this holds for stateless
+    systems, too. A run that ends by itself (until is inf) is all there is of its load: it may
+    leave the CPU tier partly empty."""
     stats, stateful = engine.stats(), not engine.config.stateless
     if stateful and not stats["chunks_dropped"] and not stats["chunks_swapped_out"]:
         return "GPU"
@@ -359,7 +378,8 @@ def too_short(engine: Engine, served: list[Served], begin: float, until: float) 
     return "load" if second > GROWTH * first else None
 
 
-def build(system: System, panel: Panel, conversations: list[PlannedConversation], options) -> Engine:
+def build(system: System, panel: Panel, conversations: list[PlannedConversation],
+          options) -> Engine:
     """The engine of one run: on this machine, or the same engine on a simulated worker."""
     if options.simulate:
         return simulated_engine(system, panel, conversations, options)
@@ -370,7 +390,8 @@ def build(system: System, panel: Panel, conversations: list[PlannedConversation]
 def simulated_engine(system: System, panel: Panel, conversations: list[PlannedConversation], options
                      ) -> Engine:
     if at_scale(options):
-        hardware, operators, limits = HARDWARE[panel.hardware], OPERATORS[system.operators], SIMULATED
+        hardware, operators = HARDWARE[panel.hardware], OPERATORS[system.operators]
+        limits = SIMULATED
     else:
         hardware, operators = load_machine(panel.hardware)
         limits = MEASURED

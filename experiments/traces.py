@@ -2,20 +2,20 @@
 
     load("trace.jsonl", tokenizer)      knows the kind by the fields of the first record
 
-    kind          records (JSON lines, but for ShareGPT)                      times        an id stands for
-    Mooncake      timestamp, input_length, output_length, hash_ids            ms           512 tokens
-    the same      session_id, input_length, output_length, delay, timestamp   ms           -
-    Qwen-Bailian  chat_id, parent_chat_id, timestamp, input_length, ...       s            16 tokens
-    Weka, AgentX  requests: t, type, in, out, hash_ids                        s            64 tokens
+    kind          records (JSON lines, but for ShareGPT)                     times  an id stands for
+    Mooncake      timestamp, input_length, output_length, hash_ids           ms     512 tokens
+    the same      session_id, input_length, output_length, delay, timestamp  ms     -
+    Qwen-Bailian  chat_id, parent_chat_id, timestamp, input_length, ...      s      16 tokens
+    Weka, AgentX  requests: t, type, in, out, hash_ids                       s      64 tokens
     ShareGPT, UltraChat, LMSYS-Chat-1M: texts without times
 
-In a trace with sessions `input_length` counts the new tokens of a turn. In the other traces it counts the
-whole context, and we must find the conversations first. A request *continues* an earlier one if it begins
-with the whole prefix of the earlier one (the ids of its full pieces), and is longer than the earlier one with
-its reply.
+In a trace with sessions `input_length` counts the new tokens of a turn. In the other traces it
+counts the whole context, and we must find the conversations first. A request *continues* an earlier
+one if it begins with the whole prefix of the earlier one (the ids of its full pieces), and is
+longer than the earlier one with its reply.
 
-Traces do not tell when a reply ended (only a `delay` counts from there). So we take the whole gap between two
-requests for a think time, and a replay falls behind by the time that the answers take.
+Traces do not tell when a reply ended (only a `delay` counts from there). So we take the whole gap
+between two requests for a think time, and a replay falls behind by the time that the answers take.
 """
 import json
 import math
@@ -34,12 +34,13 @@ from serving.tokenizer import load_tokenizer
 ASSISTANT = {"assistant", "gpt", "chatgpt", "bing", "bard"}
 
 
-def turns_of(messages: Iterable[tuple[str, str]], count_tokens: Callable[[str], int]) -> list[PlannedTurn]:
+def turns_of(messages: Iterable[tuple[str, str]],
+             count_tokens: Callable[[str], int]) -> list[PlannedTurn]:
     """The turns of a conversation's (role, text) messages.
 
     Consecutive messages of one side count as one message, so a system prompt belongs to the user's
-    first message. Empty messages do not count. We drop a reply at the start, which nobody asked for,
-    and a prompt at the end, which nobody answered.
+    first message. Empty messages do not count. We drop a reply at the start, which nobody asked
+    for, and a prompt at the end, which nobody answered.
     """
     counted = [(role in ASSISTANT, count_tokens(text)) for role, text in messages]
     counted = [(is_reply, tokens) for is_reply, tokens in counted if tokens]
@@ -80,7 +81,7 @@ class TraceRequest(NamedTuple):
     arrival: float                  # seconds
     input_tokens: int               # the whole context
     output_tokens: int
-    prefix: list[int]               # an id for each full piece of input. Equal ids: all is equal up to there
+    prefix: list[int]      # an id for each full piece of input. Equal ids: all is equal up to there
 
     @property
     def context(self) -> int:
@@ -91,10 +92,12 @@ class TraceRequest(NamedTuple):
         return self.input_tokens > earlier.context and start == earlier.prefix
 
 
-def trace_request(seconds: float, prompt: int, reply: int, ids: list[int], piece: int) -> TraceRequest:
+def trace_request(seconds: float, prompt: int, reply: int, ids: list[int],
+                  piece: int) -> TraceRequest:
     """ids: one for every `piece` tokens of the prompt, the last one perhaps for fewer."""
     if min(prompt, reply) < 1 or not 0 <= seconds < math.inf:
-        raise ValueError(f"lengths must be at least 1 and times at least 0, got {prompt}, {reply}, {seconds}")
+        raise ValueError("lengths must be at least 1 and times at least 0, "
+                         f"got {prompt}, {reply}, {seconds}")
     return TraceRequest(float(seconds), int(prompt), int(reply), ids[:int(prompt) // piece])
 
 
@@ -104,26 +107,29 @@ def conversations_of(chains: Iterable[list[TraceRequest]]) -> list[PlannedConver
 
 
 def replay(chain: list[TraceRequest]) -> list[PlannedTurn]:
-    """The turns of one conversation's requests: the tokens that each adds, and the time between them."""
+    """The turns of one conversation's requests: the tokens that each
+    adds, and the time between them."""
     turns = [PlannedTurn(chain[0].input_tokens, chain[0].output_tokens)]
     for previous, request in pairwise(chain):
         new_tokens = request.input_tokens - previous.context
-        turns.append(PlannedTurn(new_tokens, request.output_tokens, request.arrival - previous.arrival))
+        turns.append(PlannedTurn(new_tokens, request.output_tokens,
+                                 request.arrival - previous.arrival))
     return turns
 
 
 def check_unit(path: str, arrivals: list[float], unit: str):
     """ValueError: the times seem to have another unit than `unit`, which this kind of trace has.
 
-    arrivals: in seconds. An hour in ms, read as seconds, makes 42 days; the other way round it makes 3.6 s,
-    with thousands of requests in each."""
+    arrivals: in seconds. An hour in ms, read as seconds, makes 42 days; the other way round it
+    makes 3.6 s, with thousands of requests in each."""
     covered = max(arrivals, default=0) - min(arrivals, default=0)
     if unit == "s" and covered > 30 * 86400:
-        raise ValueError(f"{path}: its times cover {covered / 86400:,.0f} days. This kind of trace has "
-                         "seconds; they look like milliseconds: divide them by 1,000")
+        raise ValueError(f"{path}: its times cover {covered / 86400:,.0f} days. This kind of trace "
+                         "has seconds; they look like milliseconds: divide them by 1,000")
     if unit == "ms" and len(arrivals) > max(20, 100 * covered):
-        raise ValueError(f"{path}: {len(arrivals):,} requests come in {covered:.3g} s. This kind of trace "
-                         "has milliseconds; they look like seconds: multiply them by 1,000")
+        raise ValueError(f"{path}: {len(arrivals):,} requests come in {covered:.3g} s. This kind "
+                         "of trace has milliseconds; they look like seconds: "
+                         "multiply them by 1,000")
 
 
 def mooncake(path: str) -> list[PlannedConversation]:
@@ -131,28 +137,31 @@ def mooncake(path: str) -> list[PlannedConversation]:
 
     Every request keeps exactly its context of the trace."""
     def parse(record):
-        return trace_request(record["timestamp"] / 1000, record["input_length"], record["output_length"],
-                             record["hash_ids"], piece=512)
+        return trace_request(record["timestamp"] / 1000, record["input_length"],
+                             record["output_length"], record["hash_ids"], piece=512)
     requests = list(json_lines(path, parse))
     check_unit(path, [request.arrival for request in requests], "ms")
     return conversations_of(rebuild(requests))
 
 
 def sessions(path: str) -> list[PlannedConversation]:
-    """A trace with sessions, as AIPerf and Dynamo write them: the turns of a `session_id`, in order.
+    """A trace with sessions, as AIPerf and Dynamo write them: the turns of a `session_id`, in
+    order.
 
-    A turn comes `delay` ms after the previous reply. A turn without a delay comes as long after the previous
-    turn as their timestamps tell. A session whose first turn has no timestamp begins at 0."""
+    A turn comes `delay` ms after the previous reply. A turn without a delay comes as
+    long after the previous turn as their timestamps tell. A session whose first turn
+    has no timestamp begins at 0."""
     turns: dict[object, list[PlannedTurn]] = {}         # session_id -> its turns so far
     arrivals: dict[object, float] = {}                  # session_id -> when it begins
-    latest: dict[object, float] = {}                    # session_id -> its latest timestamp, in seconds
+    latest: dict[object, float] = {}                    # session_id -> its latest time, in seconds
     timestamps: list[float] = []                        # of all sessions
 
     def parse(record):
         session = record["session_id"]
         previous = latest.get(session, 0.0)
         if record.get("context_mode", "deltas_without_responses") != "deltas_without_responses":
-            raise ValueError(f"context_mode {record['context_mode']!r}: input_length must count new tokens")
+            raise ValueError(f"context_mode {record['context_mode']!r}: "
+                             "input_length must count new tokens")
         if "timestamp" in record:
             latest[session] = record["timestamp"] / 1000
             timestamps.append(latest[session])
@@ -182,8 +191,8 @@ def bailian(path: str) -> list[PlannedConversation]:
     continued before, begins a new conversation.
     ValueError: a chat_id is there twice, a parent is unknown, or parents form a loop."""
     def parse(record):
-        request = trace_request(record["timestamp"], record["input_length"], record["output_length"],
-                                record["hash_ids"], piece=16)
+        request = trace_request(record["timestamp"], record["input_length"],
+                                record["output_length"], record["hash_ids"], piece=16)
         return record["chat_id"], record["parent_chat_id"], request
 
     requests, parents = {}, {}
@@ -194,7 +203,7 @@ def bailian(path: str) -> list[PlannedConversation]:
     check_unit(path, [request.arrival for request in requests.values()], "s")
     check_parents(path, parents)
 
-    chains, ends = [], {}                               # ends: chat_id -> the conversation that ends there
+    chains, ends = [], {}                        # ends: chat_id -> the conversation that ends there
     for chat, request in sorted(requests.items(), key=lambda item: item[1].arrival):
         chain = ends.get(parents[chat])
         if chain and request.continues(chain[-1]):
@@ -218,7 +227,8 @@ def check_parents(path: str, parents: dict[int, int]):
         while chat not in sound:
             if chat not in parents:
                 child = ancestors[-1]
-                raise ValueError(f"{path}: the parent_chat_id {chat} of chat_id {child} is in no line")
+                raise ValueError(f"{path}: the parent_chat_id {chat} of chat_id {child} "
+                                 "is in no line")
             if chat in ancestors:
                 raise ValueError(f"{path}: the parents of chat_id {chat} form a loop")
             ancestors.append(chat)
@@ -229,7 +239,8 @@ def check_parents(path: str, parents: dict[int, int]):
 def weka(path: str) -> list[PlannedConversation]:
     """Weka's and AgentX's coding sessions: one session per line, and we find its conversations.
 
-    All sessions begin at 0. Equal ids of two sessions mean nothing. We leave out what a subagent asks."""
+    All sessions begin at 0. Equal ids of two sessions mean nothing. We
+    leave out what a subagent asks."""
     def parse(record):
         asked = [entry for entry in record["requests"] if entry["type"] != "subagent"]
         return [trace_request(entry["t"], entry["in"], entry["out"], entry["hash_ids"],
@@ -243,20 +254,21 @@ def weka(path: str) -> list[PlannedConversation]:
 def rebuild(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
     """Find out which request continues which. Returns conversations, in the order of their arrival.
 
-    A request continues a conversation if it continues the latest request there. (A request that is not longer
-    than that one with its reply repeats or edits the question; it does not answer the reply.) Of several such
-    conversations we take the one with the longest prefix.
+    A request continues a conversation if it continues the latest request there. (A request that is
+    not longer than that one with its reply repeats or edits the question; it does not answer the
+    reply.) Of several such conversations we take the one with the longest prefix.
 
         request   input   output   prefix
         1           600       50   [7]
         2         1,100       20   [7 8]      continues 1: begins with 7, and 1,100 > 600 + 50
         3         1,200       20   [7 9]      new: the conversation of 1 has moved on to [7 8]
 
-    Many conversations share some prefixes: a system prompt, or a document that many people ask about. If
-    another conversation has had the whole prefix of a request before, then we cannot tell which of the two
-    a later request continues, and let none continue the newer one.
+    Many conversations share some prefixes: a system prompt, or a document that many people ask
+    about. If another conversation has had the whole prefix of a request before, then we cannot tell
+    which of the two a later request continues, and let none continue the newer one.
     """
-    ends: dict[int, list[TraceRequest]] = {}    # last id of a conversation's latest prefix -> its requests
+    # last id of a conversation's latest prefix -> its requests
+    ends: dict[int, list[TraceRequest]] = {}
     seen: set[int] = set()
     conversations = []
     for request in sorted(requests, key=lambda request: request.arrival):
@@ -276,7 +288,8 @@ def rebuild(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
 
 
 def continued_end(request: TraceRequest, ends: dict[int, list[TraceRequest]]) -> int | None:
-    """The key in `ends` of the conversation that the request continues; None: it begins a new one."""
+    """The key in `ends` of the conversation that the request continues; None: it begins a new
+    one."""
     for id in reversed(request.prefix):             # the longest prefix first
         if id in ends and request.input_tokens > ends[id][-1].context:
             return id
@@ -292,8 +305,8 @@ class Kind(NamedTuple):
     has_text: bool = False
 
 
-# A file is of the first kind that has a field in common with its first record. So a record of Bailian's that
-# lacks its chat_id is refused, and not read as Mooncake's.
+# A file is of the first kind that has a field in common with its first record. So a record of
+# Bailian's that lacks its chat_id is refused, and not read as Mooncake's.
 KINDS = [
     Kind("ShareGPT", {"conversations"}, sharegpt, has_text=True),
     Kind("UltraChat", {"data"}, ultrachat, has_text=True),
@@ -317,16 +330,18 @@ def load(path: str, tokenizer: str) -> list[PlannedConversation]:
     if kind is None:
         known = "; ".join(f"{kind.name} has {' or '.join(sorted(kind.fields))}" for kind in KINDS)
         found = ", ".join(fields) or "no field"
-        raise ValueError(f"cannot read {path}: its first record has {found}, so it is of no kind that we "
-                         f"know ({known})")
-    conversations = list(kind.read(path, token_counter(tokenizer)) if kind.has_text else kind.read(path))
+        raise ValueError(f"cannot read {path}: its first record has {found}, so it is of no kind "
+                         f"that we know ({known})")
+    conversations = list(kind.read(path, token_counter(tokenizer))
+                         if kind.has_text else kind.read(path))
     if not conversations:
         raise ValueError(f"{path} has no conversation with a turn in it")
     return conversations
 
 
 def first_record(path: str) -> dict:
-    """The first line as JSON. A file that begins with "[" is ShareGPT's; we do not parse it here."""
+    """The first line as JSON. A file that begins with "[" is ShareGPT's; we do not parse it
+    here."""
     with open(path, "rb") as file:
         start = file.read(1 << 20).lstrip()
         if start.startswith(b"["):
@@ -356,7 +371,8 @@ def json_array(path: str, parse: Callable) -> Iterator:
     yield from parsed(path, "item", enumerate(items, 1), parse)
 
 
-def parsed(path: str, unit: str, records: Iterable[tuple[int, object]], parse: Callable) -> Iterator:
+def parsed(path: str, unit: str, records: Iterable[tuple[int, object]],
+           parse: Callable) -> Iterator:
     """parse(record) for each (number, record). ValueError: names the record, or says "empty"."""
     number = None
     for number, record in records:

@@ -4,16 +4,16 @@
     python labs/lab.py start 3 ../lab3          a copy of the project to work in
     cd ../lab3; python labs/lab.py check 3      points for each function, and the number of progress
 
-A starter is the whole project; only the bodies of one lab's functions are missing. Each of them is found by
-its qualified name and becomes one line; its signature and docstring stay as they are:
+A starter is the whole project; only the bodies of one lab's functions are missing. Each of them is
+found by its qualified name and becomes one line; its signature and docstring stay as they are:
 
     raise NotImplementedError("lab 3: KVCache.admit")
 
-`check 3 DIR` grades the code in DIR with the tests that lie beside this file. An instructor keeps this file
-and the tests, so nothing that a student edits in DIR/labs or DIR/tests counts.
+`check 3 DIR` grades the code in DIR with the tests that lie beside this file. An instructor keeps
+this file and the tests, so nothing that a student edits in DIR/labs or DIR/tests counts.
 
-Invariant: nothing is kept by hand. Starters, and the results that the tests compare with, come from the
-solved code.
+Invariant: nothing is kept by hand. Starters, and the results that the tests compare
+with, come from the solved code.
 """
 import argparse
 import ast
@@ -30,8 +30,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "labs" / "tests"
 EXPECTED = Path("labs/expected.json")       # in a starter alone: what its tests compare with
-KEPT_BACK = (".git", ".ci", "wrong_solutions", "test_labs.py")      # not for students
-TIME_LIMIT = 120                            # seconds of a whole check; each test has a limit of its own
+KEPT_BACK = (".git", ".github", ".ci", "wrong_solutions", "test_labs.py")    # not for students
+TIME_LIMIT = 120                            # seconds of a whole check; each test has its own
 MESSAGE_LINES = 12                          # of a failed test
 
 
@@ -50,7 +50,8 @@ LABS = {
     1: Lab("1_attention", 2, {"attention_kernel.py": [
         "multi_token_attention_reference", "attend_many_queries", "attend_one_query"]}),
     2: Lab("2_spans_and_batches", 5, {"scheduler.py": [
-        "Request.missing", "Batch.take", "Scheduler.compose", "Scheduler.give_way", "Scheduler.suspend"]},
+        "Request.missing", "Batch.take", "Scheduler.compose", "Scheduler.give_way",
+        "Scheduler.suspend"]},
         compares=True),
     3: Lab("3_two_tiers", 8, {"kv_cache.py": [
         "KVCache.admit", "KVCache.computed", "KVCache.plan_swap_out", "KVCache.complete",
@@ -66,7 +67,8 @@ LABS = {
 # ---- starters
 
 def find(source: str, name: str) -> ast.FunctionDef:
-    """The function of that qualified name, such as "KVCache.admit". LookupError if there is none."""
+    """The function of that qualified name, such as "KVCache.admit".
+    LookupError if there is none."""
     node = ast.parse(source)
     for part in name.split("."):
         named = [child for child in node.body if getattr(child, "name", None) == part]
@@ -90,26 +92,28 @@ def blank(source: str, name: str, number: int) -> str:
 
 
 def start(number: int, directory: Path):
-    """Write the starter of a lab. ValueError if the directory has files, or is a part of the project."""
+    """Write the starter of a lab. ValueError if the directory has files,
+    or is a part of the project."""
     if directory.exists() and any(directory.iterdir()) or ROOT in [directory, *directory.parents]:
         raise ValueError(f"{directory} must be a new or empty directory outside of {ROOT}")
     if (ROOT / EXPECTED).exists():
         raise ValueError(f"{ROOT} is a starter itself: make a new one from the solved project")
     lab, expected = LABS[number], expected_results(number, seed=0)
     ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split()]
-    shutil.copytree(ROOT, directory, ignore=shutil.ignore_patterns(*ignored, *KEPT_BACK), dirs_exist_ok=True)
+    shutil.copytree(ROOT, directory, ignore=shutil.ignore_patterns(*ignored, *KEPT_BACK),
+                    dirs_exist_ok=True)
     for file, name in lab.functions():
         path = directory / file
         path.write_text(blank(path.read_text(encoding="utf-8"), name, number), encoding="utf-8")
     (directory / EXPECTED).write_text(json.dumps(expected) + "\n")
     shutil.copy(ROOT / "labs" / "AGENTS.md", directory)
-    print(f"The starter of lab {number} is in {directory}. Read labs/{lab.name}.md there, then run\n"
-          f"    python labs/lab.py check {number}")
+    print(f"The starter of lab {number} is in {directory}. Read labs/{lab.name}.md there, "
+          f"then run\n    python labs/lab.py check {number}")
 
 
 def expected_results(number: int, seed: int):
-    """What the solved code does with that seed. None if the lab's tests need no such thing. In a starter:
-    what `start` has written there, for seed 0."""
+    """What the solved code does with that seed. None if the lab's tests need no such thing. In a
+    starter: what `start` has written there, for seed 0."""
     if (ROOT / EXPECTED).exists():
         return json.loads((ROOT / EXPECTED).read_text())
     if not LABS[number].compares:
@@ -123,25 +127,29 @@ def test_file(number: int) -> str:
 
 
 def run_python(arguments: list[str], code: Path, check=False, timeout=None, **environment):
-    """Python in a process of its own, which imports the project from `code`, but tests and their helpers from
-    here."""
+    """Python in a process of its own, which imports the project from `code`, but tests
+    and their helpers from here."""
     path = os.pathsep.join(map(str, (ROOT / "tests", code)))
-    environment = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environment}
+    environment = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+                   **environment}
     return subprocess.run([sys.executable, *arguments], cwd=TESTS, env=environment, check=check,
-                          timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                          timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          text=True)
 
 
 # ---- grading
 
 class Graded(NamedTuple):
-    tests: list[dict]       # name, function, points, passed, message, progress: see labs/tests/conftest.py
+    # name, function, points, passed, message, progress: see labs/tests/conftest.py
+    tests: list[dict]
     output: str             # pytest's
     seconds: float
 
     def score(self, function: str | None = None) -> tuple[int, int]:
         """(reached, of so many), of one function or of all."""
         tests = [test for test in self.tests if function in (None, test["function"])]
-        return sum(test["points"] for test in tests if test["passed"]), sum(test["points"] for test in tests)
+        reached = sum(test["points"] for test in tests if test["passed"])
+        return reached, sum(test["points"] for test in tests)
 
 
 def grade(number: int, code: Path, seed: int = 0, *pytest_flags: str) -> Graded:
@@ -152,13 +160,14 @@ def grade(number: int, code: Path, seed: int = 0, *pytest_flags: str) -> Graded:
         expected.write_text(json.dumps(expected_results(number, seed)))
         arguments = ["-m", "pytest", "-c", "check.ini", test_file(number)]
         try:
-            output = run_python([*arguments, *pytest_flags], code, timeout=TIME_LIMIT, LAB_SEED=str(seed),
-                                LAB_RESULTS=str(results), LAB_EXPECTED=str(expected),
-                                TRITON_INTERPRET="1").stdout
+            output = run_python([*arguments, *pytest_flags], code, timeout=TIME_LIMIT,
+                                LAB_SEED=str(seed), LAB_RESULTS=str(results),
+                                LAB_EXPECTED=str(expected), TRITON_INTERPRET="1").stdout
         except subprocess.TimeoutExpired:
             output = f"The tests were stopped after {TIME_LIMIT} s.\n"
         lines = results.read_text().splitlines() if results.exists() else []
-    # Each test comes twice, first as one that has not passed: so none is lost if the check is stopped.
+    # Each test comes twice, first as one that has not passed: so none is
+    # lost if the check is stopped.
     tests = {test["name"]: test for test in map(json.loads, lines)}
     return Graded(list(tests.values()), output, time.monotonic() - begin)
 
@@ -169,7 +178,8 @@ def report(number: int, graded: Graded):
         print("The tests did not start:\n" + graded.output)
     for function in dict.fromkeys(test["function"] for test in graded.tests):
         print("  {:32} {:3} of {:3} points".format(function, *graded.score(function)))
-        failed = [test for test in graded.tests if test["function"] == function and not test["passed"]]
+        failed = [test for test in graded.tests
+                  if test["function"] == function and not test["passed"]]
         if failed:
             message = failed[0]["message"].splitlines()[:MESSAGE_LINES]
             print("\n        ".join(["    " + failed[0]["name"], *message]))
@@ -183,7 +193,8 @@ def report(number: int, graded: Graded):
 def gradescope(graded: Graded) -> dict:
     """Gradescope's results.json."""
     tests = [dict(name=f"{test['function']}: {test['name']}", score=test["points"] * test["passed"],
-                  max_score=test["points"], output=f"{test['message']}\n{test['progress'] or ''}".strip())
+                  max_score=test["points"],
+                  output=f"{test['message']}\n{test['progress'] or ''}".strip())
              for test in graded.tests]
     return dict(score=graded.score()[0], execution_time=round(graded.seconds), tests=tests,
                 output="" if tests else graded.output)
@@ -206,12 +217,15 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="the labs and the functions to write")
     starting = commands.add_parser("start", help="write a lab's starter")
-    checking = commands.add_parser("check", help="points, the first difference, the number of progress")
+    checking = commands.add_parser("check",
+                                   help="points, the first difference, the number of progress")
     for command in (starting, checking):
         command.add_argument("lab", type=int, choices=LABS)
     starting.add_argument("directory", type=Path)
-    checking.add_argument("directory", type=Path, nargs="?", default=ROOT, help="default: where lab.py lies")
-    checking.add_argument("--json", metavar="FILE", help="write Gradescope's results.json there, too")
+    checking.add_argument("directory", type=Path, nargs="?", default=ROOT,
+                          help="default: where lab.py lies")
+    checking.add_argument("--json", metavar="FILE",
+                          help="write Gradescope's results.json there, too")
     checking.add_argument("--seed", type=int, default=0, help="of the random loads (default: 0)")
     options = parser.parse_args()
     if options.command == "list":

@@ -95,6 +95,7 @@ def test_the_draft_has_a_rule_of_its_own_for_thinking(tmp_path, monkeypatch):
     assert {row["think"] for row in figure["rows"]} == {"reading"}
 
 
+@pytest.mark.slow
 def test_a_latency_figure_is_simulated_and_repeats(tmp_path, monkeypatch):
     command = "fig15 --simulate --rates 0.5,1 --seconds 60 --seed 7"
     figure = run_bench(tmp_path, monkeypatch, command)
@@ -161,6 +162,7 @@ def test_a_single_user_waits_turn_by_turn(tmp_path, monkeypatch):
     assert figure["ratios"][0]["ours"] == last / kept > 1       # 392 tokens to compute, or 93
 
 
+@pytest.mark.slow
 def test_a_profile_is_saved_and_loaded(tmp_path, monkeypatch):
     figure = run_bench(tmp_path, monkeypatch, "profile")
     cost = run.load_profile(tmp_path / "figure.json")
@@ -180,6 +182,7 @@ def test_a_profile_is_saved_and_loaded(tmp_path, monkeypatch):
     assert predicted["ratios"][0]["how"] == "simulated" and predicted["ratios"][0]["ours"] > 0.9
 
 
+@pytest.mark.slow
 def test_the_simulator_is_checked_against_measured_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "many_turns", lambda limit, rate, think, seed: USERS)
     figure = run_bench(tmp_path, monkeypatch, "check --rates 20")
@@ -444,6 +447,7 @@ def test_a_broken_line_is_named(tmp_path, monkeypatch, capsys):
     assert "line 2" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_fleet():
     """With affinity a conversation is as well cached as on one server; otherwise it mostly is not."""
     options = bench.parse_flags(["fleet", "--simulate", "--seconds", "120"])
@@ -495,6 +499,7 @@ def test_slots_of_replies_are_counted():
     assert 0.3 < saved[0][0] / saved[0][1] < 0.5 < saved[1][0] / saved[1][1] < 0.75
 
 
+@pytest.mark.slow
 def test_waste_and_sharing_are_computed(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_file, "SLOTS", 4_200)
     monkeypatch.setattr(memory_file, "WASTE_TOKENS", 60_000)

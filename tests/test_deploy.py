@@ -13,7 +13,8 @@ import pytest
 
 from clients import ROOT, connect, eventually, fetch, program, user
 
-pytestmark = pytest.mark.skipif(not shutil.which("haproxy"), reason="needs haproxy")
+pytestmark = [pytest.mark.clients,
+              pytest.mark.skipif(not shutil.which("haproxy"), reason="needs haproxy")]
 CONFIGURATION = ROOT / "deploy" / "haproxy.cfg"
 
 

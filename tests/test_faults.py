@@ -160,7 +160,7 @@ def test_500_slow_and_silent_connections_beside_a_normal_client(checkpoint):
     assert disturbed < 2 * quiet, (quiet, disturbed)
 
 
-@pytest.mark.parametrize("clients", [40, pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("clients", [40, 200])
 def test_clients_that_vanish_in_mid_stream(server, clients):
     """All slots come back, and nobody's turn is kept."""
     engine, history, chance = server.engine, server.sessions.history, random.Random(clients)
@@ -233,6 +233,7 @@ def test_a_connection_with_a_high_number_is_no_hang_up():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.slow
 def test_a_server_that_has_settled_in():
     """It may open as many files as the system allows, and the collector skips what was there at the start."""
     program = ("import gc, resource, sys, server; server.settle_in()\n"
@@ -492,6 +493,7 @@ def test_what_can_be_printed_is_printed():
     assert os.fdopen(reading, "rb").readline() == b"gpu 96 \\xb7 cpu 64\n"
 
 
+@pytest.mark.slow
 def test_a_server_whose_output_nobody_takes(checkpoint, tmp_path):
     """Its stdout has a reader that has stopped, its stderr is closed. What is written to descriptor 2 all the
     same, by a library or by our own handler of signals, must not land in the history."""

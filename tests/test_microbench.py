@@ -119,7 +119,7 @@ def test_the_share_of_the_memorys_rate_comes_from_the_decodes(monkeypatch):
     assert microbench.measure_operators(engine, hardware, seed=0).memory == pytest.approx(0.4)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.parametrize("figure", [microbench.kernel, microbench.swap, microbench.step])
 def test_figures_on_a_cpu(figure):
     check(figure("cpu", 0))

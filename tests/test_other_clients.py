@@ -5,6 +5,7 @@ import pytest
 from clients import CONTEXT, serving
 from serving.sessions import Sessions
 
+pytestmark = pytest.mark.clients
 USUAL = dict(max_tokens=20, extra_body=dict(ignore_eos=True))
 
 

@@ -31,12 +31,14 @@ def torchrun(program, *arguments):
                             stderr=subprocess.PIPE)
 
 
+@pytest.mark.torchrun
 def test_two_processes_answer_as_one_and_as_transformers(tmp_path):
     started = torchrun("parallel_program.py", tmp_path)
     output, errors = started.communicate()
     assert started.returncode == 0 and output.endswith("all the same\n"), output + errors
 
 
+@pytest.mark.torchrun
 def test_a_program_needs_no_branch(tmp_path):
     """Rank 0 alone gets an engine; when it is closed, the other process ends well."""
     started = torchrun("parallel_chat.py", tmp_path / "history", "2")
@@ -49,6 +51,7 @@ def test_a_program_needs_no_branch(tmp_path):
     assert [line.split()[0] for line in lines if "process" not in line] == ["told", "told", "closed"]
 
 
+@pytest.mark.torchrun
 def test_kill_9_of_one_rank_ends_all_and_loses_nothing(tmp_path):
     started = torchrun("parallel_chat.py", tmp_path / "history", "1000000")
     lines = []

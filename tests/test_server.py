@@ -344,7 +344,7 @@ def read_metrics(server):
         assert family.documentation
         for sample in family.samples:
             assert sample.labels.pop("model_name") == "ascii"
-            values[sample.name, *sample.labels.values()] = sample.value
+            values[(sample.name, *sample.labels.values())] = sample.value
     return values
 
 

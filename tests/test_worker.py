@@ -367,7 +367,7 @@ def test_a_model_that_cannot_be_compiled_runs_as_it_is():
     assert torch.equal(hidden(fused, 4), hidden(plain, 4)) and failures
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_seven_launches_between_two_attentions(monkeypatch):
     """As Inductor plans them for Triton. It plans for a GPU that is not there: no kernel is
     compiled, and what was planned runs without its Triton kernels, so the results mean nothing."""
@@ -435,6 +435,7 @@ def check_warm_up():
     assert not worker.pool.gpu[:, :, SLOTS:].isnan().any()
 
 
+@pytest.mark.slow
 def test_padded_plans_and_warm_up_in_the_interpreter():
     pytest.importorskip("triton")
     root = os.path.dirname(module.__file__)
