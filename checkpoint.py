@@ -5,7 +5,8 @@
         *.safetensors     ->  tensors      ->  its parameters
 
 Architectures spell the same things differently. An entry of ARCHITECTURES says how one of them
-spells its configuration and its parameters.
+spells its configuration and its parameters. A relative of Llama that differs in switches only is a
+line in LLAMA_LIKE. tests/test_model.py tests this file.
 
 Invariant: every parameter is filled exactly once, by a tensor of exactly its shape. Whatever does
 not fit is refused by name.
@@ -310,25 +311,32 @@ def read_opt(config: dict) -> ModelConfig:
         tied_embeddings=config.get("tie_word_embeddings", True), eos_ids=config["eos_ids"])
 
 
+# Llama's relatives have its names and its layers. What their config.json takes for granted:
+LLAMA_LIKE: dict[str, dict[str, bool]] = {
+    "llama": {}, "mistral": {}, "qwen2": dict(qkv_bias=True), "qwen3": dict(qk_norm=True),
+    "smollm3": dict(tied_embeddings=True)}
+
+
 def read_llama(config: dict) -> ModelConfig:
-    """Llama, and the models that differ from it in switches only."""
+    """Llama and its relatives."""
     if config.get("use_sliding_window") is not False:   # False: Qwen states a window that is unused
         refuse_variants(config, sliding_window=None)
-    kind, attention_bias = config["model_type"], config.get("attention_bias")
-    biased = dict(qkv=attention_bias or kind == "qwen2", out=attention_bias,
+    granted, attention_bias = LLAMA_LIKE[config["model_type"]], config.get("attention_bias")
+    biased = dict(qkv=attention_bias or granted.get("qkv_bias"), out=attention_bias,
                   mlp=config.get("mlp_bias"))
     rotated = filled(config, list, "no_rope_layers")    # despite the name, 1: this layer rotates
     rope_theta, rope_scaling = read_rope(config)
     return checked(
         **common_sizes(config),
         num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-        head_dim=config.get("head_dim"), qk_norm=kind == "qwen3",
+        head_dim=config.get("head_dim"), qk_norm=granted.get("qk_norm", False),
         ffn_width=config["intermediate_size"], activation=config.get("hidden_act", "silu"),
         norm="rms", norm_eps=config.get("rms_norm_eps", 1e-6), gated=True,
         biases=frozenset(name for name, has_bias in biased.items() if has_bias),
         rope_theta=rope_theta, rope_scaling=rope_scaling,
         unrotated=frozenset(layer for layer, rotates in enumerate(rotated) if not rotates),
-        tied_embeddings=config.get("tie_word_embeddings", kind == "smollm3"),
+        tied_embeddings=config.get("tie_word_embeddings",
+                                   granted.get("tied_embeddings", False)),
         eos_ids=config["eos_ids"])
 
 
@@ -436,7 +444,7 @@ ARCHITECTURES = {
         "head": "lm_head",
     }),
 }
-ARCHITECTURES |= dict.fromkeys(["mistral", "qwen2", "qwen3", "smollm3"], ARCHITECTURES["llama"])
+ARCHITECTURES |= dict.fromkeys(LLAMA_LIKE, ARCHITECTURES["llama"])
 NOT_IMPLEMENTED = dict.fromkeys(
     ["gemma3", "gemma3_text"],
     ": most of its layers attend to a window only, our attention does not")
