@@ -125,7 +125,7 @@ class Pensieve:
     # ---- Who runs. The system proper: engine.py (submit, step), scheduler.py
     def submit(self, conversation: Conversation, prompt: list[int], reply_length: int):
         self.now += 1
-        conversation.new = len(prompt) + (1 if conversation.tokens else 0)  # 1: never fed
+        conversation.new = len(prompt) + (1 if conversation.tokens else 0)  # 1: sampled, not fed
         conversation.tokens += prompt
         conversation.end = len(conversation.tokens) + reply_length
         self.queue.append(conversation)
@@ -153,7 +153,7 @@ class Pensieve:
         self.swap_out(batch, THRESHOLD - self.available())
         if self.queue:
             self.swap_out(batch, self.shortfall(self.queue[0]), besides=self.queue[0])
-        return batch if batch.spans or batch.swap_out else self.schedule()  # some were given up
+        return batch if batch.spans or batch.swap_out else self.schedule()  # else once more
 
     def shortfall(self, conversation: Conversation) -> int:
         """Slots that must become available before it joins. Its own chunks are no help."""
@@ -217,7 +217,7 @@ class Pensieve:
                     chunk.copy = self.gpu[:, :, :, chunk.slots]
                     batch.swap_out.append(chunk)
                 else:
-                    chunk.evictable_without_copy = True     # in step 6 b's, worth more, hold all
+                    chunk.evictable_without_copy = True     # no place: b's are worth more
 
     def find_place(self, chunk: Chunk, batch: Batch, besides: Conversation | None) -> bool:
         """A free place, or a running chunk's (it has slots, too), or that of a cheaper idle one."""
