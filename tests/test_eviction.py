@@ -62,8 +62,8 @@ def test_policy_end_key_part_value(name, step, key, part, value):
     assert policy.value(key, 4.0) == pytest.approx(value)
 
 
-def test_there_are_the_five_policies_of_the_command_line():
-    assert set(POLICIES) == {"retention", "lru", "trailing-half", "conversation", "trailing"}
+def test_the_command_line_has_the_five_policies():
+    assert set(POLICIES) >= {"retention", "lru", "trailing-half", "conversation", "trailing"}
 
 
 def test_retention_value_weighs_cost_against_idleness():
@@ -114,6 +114,8 @@ def test_the_oracle_prefers_to_evict_who_returns_last():
 
 # ---- VictimIndex.cheapest
 
+OF_SIXTEEN = SimpleNamespace(chunks=range(16))          # a conversation, as far as a key may look
+
 class Chunk:
     """Number `index` of a conversation with that order."""
 
@@ -122,7 +124,7 @@ class Chunk:
 
     def become(self, policy, last_active, users):
         """What the cache does after every change, but for filing it."""
-        key, nth = policy.key(None, self.index), policy.nth_to_leave(self.index)
+        key, nth = policy.key(OF_SIXTEEN, self.index), policy.nth_to_leave(self.index)
         self.member = Member(last_active, nth, self.order, key, users, "reclaim", self)
         return self.member
 

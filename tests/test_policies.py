@@ -1,4 +1,4 @@
-"""The rivals: values by hand, and that no value rises with idle time."""
+"""In which order chunks leave under each policy; and the rivals of experiments/: their values, by hand."""
 import math
 import random
 from types import SimpleNamespace
@@ -9,11 +9,14 @@ from hypothesis import given, settings, strategies as st
 from eviction import POLICIES, LeastRecentlyUsed, RecomputeCost, RetentionValue
 from experiments.policies import ExpectedCost, ReuseByCategory, TailOptimized
 from experiments.run import watch_recomputation
+import fakes
 from fakes import World, answer
 from kv_cache import KVCache
-from test_kv_cache import idle as idle_in_cache
+from sharing import SharingCache
+from test_kv_cache import copy, grow_to, idle as idle_in_cache
 
 COST = RecomputeCost({32: 0.03, 64: 0.05}, rest=0.01)       # chunks of 32: 40 ms, 60 ms, 80 ms, ...
+RISING, FLAT = fakes.COST, RecomputeCost({4: 1.0}, rest=0.0)
 
 
 def idle(turns, last_active=0.0):
@@ -66,6 +69,53 @@ def test_no_value_rises_with_idle_time(kind, turns, index, one, other):
 
 
 learnt_once = {kind: learnt(kind(COST, 32)) for kind in (ReuseByCategory, ExpectedCost)}
+
+
+# ---- in which order chunks leave
+
+# A new policy of eviction.POLICIES needs two entries here. a and b have three chunks each, and have been idle
+# for as long. Shared: b has a's first two chunks, and one of its own. "a2 a1, b2" means: a2 and a1 together.
+ORDERS = {"plain": {"retention": "a0 b0 a1 b1 a2 b2", "lru": "a0 b0 a1 b1 a2 b2",
+                    "trailing": "a2 b2 a1 b1 a0 b0", "trailing-half": "a2 a1, b2 b1, a0, b0",
+                    "conversation": "a0 a1 a2, b0 b1 b2"},
+          "shared": {"retention": "a2 b2 a0 a1", "lru": "a2 b2 a0 a1", "trailing": "a2 b2 a1 a0",
+                     "trailing-half": "a2 b2 a1 a0", "conversation": "a2 b2 a0 a1"}}
+# What leaves together leaves the CPU tier one by one.
+ONE_BY_ONE = {"trailing-half": "a2 b2 a1 b1 a0 b0", "conversation": "a0 b0 a1 b1 a2 b2"}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("how", ORDERS)
+@pytest.mark.parametrize("cost", [RISING, FLAT], ids=["rising", "flat"])
+def test_the_order_in_which_chunks_leave(policy, how, cost):
+    """The same for each move. What shared chunks cost would mix with their users, so it is flat there."""
+    assert policy in ORDERS[how], f"a new policy: add to ORDERS in which order chunks leave under {policy!r}"
+    if how == "shared":
+        cost = FLAT
+    cache = SharingCache(32, 8, 4, 4, 64, POLICIES[policy](cost, 4))
+    a = idle_in_cache(cache, "a", 12)
+    if how == "shared":
+        grow_to(cache, cache.fork(a, "b", range(9)), 12)
+    else:
+        idle_in_cache(cache, "b", 12)
+    names = {chunk: f"{chunk.users[0].name}{chunk.index}"
+             for one in cache.conversations.values() for chunk in one.chunks}
+    left = {"swap_out": [], "reclaim": [], "drop": []}
+    while tickets := copy(cache, 1):
+        left["swap_out"].append(" ".join(names[ticket.chunk] for ticket in tickets))
+    while chunks := cache._victims("reclaim", 10.0):
+        left["reclaim"].append(" ".join(names[chunk] for chunk in chunks))
+        for chunk in chunks:
+            cache.reclaim(chunk)
+        cache.check_integrity()
+    while chunk := cache._cheapest("drop", 10.0):
+        left["drop"].append(names[chunk])
+        cache._drop(chunk)
+        cache.check_integrity()
+    order = ORDERS[how][policy]
+    together = order.split(", " if "," in order else " ")
+    assert left["swap_out"] == left["reclaim"] == together
+    assert left["drop"] == (ONE_BY_ONE.get(policy, order) if how == "plain" else order).split()
 
 
 class FirstChunkLast(RetentionValue):

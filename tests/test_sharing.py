@@ -1,7 +1,7 @@
 """Conversations that begin alike share chunks, whatever happens to their owners; without a scheduler."""
 import pytest
 
-from eviction import POLICIES, RecomputeCost
+from eviction import POLICIES
 from fakes import COST
 from sharing import SharingCache
 from test_kv_cache import copy, finish, grow_to, idle, move_to_cpu, runs, slots_of, states
@@ -158,48 +158,6 @@ def test_a_trailing_policy_takes_a_shared_chunk_when_nothing_is_behind_it(policy
             cache.reclaim(chunk)
         cache.check_integrity()
     assert cache.available == len(cache.free_slots) == 64
-
-
-# a, b: three chunks each, idle for as long. Shared: b has a's first two, and one of its own.
-ORDERS = {"plain": {"retention": "a0 b0 a1 b1 a2 b2", "lru": "a0 b0 a1 b1 a2 b2",
-                    "trailing": "a2 b2 a1 b1 a0 b0", "trailing-half": "a2 a1, b2 b1, a0, b0",
-                    "conversation": "a0 a1 a2, b0 b1 b2"},
-          "shared": {"retention": "a2 b2 a0 a1", "lru": "a2 b2 a0 a1", "trailing": "a2 b2 a1 a0",
-                     "trailing-half": "a2 b2 a1 a0", "conversation": "a2 b2 a0 a1"}}
-ONE_BY_ONE = {"trailing-half": "a2 b2 a1 b1 a0 b0", "conversation": "a0 b0 a1 b1 a2 b2"}   # in the CPU tier
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("how", ORDERS)
-@pytest.mark.parametrize("cost", [COST, RecomputeCost({4: 1.0}, rest=0.0)], ids=["rising", "flat"])
-def test_the_order_in_which_chunks_leave(policy, how, cost):
-    """The same for each move. What shared chunks cost would mix with their users, so it is flat there."""
-    if how == "shared":
-        cost = RecomputeCost({4: 1.0}, rest=0.0)
-    cache = SharingCache(32, 8, 4, 4, 64, POLICIES[policy](cost, 4))
-    a = idle(cache, "a", 12)
-    if how == "shared":
-        grow_to(cache, cache.fork(a, "b", range(9)), 12)
-    else:
-        idle(cache, "b", 12)
-    names = {chunk: f"{chunk.users[0].name}{chunk.index}"
-             for one in cache.conversations.values() for chunk in one.chunks}
-    left = {"swap_out": [], "reclaim": [], "drop": []}
-    while tickets := copy(cache, 1):
-        left["swap_out"].append(" ".join(names[ticket.chunk] for ticket in tickets))
-    while chunks := cache._victims("reclaim", 10.0):
-        left["reclaim"].append(" ".join(names[chunk] for chunk in chunks))
-        for chunk in chunks:
-            cache.reclaim(chunk)
-        cache.check_integrity()
-    while chunk := cache._cheapest("drop", 10.0):
-        left["drop"].append(names[chunk])
-        cache._drop(chunk)
-        cache.check_integrity()
-    order = ORDERS[how][policy]
-    together = order.split(", " if "," in order else " ")
-    assert left["swap_out"] == left["reclaim"] == together
-    assert left["drop"] == (ONE_BY_ONE.get(policy, order) if how == "plain" else order).split()
 
 
 def test_what_one_owner_gives_up_stays_with_the_others():
