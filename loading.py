@@ -238,7 +238,7 @@ def warm_up(worker: Worker):
         q_len = min(rows // worker.group + 1, end)
         packed = Packed([worker.padding_row], [end - q_len], [end], array("i", [0]) * q_len,
                         sample_at=[q_len - 1], sampling_requests=[])
-        worker.logits(worker.upload_inputs(packed, table_changes([])))
+        worker.compute_logits(worker.upload_inputs(packed, table_changes([])))
 
 
 def try_capture(worker: Worker, make_graph: Callable):
