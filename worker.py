@@ -51,8 +51,8 @@ class Packed(NamedTuple):
     sampling_requests: list[Request]    # [N] the requests of those spans
 
     def padded(self, size: int, table_row: int) -> "Packed":
-        """Append spans of one token, at position 0 of `table_row`, up to `size` tokens: as many as a
-        CUDA graph computes each time."""
+        """Append spans of one token, at position 0 of `table_row`, up to `size` tokens: a CUDA
+        graph always computes that many."""
         padding = size - len(self.tokens)
         return self._replace(table_row=self.table_row + [table_row] * padding,
                              start=self.start + [0] * padding, end=self.end + [1] * padding,
