@@ -184,7 +184,7 @@ class KVPool:
     def _upload(self, addresses: np.ndarray) -> Tensor:
         on_host = torch.from_numpy(addresses)
         if self.gpu.is_cuda:
-            on_host = on_host.pin_memory()      # page-locked: else the host would wait for the stream
+            on_host = on_host.pin_memory()  # page-locked: else the host would wait for the stream
         return on_host.to(self.gpu.device, non_blocking=True)
 
 

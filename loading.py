@@ -216,12 +216,12 @@ def fuse(model: Model, compiler: Callable = INDUCTOR):
     # stay in memory until a garbage collection.
     layers, norm = model.layers, model.norm
 
-    def run_layers(x: Tensor, attend: Attend) -> Tensor:    # computes what model.run_layers does
+    def fused_layers(x: Tensor, attend: Attend) -> Tensor:  # computes what plain_layers does
         q_k_v = layers[0].before_attention(x)
         for number, (layer, following) in enumerate(pairwise(layers)):
             x, *q_k_v = between(layer, x, attend(number, *q_k_v), following)
         return norm(layers[-1].after_attention(x, attend(len(layers) - 1, *q_k_v)))
-    model.run_layers = run_layers
+    model.run_layers = fused_layers
 
 
 @torch.inference_mode()

@@ -149,7 +149,7 @@ class Layer(nn.Module):
 
 
 def embedding(rows: int, width: int) -> nn.Embedding:
-    """Uninitialised. (nn.Embedding itself would draw random values: 1.5 s even on device "meta".)"""
+    """Uninitialised. (nn.Embedding itself would draw random values: 1.5 s even on "meta".)"""
     return nn.Embedding.from_pretrained(torch.empty(rows, width))
 
 
@@ -165,9 +165,9 @@ def plain_layers(layers: nn.ModuleList, norm: nn.Module, x: Tensor, attend: Atte
 class Model(nn.Module):
     """A pre-norm decoder over packed tokens. Build it with `load_model` or `random_model`.
 
-    Several processes can share a model: each has some of the heads and some of each MLP's inner
-    values. A sum over all processes follows attn.out and mlp.down, so their biases are zeros on all
-    ranks but 0. Everything else is the same in all. `config` has the sizes of this process."""
+    Several processes (ranks) can share a model: each has some of the heads and some of each MLP's
+    inner values. A sum over all of them follows attn.out and mlp.down, so there only rank 0's
+    biases are not zero. All else is the same in all. `config` has the sizes of this process."""
 
     def __init__(self, config: ModelConfig, ranks: Alone = ALONE):
         super().__init__()
