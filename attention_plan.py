@@ -49,20 +49,19 @@ MIN_PIECE = 256                     # positions: finer pieces cost more to merge
 
 class WorkItem(NamedTuple):
     """A tile and a piece of its context. On the host each field is a column of an array [n, 8]; the
-    kernel has a pointer to each. Items of zeros do nothing."""
+    kernel has a pointer to each. Items of zeros do nothing: they fill up a graph's plan."""
     first_row: int      # the tile's query rows are [first_row, end_row)
     end_row: int
     first_partial: int  # the partial row of first_row; -1: the tile is not split, so write to `out`
     table_row: int      # the span's row of the slot table
-    shift: int          # a token's position minus its index in the packed queries:
-    #                     packed at 7, position 1000: shift 993
+    shift: int          # a token's position minus its index in the packed queries: 1000 - 7 = 993
     kv_start: int       # this item attends to the positions [kv_start, kv_end)
     kv_end: int
     unused: int = 0     # so that every item begins at a multiple of 16 bytes
 
 
 class Merge(NamedTuple):
-    """One query row of a split tile: [m, 4] on the host, as above. Merges of zeros do nothing."""
+    """One query row of a split tile: [m, 4] on the host, as above. Merges of zeros likewise."""
     query_row: int
     first_partial: int  # its partial row in the first piece
     stride: int         # partial rows from one piece to the next
@@ -92,7 +91,7 @@ class Plan(NamedTuple):
         return self._replace(launches=launches, merges=merges)
 
     def padded(self, room: "Room") -> "Plan":
-        """The same plan, filled up with items and merges of zeros. ValueError if it has more."""
+        """The same plan, filled up with zeros to that room. ValueError if it needs more."""
         planned = dict(self.launches)
         launches = [(shape, with_zeros(planned.get(shape, NO_ITEMS), n)) for shape, n in room.items]
         return Plan(launches, with_zeros(self.merges, room.merges), room.partial_rows)

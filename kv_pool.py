@@ -58,8 +58,6 @@ class KVPool:
         gpu_shape = layers, 2, num_slots, kv_heads, head_dim                # 2: K and V
         cpu_shape = layers, 2, num_places * chunk_size, kv_heads, head_dim
         self.gpu = torch.empty(gpu_shape, device=device, dtype=dtype)
-        self.cpu = (page_locked(cpu_shape, dtype, self) if cuda else
-                    torch.empty(cpu_shape, dtype=dtype))
         self.chunk_size, self.pipeline = chunk_size, pipeline
         self.flights: list[Flight] = []         # by time of issue
         # The latest flight in, until a step has waited for all its layers. One stream copies all of
@@ -68,6 +66,7 @@ class KVPool:
         self.metrics = SwapMetrics()
         # stream(): the current stream; on(s): in this block s is; event(): a new event.
         if cuda:
+            self.cpu = page_locked(cpu_shape, dtype, self)
             self.stream, self.on = torch.cuda.current_stream, torch.cuda.stream
             self.event = partial(torch.cuda.Event, enable_timing=True)
             self.stream_in = torch.cuda.Stream(device, priority=-1)     # before the model's kernels
@@ -75,6 +74,7 @@ class KVPool:
             nothing = torch.empty(0, dtype=torch.int64, device=device)
             copy_tokens(self.cpu[0], nothing, self.gpu[0], nothing)     # compiles the kernel
         else:
+            self.cpu = torch.empty(cpu_shape, dtype=dtype)
             self.stream, self.on, self.event = InOrder, nullcontext, InOrder
             self.stream_in, self.stream_out = InOrder(), InOrder()
 

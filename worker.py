@@ -76,8 +76,7 @@ def pack(spans: list[Span]) -> Packed:
 
 def describe(packed: Packed) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """The packed spans as arrays: for each span its table row, q_len and kv_len, [S] each; for each
-    token its id, position and table row, [T] each. If a span with start 31 and end 32 has row 1,
-    and one with start 0 and end 4 has row 0:
+    token its id, position and table row, [T] each. For b31 and a0 ... a3 above, in rows 1 and 0:
 
         [1, 0], [1, 4], [32, 4]     and     [b31, a0, ...], [31, 0, 1, 2, 3], [1, 0, 0, 0, 0]"""
     columns = [packed.table_row, packed.start, packed.end]
@@ -202,16 +201,16 @@ class Worker:
             packed = packed.padded(size.tokens, self.padding_row)
         of_spans, of_tokens = describe(packed)
         spans = SpanTensors.build(*of_spans, self.device)
-        plan = self._plan(spans.host, size)     # of the attention kernel's work
+        plan = self._plan(spans.host, size)
         for_model = [*plan.arrays(), *of_tokens]
         sample_at = np.array(packed.sample_at, dtype=np.int64)                  # [N]
-        flat, sample_at, *changes = upload([join(for_model), sample_at, *changes], self.device)
+        flat, sample_at, rows, columns, slots = upload(
+            [join(for_model), sample_at, *changes], self.device)
         *planned, tokens, positions, row_of_token = split_like(flat, for_model)
         key = self.group, self.kv_heads, self.head_dim, self.dtype
         spans.plans[key] = plan.with_arrays(planned)
 
-        changed_rows, changed_positions, slots = changes    # what is named twice has the same slot
-        self.slot_table[changed_rows, changed_positions] = slots
+        self.slot_table[rows, columns] = slots  # what is named twice has the same slot both times
         known = torch.where(tokens == PLACEHOLDER, self.sampled[row_of_token], tokens)
         tokens.copy_(known)                     # in place: they are a part of `flat`
         return Inputs(tokens, positions, row_of_token, spans, sample_at, flat)
@@ -235,7 +234,7 @@ class Worker:
 
     def _forward(self, inputs: Inputs) -> Tensor:
         """The hidden state of every token: [T, width]. This is what a graph captures."""
-        slots = self.slot_table[inputs.row_of_token, inputs.positions].long()     # [T]
+        slots = self.slot_table[inputs.row_of_token, inputs.positions].long()   # [T]
 
         def attend(layer, q, k, v, rotation):       # [T, H, D], [T, H_kv, D] twice -> [T, H, D]
             k_cache, v_cache = self.pool.gpu[layer]     # [slots, H_kv, D] each
@@ -249,8 +248,8 @@ class Worker:
 
     @torch.inference_mode()
     def capture(self, make_graph: Callable):
-        """Capture a graph for each of graph_sizes(). make_graph(run) returns a function that does,
-        and returns, the same as run() on whatever run's tensors hold when it is called."""
+        """Capture a graph for each of graph_sizes(). make_graph(run) returns a function that does
+        run() again, on what run's tensors hold by then, and returns the result."""
         for size in tqdm(graph_sizes(self.max_running), "CUDA graphs", leave=False, disable=None):
             inputs = self.upload_inputs(pack([]), table_changes([]), size)  # nothing but padding
             replay = make_graph(partial(self._forward, inputs))
