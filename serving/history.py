@@ -296,11 +296,15 @@ class History:
             return find_record(db, conversation)
 
     def update(self, record: ConversationRecord):
-        """Store its metadata and waiting messages. From now on it counts as created by name."""
+        """Store its metadata and waiting messages. From now on it counts as created by name. (If its first
+        turn is not committed yet, the record is new here.)"""
         metadata, waiting = json.dumps(record.metadata or {}), json.dumps(record.waiting)
         with self._writing() as db:
-            db.execute("UPDATE conversation SET metadata = ?, waiting = ?, active = ? WHERE name = ?",
-                       (metadata, waiting, time.time(), record.name))
+            db.execute("""
+                INSERT INTO conversation VALUES (:name, NULL, :metadata, :waiting, :created, :now)
+                ON CONFLICT (name) DO UPDATE SET metadata = :metadata, waiting = :waiting, active = :now""",
+                dict(name=record.name, metadata=metadata, waiting=waiting, created=record.created,
+                     now=time.time()))
 
     def items(self, conversation: str, after: str | None = None, newest_first: bool = False,
               limit: int | None = None) -> list[dict]:

@@ -135,9 +135,7 @@ class API:
         return self.retrieve_conversation(prefix, id)
 
     def delete_conversation(self, prefix: str, id: str) -> dict:
-        if not self.sessions.answering(prefix + id):         # it is in the history only after its first turn
-            self._conversation(prefix, id)
-        self.sessions.forget(prefix + id)
+        self.sessions.forget(self._conversation(prefix, id).name)
         return dict(id=id, object="conversation.deleted", deleted=True)
 
     def create_items(self, prefix: str, id: str, body: ItemsBody) -> dict:
@@ -229,7 +227,7 @@ class API:
         return turn if turn and turn.conversation.startswith(prefix) else None
 
     def _conversation(self, prefix: str, id: str) -> ConversationRecord:
-        found = self.history.record(prefix + id)
+        found = self.sessions.record(prefix + id)
         if not found:
             raise missing("conversation", id)
         return found
@@ -242,7 +240,7 @@ class API:
         head = self.history.head(found.name)
         return dict(id=id, tokens=head.length if head else 0, gpu=0, cpu=0, running=False,
                     waiting=self.sessions.answering(found.name) is not None,
-                    chunks="", idle_seconds=round(time.time() - found.active, 3))
+                    idle_seconds=round(time.time() - found.active, 3), chunks="", leaves_next=None)
 
 
 def as_api_error(error: Exception) -> APIError:

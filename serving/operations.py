@@ -9,10 +9,18 @@ that silently ignores an option gives a wrong answer:
     {"messages": [...], "tools": []}          200  an empty field asks for nothing
 
 openai_api.py answers most operations; sockets.py those about the server itself (health, metrics, cache ...).
+
+To add an operation, say GET /v1/conversations/{id}/stats:
+1. add a line to OPERATIONS below; describe its answer in answers.py, and its fields here if it takes any;
+2. write the method of that name: of openai_api.API, which gets the client's prefix, the names in the path
+   and the fields; or of sockets.Handler, if it is about the server itself;
+3. tests/test_responses.py asks for each line of OPERATIONS; tell it there what a good request is.
 """
+import json
 import re
 import reprlib
 from collections.abc import Callable
+from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import unquote
 
@@ -22,6 +30,7 @@ from pydantic.json_schema import models_json_schema
 from pydantic_core import PydanticCustomError
 
 from sampling import BIAS, LIMITS
+from serving import answers
 
 MAX_FAULTS = 5      # of one request that we tell its client
 
@@ -281,11 +290,13 @@ class ItemsQuery(Fields):
 # Operations.
 
 class Operation(NamedTuple):
-    """name: the method that answers, of API or of sockets.Handler. fields: those of the body, or for GET of
-    the query. generates: its answer is the model's."""
+    """name: the method that answers, of API or of sockets.Handler. answer: its JSON, or the type of another
+    content. fields: those of the body, or for GET of the query. generates: its answer is the model's, and
+    with `stream: true` it is a stream of events."""
     method: str
     path: str
     name: str
+    answer: type[answers.Shape] | str
     fields: type[Fields] = Fields       # it takes none
     generates: bool = False
 
@@ -294,30 +305,32 @@ class Operation(NamedTuple):
         return any(field.is_required() for field in self.fields.model_fields.values())
 
 
+RESPONSE, CONVERSATION = "/v1/responses/{id}", "/v1/conversations/{id}"
+ITEM = CONVERSATION + "/items/{item}"
 OPERATIONS = [
-    Operation("POST", "/v1/chat/completions", "create_chat_completion", ChatBody, generates=True),
-    Operation("POST", "/v1/responses", "create_response", ResponseBody, generates=True),
-    Operation("POST", "/v1/responses/input_tokens", "count_input_tokens", ResponseBody),
-    Operation("GET", "/v1/responses/{id}", "retrieve_response"),
-    Operation("DELETE", "/v1/responses/{id}", "delete_response"),
-    Operation("POST", "/v1/responses/{id}/cancel", "cancel_response"),
-    Operation("GET", "/v1/responses/{id}/input_items", "list_input_items", ItemsQuery),
-    Operation("POST", "/v1/conversations", "create_conversation", ConversationBody),
-    Operation("GET", "/v1/conversations/{id}", "retrieve_conversation"),
-    Operation("POST", "/v1/conversations/{id}", "update_conversation", MetadataBody),
-    Operation("DELETE", "/v1/conversations/{id}", "delete_conversation"),
-    Operation("GET", "/v1/conversations/{id}/items", "list_items", ItemsQuery),
-    Operation("POST", "/v1/conversations/{id}/items", "create_items", ItemsBody),
-    Operation("GET", "/v1/conversations/{id}/items/{item}", "retrieve_item"),
-    Operation("DELETE", "/v1/conversations/{id}/items/{item}", "delete_item"),
-    Operation("GET", "/v1/models", "list_models"),
-    Operation("GET", "/v1/models/{id}", "retrieve_model"),
-    Operation("GET", "/health", "health"),
-    Operation("GET", "/metrics", "metrics"),
-    Operation("GET", "/openapi.json", "openapi"),
-    Operation("GET", "/cache", "cache"),
-    Operation("GET", "/cache/events", "cache_events"),
-    Operation("GET", "/", "chat_page"),
+    Operation("POST", "/v1/chat/completions", "create_chat_completion", answers.Chat, ChatBody, True),
+    Operation("POST", "/v1/responses", "create_response", answers.Response, ResponseBody, True),
+    Operation("POST", "/v1/responses/input_tokens", "count_input_tokens", answers.InputTokens, ResponseBody),
+    Operation("GET", RESPONSE, "retrieve_response", answers.Response),
+    Operation("DELETE", RESPONSE, "delete_response", answers.Deleted),
+    Operation("POST", RESPONSE + "/cancel", "cancel_response", answers.Response),
+    Operation("GET", RESPONSE + "/input_items", "list_input_items", answers.Items, ItemsQuery),
+    Operation("POST", "/v1/conversations", "create_conversation", answers.Conversation, ConversationBody),
+    Operation("GET", CONVERSATION, "retrieve_conversation", answers.Conversation),
+    Operation("POST", CONVERSATION, "update_conversation", answers.Conversation, MetadataBody),
+    Operation("DELETE", CONVERSATION, "delete_conversation", answers.Deleted),
+    Operation("GET", CONVERSATION + "/items", "list_items", answers.Items, ItemsQuery),
+    Operation("POST", CONVERSATION + "/items", "create_items", answers.Items, ItemsBody),
+    Operation("GET", ITEM, "retrieve_item", answers.Item),
+    Operation("DELETE", ITEM, "delete_item", answers.Conversation),
+    Operation("GET", "/v1/models", "list_models", answers.Models),
+    Operation("GET", "/v1/models/{id}", "retrieve_model", answers.Model),
+    Operation("GET", "/health", "health", answers.Health),
+    Operation("GET", "/metrics", "metrics", "text/plain"),
+    Operation("GET", "/openapi.json", "openapi", "application/json"),
+    Operation("GET", "/cache", "cache", answers.Cache),
+    Operation("GET", "/cache/events", "cache_events", "text/event-stream"),
+    Operation("GET", "/", "chat_page", "text/html"),
 ]
 
 
@@ -376,24 +389,36 @@ def place(fault: dict) -> str:
     return "".join(steps).removeprefix(".")
 
 
-def openapi() -> dict:
-    """All operations as an OpenAPI document."""
-    bodies = [(operation.fields, "validation") for operation in OPERATIONS]
-    references, definitions = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
+@cache
+def openapi() -> str:
+    """All operations as an OpenAPI document, in JSON."""
+    models = [(operation.fields, "validation") for operation in OPERATIONS]
+    models += [(operation.answer, "serialization") for operation in OPERATIONS
+               if not isinstance(operation.answer, str)]
+    references, definitions = models_json_schema(models, ref_template="#/components/schemas/{model}")
     paths = {}
     for operation in OPERATIONS:
-        steps = operation.path.split("/")
-        parameters = [{"name": step[1:-1], "in": "path", "required": True, "schema": {"type": "string"}}
-                      for step in steps if step.startswith("{")]
+        parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                      for name in re.findall("{(.+?)}", operation.path)]
         entry = dict(operationId=operation.name, parameters=parameters, responses={
-            "200": dict(description="OK"), "default": dict(description="error.message says what is wrong")})
+            "200": dict(description="OK", content=content_of(operation, references)),
+            "default": dict(description="error.message says what is wrong")})
         if operation.method == "GET":
             query = operation.fields.model_json_schema()["properties"]
-            parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in query.items()]
+            parameters += [{"name": name, "in": "query", "schema": schema}
+                           for name, schema in query.items()]
         elif operation.fields.model_fields:
             schema = references[operation.fields, "validation"]
             entry["requestBody"] = dict(required=operation.needs_body,
                                         content={"application/json": dict(schema=schema)})
         paths.setdefault(operation.path, {})[operation.method.lower()] = entry
-    return dict(openapi="3.1.0", info=dict(title="nano-pensieve", version="1"), paths=paths,
-                components=dict(schemas=definitions["$defs"]))
+    return json.dumps(dict(openapi="3.1.0", info=dict(title="nano-pensieve", version="1"), paths=paths,
+                           components=dict(schemas=definitions["$defs"])))
+
+
+def content_of(operation: Operation, references: dict) -> dict:
+    """An answer as OpenAPI describes it: the schema of each content type."""
+    if isinstance(operation.answer, str):
+        return {operation.answer: {}}
+    content = {"application/json": dict(schema=references[operation.answer, "serialization"])}
+    return content | ({"text/event-stream": {}} if operation.generates else {})

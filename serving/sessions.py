@@ -48,7 +48,7 @@ from pathlib import Path
 
 from config import require
 from engine import Engine, Handle, Outbox, Reply
-from serving.history import History, StaleTurn, Turn, new_id
+from serving.history import ConversationRecord, History, StaleTurn, Turn, new_id
 from serving.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 MOST_PRUNED = 1000      # conversations, at once
@@ -104,6 +104,7 @@ class LiveTurn:
 
     def __init__(self, id: str, engine: Engine, tokenizer: Tokenizer | None, stop: list[str] = ()):
         self.id = id                                # of the turn in the history, too
+        self.begun = time.time()
         self.conversation: str | None = None        # the name of the one that it has claimed
         self.plan: Plan | None = None
         self.branches = False                       # is it the first turn of a new branch?
@@ -508,6 +509,16 @@ class Sessions:
         """The live turn of a conversation."""
         return self.turns.get(conversation)
 
+    def record(self, conversation: str) -> ConversationRecord | None:
+        """What is stored of a conversation. A conversation exists from the moment that its first turn is
+        accepted, though the history has it only when that turn is committed: until then it has no head, no
+        metadata and no messages. None if it does not exist."""
+        live = self.answering(conversation)         # first: afterwards it may be in the history
+        stored = self.history.record(conversation)
+        if stored or live is None or live.handle is None:
+            return stored
+        return ConversationRecord(conversation, None, None, [], live.begun, live.begun)
+
     def find(self, turn_id: str) -> LiveTurn | None:
         """The live turn of that id."""
         turns = list(self.turns.values())
@@ -570,7 +581,7 @@ class Sessions:
         """Set the metadata, or add messages that the next turn will begin with. False if there is no such
         conversation. Busy if messages come while it is being answered."""
         def change() -> bool:
-            record = self.history.record(conversation)
+            record = self.record(conversation)
             if record is None:
                 return False
             if metadata is not None:
