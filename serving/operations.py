@@ -32,7 +32,8 @@ from pydantic_core import PydanticCustomError
 from sampling import BIAS, LIMITS
 from serving import answers
 
-MAX_FAULTS = 5      # of one request that we tell its client
+MAX_FAULTS = 5          # of one request that we tell its client
+MAX_MEMBERS = 1024      # of a JSON object
 
 
 class APIError(Exception):
@@ -64,9 +65,13 @@ def says_nothing(value: Any) -> bool:
 
 def without_empty(value: Any) -> Any:
     """Clients fill in fields that they do not use: `tools: []`, `audio: null`, `reasoning: {"effort": null}`.
-    A member that says nothing counts as left out, whether we know its name or not."""
+    A member that says nothing counts as left out, whether we know its name or not.
+
+    Every object comes through here, so here we bound how many faults an object can have."""
     if not isinstance(value, dict):
         return value
+    if len(value) > MAX_MEMBERS:
+        raise PydanticCustomError("too_long", f"Input should have at most {MAX_MEMBERS} members")
     return {name: member for name, member in value.items() if not says_nothing(member)}
 
 
@@ -87,6 +92,11 @@ def string_or(kind: type, name: str, wrap: Callable[[str], Any]) -> type:
             raise PydanticCustomError("string_or", f"Input should be a string or {name}")
         return value
     return Annotated[kind, BeforeValidator(validate, json_schema_input_type=str | kind)]
+
+
+def list_of(kind: type, most: int, least: int = 0) -> type:
+    """The type of a list. pydantic would describe the fault of every member; ours stops at the first."""
+    return Annotated[list[kind], Field(min_length=least, max_length=most, fail_fast=True)]
 
 
 def limited(name: str):
@@ -111,6 +121,7 @@ def user_message(text: str) -> list[dict]:
     return [dict(role="user", content=text)]
 
 
+MOST_TOKENS = 2**20         # whose log probabilities a client gives back
 Text = Annotated[str, Field(max_length=2**20)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 StopString = Annotated[str, Field(min_length=1, max_length=100)]
@@ -126,8 +137,8 @@ class TextPart(Fields):
     """Part of a message's content. A client that gives our own parts back sends the last two fields."""
     type: Literal["text"]
     text: Text
-    annotations: list = Field([], max_length=0)
-    logprobs: list = []
+    annotations: list_of(Any, 0) = []
+    logprobs: list_of(Any, MOST_TOKENS) = []
 
 
 class ItemPart(TextPart):
@@ -137,14 +148,14 @@ class ItemPart(TextPart):
 class Message(Fields):
     """A message of a chat."""
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: string_or(Annotated[list[TextPart], Field(max_length=1000)], "a list of parts", text_part)
+    content: string_or(list_of(TextPart, 1000), "a list of parts", text_part)
 
 
 class Item(Fields):
     """A message of a conversation."""
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: string_or(Annotated[list[ItemPart], Field(max_length=1000)], "a list of parts", text_part)
+    content: string_or(list_of(ItemPart, 1000), "a list of parts", text_part)
     id: Name = None
     status: Text = None
     phase: Text = None          # of an agent's work; it changes nothing
@@ -202,7 +213,7 @@ class EngineOptions(Fields):
     seed: int = limited("seed")
     ignore_eos: bool = False
     min_tokens: int = Field(None, ge=0)
-    stop: string_or(Annotated[list[StopString], Field(max_length=4)], "a list", lambda text: [text]) = None
+    stop: string_or(list_of(StopString, 4), "a list", lambda text: [text]) = None
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=1024), BeforeValidator(without_empty)] = None
 
     def engine_options(self) -> dict:
@@ -245,30 +256,30 @@ class ReplyBody(EngineOptions):
 
 
 class ChatBody(ReplyBody):
-    messages: list[Message] = Field(min_length=1, max_length=10_000)
+    messages: list_of(Message, 10_000, least=1)
     max_tokens: int = Field(None, ge=1)
     max_completion_tokens: int = Field(None, ge=1)          # the newer name of max_tokens
     stream_options: ChatStreamOptions = ChatStreamOptions()
     n: int = Field(1, ge=1, le=16)
     logprobs: bool = False
     response_format: TextFormat = None
-    modalities: list[Literal["text"]] = None
+    modalities: list_of(Literal["text"], 10) = None
 
 
 class ResponseBody(ReplyBody):
-    input: string_or(Annotated[list[InputItem], Field(max_length=10_000)], "a list", user_message)
+    input: string_or(list_of(InputItem, 10_000), "a list", user_message)
     instructions: Text = None
     previous_response_id: Name = None
     conversation: string_or(ConversationId, "an object with an id", lambda id: dict(id=id)) = None
     max_output_tokens: int = Field(None, ge=1)
     truncation: Literal["disabled", "auto"] = "disabled"
-    include: list[Text] = []            # what we do not have is never part of a response
+    include: list_of(Text, 100) = []    # what we do not have is never part of a response
     text: TextOptions = None
     stream_options: StreamOptions = None
 
 
 class ConversationBody(Fields):
-    items: list[Item] = Field([], max_length=20)
+    items: list_of(Item, 20) = []
     metadata: Metadata = {}
 
 
@@ -277,7 +288,7 @@ class MetadataBody(Fields):
 
 
 class ItemsBody(Fields):
-    items: list[Item] = Field(min_length=1, max_length=20)
+    items: list_of(Item, 20, least=1)
 
 
 class ItemsQuery(Fields):

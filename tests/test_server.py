@@ -16,7 +16,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine import Engine
+from serving import operations
 from serving.history import History
+from serving.operations import OPERATIONS
 from serving.sessions import Sessions
 from serving.sockets import MAX_BODY_BYTES, Handler
 from serving.tokenizer import compile_template
@@ -256,6 +258,28 @@ def test_the_document_says_whether_a_body_may_be_left_out(server):
     for path in ("/v1/conversations", "/v1/responses"):
         refused = fetch(server, "POST", path, b"")[0] >= 400
         assert paths[path]["post"]["requestBody"]["required"] == refused == (path == "/v1/responses")
+
+
+MANY = 100_000
+WRONG = {"a list of the wrong kind": [1] * MANY, "a list of empty objects": [{}] * MANY,
+         "an object of unknown members": {f"x{n}": n for n in range(MANY)},
+         "messages of wrong parts": [dict(role="user", content=[{}] * 999)] * 60}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("operation", [o for o in OPERATIONS if o.method == "POST" and o.fields.model_fields],
+                         ids=lambda operation: operation.name)
+def test_a_body_full_of_faults(operation, wrong, monkeypatch):
+    """We stop at the first fault of a list, and at an object that has too many members, since pydantic would
+    describe each of a million faults, and nobody else would be answered meanwhile."""
+    counts = []
+    refusal = operations.refusal
+    monkeypatch.setattr(operations, "refusal", lambda faults: counts.append(len(faults)) or refusal(faults))
+    bodies = [{name: wrong} for name in operation.fields.model_fields]
+    for body in bodies + [wrong]:
+        with pytest.raises(operations.APIError):
+            operations.parse(operation, body)
+    assert max(counts) <= operations.MAX_MEMBERS + 100
 
 
 def test_models_and_names(server, client, checkpoint):
