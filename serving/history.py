@@ -295,16 +295,17 @@ class History:
         with self._reading() as db:
             return find_record(db, conversation)
 
-    def update(self, record: ConversationRecord):
-        """Store its metadata and waiting messages. From now on it counts as created by name. (If its first
-        turn is not committed yet, the record is new here.)"""
-        metadata, waiting = json.dumps(record.metadata or {}), json.dumps(record.waiting)
+    def update(self, conversation: str, metadata: dict | None = None, new: list[dict] = ()) -> bool:
+        """Replace the metadata, unless it is None; append messages to those that wait for the next turn. From
+        now on the conversation counts as created by name. False if it does not exist."""
         with self._writing() as db:
-            db.execute("""
-                INSERT INTO conversation VALUES (:name, NULL, :metadata, :waiting, :created, :now)
-                ON CONFLICT (name) DO UPDATE SET metadata = :metadata, waiting = :waiting, active = :now""",
-                dict(name=record.name, metadata=metadata, waiting=waiting, created=record.created,
-                     now=time.time()))
+            return db.execute("""
+                UPDATE conversation SET metadata = coalesce(:metadata, metadata, '{}'), active = :now,
+                    waiting = CASE WHEN :new = '[]' THEN waiting WHEN waiting = '[]' THEN :new
+                              ELSE rtrim(waiting, ']') || ', ' || substr(:new, 2) END
+                WHERE name = :name""", dict(
+                    name=conversation, now=time.time(), new=json.dumps(list(new)),
+                    metadata=None if metadata is None else json.dumps(metadata))).rowcount > 0
 
     def items(self, conversation: str, after: str | None = None, newest_first: bool = False,
               limit: int | None = None) -> list[dict]:

@@ -121,7 +121,7 @@ class API:
 
     def create_conversation(self, prefix: str, body: ConversationBody) -> dict:
         id = f"conv_{self.sessions.new_id()}"
-        self.history.create(prefix + id, body.metadata, self._identified(body.items))
+        self.sessions.create(prefix + id, body.metadata, self._identified(body.items))
         return self.retrieve_conversation(prefix, id)
 
     def retrieve_conversation(self, prefix: str, id: str) -> dict:

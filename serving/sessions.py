@@ -39,15 +39,17 @@ import os.path
 import re
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from config import require
 from engine import Engine, Handle, Outbox, Reply
+from scheduler import TooLong
 from serving.history import ConversationRecord, History, StaleTurn, Turn, new_id
 from serving.tokenizer import TextStream, Tokenizer, load_tokenizer
 
@@ -184,7 +186,9 @@ class Sessions:
         else:
             engine = Engine(engine, **flags)
         self.engine, self.name = engine, name
-        self.tokenizer = load_tokenizer(engine.directory) if engine.directory else None
+        self.tokenizer = None
+        if engine.directory:
+            self.tokenizer = load_tokenizer(engine.directory, engine.scheduler.limit)
         # Before the history: a prompt that cannot be used must not leave the history's file locked.
         self.system = self._designate(system_prompt) if system_prompt else []
         if not isinstance(history, History):
@@ -319,9 +323,10 @@ class Sessions:
         note = dict(note or {}, system=system[0]["content"] if system else None)
         room = (max_tokens or self.engine.scheduler.limit // 4) if truncate else None
         if after and system == cached_system:
-            prompt = self._tokenize(system + earlier, new, after.last_token, template_options)
-            if self._fits(after.length + len(prompt), room):
-                return Plan(prompt, new, after, None, note)
+            with suppress(TooLong):
+                prompt = self._tokenize(system + earlier, new, after.last_token, template_options)
+                if self._fits(after.length + len(prompt), room):
+                    return Plan(prompt, new, after, None, note)
         droppable = len(earlier + new) if shows_all else len(earlier)
         return self._plan_anew(after, system, earlier, new, droppable, room, note, template_options)
 
@@ -331,13 +336,22 @@ class Sessions:
         a user's message, and only among the first `droppable`: the history has them, or the client has. If
         even the shortest prompt is too long, the engine will say so."""
         messages = earlier + new
-        cuts = [i for i in range(1, len(messages)) if messages[i]["role"] == "user" and i <= droppable]
-        for start in [0, *cuts]:
-            prompt = self._tokenize([], system + messages[start:], None, template_options)
-            if self._fits(len(prompt), room):
-                break
+
+        def prompt(start: int) -> list[int]:
+            return self._tokenize([], system + messages[start:], None, template_options)
+
+        def fits(start: int) -> bool:
+            try:
+                return self._fits(len(prompt(start)), room)
+            except TooLong:
+                return False
+        start = 0
+        if room is not None and not fits(0):
+            cuts = [i for i in range(1, len(messages)) if messages[i]["role"] == "user" and i <= droppable]
+            first = bisect_left(cuts[:-1], True, key=fits)      # of those that fit; the last is tried below
+            start = cuts[first] if cuts else 0
         carried = len(system) + max(len(earlier) - start, 0)
-        return Plan(prompt, system + messages[start:], after, carried, note)
+        return Plan(prompt(start), system + messages[start:], after, carried, note)
 
     def _fits(self, length: int, room: int | None) -> bool:
         return room is None or length + room <= self.engine.scheduler.limit
@@ -577,18 +591,37 @@ class Sessions:
             if not self._erase(name, lambda: self.history.oldest(before, max_bytes, prefix, busy) == name):
                 busy.append(name)
 
+    def create(self, conversation: str, metadata: dict, messages: list[dict] = ()):
+        """A conversation without a turn. Its first turn will begin with the messages. TooLong if no turn could
+        have room for them, ValueError if it exists."""
+        self._expect_room(messages)
+        self.history.create(conversation, metadata, messages)
+
     def update(self, conversation: str, metadata: dict | None = None, new: list[dict] = ()) -> bool:
         """Set the metadata, or add messages that the next turn will begin with. False if there is no such
-        conversation. Busy if messages come while it is being answered."""
+        conversation. Busy if messages come while it is being answered, TooLong if no turn could have room for
+        all that wait then."""
         def change() -> bool:
-            record = self.record(conversation)
-            if record is None:
-                return False
-            if metadata is not None:
-                record = record._replace(metadata=metadata)
-            self.history.update(record._replace(waiting=record.waiting + list(new)))
-            return True
-        return self._write(partial(self._alone, conversation, change) if new else change)
+            if self.history.update(conversation, metadata, new):
+                return True
+            exists = self.record(conversation) is not None      # if its first turn is not committed yet
+            if exists:
+                self.history.create(conversation, metadata or {})
+            return exists
+        if not new:
+            return self._write(change)
+        if stored := self.history.record(conversation):
+            self._expect_room(stored.waiting + list(new))
+        return self._write(partial(self._alone, conversation, change))
+
+    def _expect_room(self, waiting: list[dict]):
+        """TooLong for messages that fit into no context. A message counts for one token more than its text
+        has, since the template marks where it begins."""
+        encode, limit = self.tokenizer.encode if self.tokenizer else str.encode, self.engine.scheduler.limit
+        tokens = sum(1 + len(encode(message["content"])) for message in waiting)
+        if tokens >= limit:
+            raise TooLong(f"the messages that would wait for the conversation's next turn have {tokens} tokens, "
+                          f"and the limit is {limit} tokens")
 
     def delete_item(self, conversation: str, item_id: str) -> bool:
         """Delete one message of a conversation, see History.delete_item. If turns went with it, the context

@@ -254,7 +254,7 @@ class Handler(BaseHTTPRequestHandler):
         if operation.method == "POST":                  # it may write: first make room in this key's share
             self.server.sessions.prune(float("inf"), self.server.bytes_of_each_key, prefix)
         arguments = [prefix, *names, fields] if operation.fields.model_fields else [prefix, *names]
-        turns = getattr(fields, "n", 1) if operation.generates else 0
+        turns = getattr(fields, "n", 1) if isinstance(fields, ReplyBody) else 0
         with self.server.counted(turns):
             answer = self.when_free(getattr(self.server.api, operation.name), *arguments)
             if isinstance(answer, Writer):

@@ -19,9 +19,13 @@ text is encoded.
 import codecs
 import hashlib
 import json
+import math
+import os.path
 import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import tiktoken
@@ -31,6 +35,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from checkpoint import WORKING, read_json
+from scheduler import TooLong
 
 GUARD = "\ufdd0"         # Unicode reserves it for internal use; we remove it from all text that we are given
 SENTINEL = GUARD * 2     # guarded text never has two guards in a row
@@ -48,14 +53,14 @@ PLAIN_TEMPLATE = (       # for checkpoints without a chat template
     "{{ 'Assistant:' if add_generation_prompt }}")
 
 
-def load_tokenizer(directory: Path) -> "Tokenizer | None":
+def load_tokenizer(directory: Path, most_tokens: int | None = None) -> "Tokenizer | None":
     """The tokenizer of a checkpoint. None if it has no tokenizer files: then we serve token ids only.
-    ValueError if they cannot be used."""
+    most_tokens: see Tokenizer. ValueError if they cannot be used."""
     for names in (["tokenizer.json"], ["vocab.json", "merges.txt"]):
         files = [Path(directory, name) for name in names]
         if all(file.is_file() for file in files):
             try:
-                return Tokenizer(files, read_config(Path(directory)))
+                return Tokenizer(files, read_config(Path(directory)), most_tokens)
             except Exception as error:          # tokenizers and jinja2 raise nothing more precise
                 raise ValueError(f"{files[0]}, or the configuration beside it, cannot be used: {error}; "
                                  f"download it again or take another model; {WORKING}") from error
@@ -71,8 +76,9 @@ class Tokenizer:
     fingerprint: differs whenever the same text might get other ids, or the same ids another text.
     """
 
-    def __init__(self, files: list[Path], config: dict):
-        """files: tokenizer.json, or vocab.json and merges.txt. config: see read_config.
+    def __init__(self, files: list[Path], config: dict, most_tokens: int | None = None):
+        """files: tokenizer.json, or vocab.json and merges.txt. config: see read_config. most_tokens: of a
+        text. If a text has more bytes than so many of the longest token, we refuse it unread.
 
         ValueError if they cannot be used."""
         # Templates see bos_token, eos_token and the like; and add_bos_token, a bool.
@@ -86,8 +92,15 @@ class Tokenizer:
             self._backend = TiktokenBackend(self.special, self.pieces)
         else:
             self._backend = LibraryBackend(spec)
-        # Finds overlapping special tokens, too: it looks ahead, and consumes the first character only.
-        self._special_starts = re.compile(f"(?=({any_of(self.special)}))(.)", re.DOTALL)
+        longest = max(map(len, [b"", *self.pieces.values(), *map(str.encode, self.special)]))
+        shrinks = 4 if spec["normalizer"] else 1        # NFC makes 3 bytes of some 9
+        self._limit, self._most_bytes = most_tokens, (most_tokens or math.inf) * longest * shrinks
+        # Each finds the special tokens that begin with one character, overlapping ones, too: it looks ahead,
+        # and consumes that character only.
+        self._guards = [
+            (re.compile(f"{re.escape(first)}(?={any_of(text[1:] for text in group)})"),
+             first.replace("\\", r"\\") + GUARD)
+            for first, group in groupby(sorted(self.special), key=itemgetter(0))]
         source = config.get("chat_template") or PLAIN_TEMPLATE
         self._template = compile_template(source)
         hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
@@ -155,10 +168,17 @@ class Tokenizer:
 
     def _guarded(self, text: str) -> str:
         """The text with a GUARD after the first character of every special token in it."""
-        return self._special_starts.sub(rf"\2{GUARD}", text.replace(GUARD, ""))
+        text = text.replace(GUARD, "")
+        for special_start, guarded in self._guards:
+            text = special_start.sub(guarded, text)
+        return text
 
     def _encode(self, guarded: str) -> list[int]:
-        guarded.encode()                # raises UnicodeEncodeError, a ValueError, for a lone surrogate
+        # UnicodeEncodeError, a ValueError, for a lone surrogate
+        size = len(guarded.encode()) - len(GUARD.encode()) * guarded.count(GUARD)
+        if size > self._most_bytes:
+            raise TooLong(f"the text has {size} bytes, more than any text whose tokens are within the limit "
+                          f"of {self._limit}")
         return self._backend.encode(guarded)
 
 
@@ -381,5 +401,16 @@ def compile_template(source: str) -> Template:
 
 
 def any_of(texts: Iterable[str]) -> str:
-    """A regular expression for any of the texts, the longest first. It matches nothing if there is none."""
-    return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)"
+    """A regular expression for the longest of the texts that begins at a place; it matches nothing if there
+    is none. Texts that begin alike share their beginning, so a search reads a place once, however many there
+    are:
+
+        "<|end|>", "<|user|>", "<s>"        <(?:s>|\\|(?:end\\|>|user\\|>))"""
+    if not (texts := sorted(set(texts))):
+        return "(?!)"
+    start = os.path.commonprefix(texts)
+    rests = [text.removeprefix(start) for text in texts]
+    ways = [any_of(group) for _, group in groupby(filter(None, rests), key=itemgetter(0))]
+    if "" in rests:                 # as the last way: a longer text comes first
+        ways.append("")
+    return re.escape(start) + (ways[0] if len(ways) == 1 else f"(?:{'|'.join(ways)})")

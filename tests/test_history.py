@@ -282,7 +282,7 @@ def test_a_conversation_that_was_asked_for(history):
     turn = history.commit("c", None, [1], [2], [dict(HI, id="msg_1"), MORE], "Hello", note={"n": 1})
     assert history.items("c")[0] == dict(HI, id="msg_1") and history.record("c").waiting == []
     assert turn.note == '{"n": 1}'
-    history.update(history.record("c")._replace(metadata={}, waiting=[dict(BYE, id="msg_2")]))
+    history.update("c", {}, [dict(BYE, id="msg_2")])
     assert [item["content"] for item in history.items("c")] == ["Hi", "More", "Hello", "Bye"]
     assert history.delete(turn.id) == ["c"] and history.head("c") is None
     assert history.items("c") == [dict(BYE, id="msg_2")] and history.conversations() == ["c"]
@@ -559,7 +559,7 @@ def test_every_owner_has_a_share_of_its_own(tmp_path):
     history.close()
     history = History(tmp_path / "h")
     assert {owner: stored(owner) for owner in sizes} == sizes
-    history.update(history.record("ada/z")._replace(waiting=[]))
+    history._db.execute("UPDATE conversation SET waiting = '[]' WHERE name = 'ada/z'")
     history.forget("bob/x")
     history.commit("ada/x", history.head("ada/x").id, [1], [2])
     assert sizes["ada/"] - 5_100 < stored("ada/") < sizes["ada/"] - 4_000
@@ -575,7 +575,7 @@ def test_pages_of_a_long_conversation():
     for n in range(30):
         messages = [{"role": "user", "content": f"{n} {part}"} for part in range(n % 3)]
         turn = history.commit("c", turn and turn.id, [n], [n], messages, str(n))
-    history.update(history.record("c")._replace(waiting=[dict(MORE, id="msg_w1"), dict(BYE, id="msg_w2")]))
+    history.update("c", new=[dict(MORE, id="msg_w1"), dict(BYE, id="msg_w2")])
     whole = history.items("c")
     assert len(whole) == 30 + 30 + 2
     for newest_first in (False, True):

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from serving.sessions import Sessions
+from scheduler import TooLong
 from serving.tokenizer import GUARD, TOO_BLANK, LibraryBackend, TextStream, TiktokenBackend, load_tokenizer
 
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -275,6 +276,32 @@ def test_users_cannot_smuggle_special_tokens(tmp_path, make):
 def test_overlapping_special_tokens_are_all_guarded(tmp_path):
     ours = save(tmp_path, byte_level(["<|end|>", "qz", "zj", "qzj", "jqz"]))
     assert not set(ours.encode("qzjqzj<|end|>qzqz")) & set(ours.special.values())
+
+
+@pytest.mark.parametrize("text", ["<", "[", "<SPECIAL_", "<SPECIAL_99", "<SPECIAL_7>", "<s>", "the cat sat "])
+def test_a_thousand_special_tokens_hold_nobody_up(tmp_path, text):
+    """As many as Mistral Nemo has: whatever the text, the guard reads it once."""
+    special = [*SPECIAL, "<s>", "</s>", "[INST]", *(f"<SPECIAL_{n}>" for n in range(1000))]
+    ours, text = save(tmp_path, byte_level(special)), text * (2**20 // len(text))
+    begin = time.thread_time()
+    guarded = ours._guarded(text)
+    assert time.thread_time() - begin < 0.3                     # 0.05 s; one big alternative: 4 to 19 s
+    assert guarded.replace(GUARD, "") == text
+    assert (GUARD in guarded) == any(token in text[:100] for token in special)
+
+
+def test_a_text_that_cannot_fit_is_refused_unread(tmp_path, monkeypatch):
+    """A token stands for a few bytes, so some texts are too long whatever their tokens would be."""
+    save(tmp_path, byte_level())
+    ours = load_tokenizer(tmp_path, most_tokens=100)
+    longest = max(map(len, ours.pieces.values()))
+    longest = max(longest, *map(len, ours.special))
+    assert ours.encode("e" * longest * 100)
+    monkeypatch.setattr(ours, "_backend", None)
+    with pytest.raises(TooLong, match=f"{longest * 100 + 1} bytes.* limit of 100"):
+        ours.encode("e" * (longest * 100 + 1))
+    with pytest.raises(TooLong):
+        ours.turn([], [{"role": "user", "content": "e" * longest * 100}], None)
 
 
 def test_special_tokens_by_name(tmp_path):
