@@ -25,6 +25,9 @@ from urllib.parse import urlsplit
 from config import require
 from serving.operations import APIError
 
+ORIGIN = re.compile(r"(?ai)\*|null|[a-z][a-z0-9+.-]*://([\w.-]+|\[[\da-f:]+\])(:\d{1,5})?")
+# Browsers leave out a scheme's own port; pages from files have the origin "null"; others have no pages.
+SENT_OTHERWISE = re.compile("(?i)http:.*:80|https:.*:443|(file|ftp|ws|wss):.*")
 ALL_KEYS = "*"      # stands for the prefix of the client that counts what all keys do
 
 
@@ -44,13 +47,14 @@ class Guard:
             require(api_keys and metrics_key not in api_keys, "metrics_key",
                     "a key of its own, beside at least one api_key", metrics_key)
         for origin in origins:
-            require(re.fullmatch(r"\*|null|https?://[^\s/]+", origin), "allow_origin",
-                    "* or an origin such as https://chat.example:8080", origin)
+            require(ORIGIN.fullmatch(origin) and not SENT_OTHERWISE.fullmatch(origin), "allow_origin",
+                    "* or one origin as browsers send it, such as https://chat.example, "
+                    "http://localhost:3000 or chrome-extension://abc", origin)
         self.keys = [(key.encode(), prefix_of(key)) for key in api_keys]
         self.metrics_keys = self.keys + ([(metrics_key.encode(), ALL_KEYS)] if metrics_key else [])
         self.prefixes = [prefix for _, prefix in self.keys] or [""]
         self.origins = {origin.lower() for origin in origins}       # as browsers send them
-        self.our_names = {urlsplit(origin).hostname for origin in origins}
+        self.our_names = {urlsplit(origin).hostname for origin in origins if origin.startswith("http")}
         self.is_local = is_loopback(host)
 
     def check_site(self, headers: Headers):
@@ -60,6 +64,11 @@ class Guard:
         if self.is_local and host and not (is_loopback(called_by) or called_by in self.our_names):
             raise APIError(403, f"we listen on a loopback address, which {host!r:.100} does not name: use "
                                 "localhost, or start the server with --allow-origin http://NAME")
+        # A page that loads our answer as an image, say, sends no Origin. But browsers say where it is from.
+        loads = origin is None and headers.get("Sec-Fetch-Mode") != "navigate"
+        strange = headers.get("Sec-Fetch-Site") in ("cross-site", "same-site")
+        if loads and strange and "*" not in self.origins:
+            raise APIError(403, "a page of another site may not load this")
         ours = origin is None or origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
         if not (ours or self.allowed_origin(headers)):
             raise APIError(403, f"the site {origin!r:.100} may not use this server: start the server with "

@@ -24,6 +24,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from queue import Empty, Queue
 
 from engine import Engine
@@ -66,9 +67,8 @@ def portraits(engine: Engine, names: Iterable[str]) -> list[dict]:
 
 
 def picture(engine: Engine) -> dict:
-    """The engine's stats, and every conversation that has KV in a tier."""
-    conversations = engine.call(lambda: portraits(engine, engine.cache.conversations))
-    return dict(stats=engine.stats(), conversations=conversations)
+    """The engine's stats, and every conversation that has KV in a tier. The engine's owner calls this."""
+    return dict(stats=engine.read_stats(), conversations=portraits(engine, engine.cache.conversations))
 
 
 def part_for(prefix: str, whole: dict, private: bool) -> dict:
@@ -117,8 +117,9 @@ class Broadcast:
 
     def follow(self, prefix: str, over: Callable[[], bool]) -> Iterator[str]:
         """Yields events, as JSON: the picture and the `transfers` since the last one, whenever a step has
-        changed it, otherwise every second or two. Ends when over() is true, or when we fail to draw."""
-        events = Queue()
+        changed it, otherwise every second or two. A reader that is late gets the latest one alone. Ends when
+        over() is true, or when we fail to draw."""
+        events = Queue(1)
         self._come(events, prefix)
         try:
             while not over():
@@ -161,7 +162,7 @@ class Broadcast:
                 begin = time.monotonic()
                 with self.lock:                                 # `_come` may clear them
                     transfers = [self.recent.popleft() for _ in range(len(self.recent))]
-                now = picture(self.engine)
+                now = self.engine.call(partial(picture, self.engine))
                 after = {entry["id"]: entry["chunks"] for entry in now["conversations"]}
                 transfers += departures(before, after, self.engine.config.chunk_size)
                 self._send(dict(now, transfers=transfers))
@@ -174,7 +175,7 @@ class Broadcast:
             with self.lock:
                 self.drawing = False
             for events in self._watchers():
-                events.put(None)
+                replace(events, None)
 
     def _anybody_watches(self) -> bool:
         with self.lock:
@@ -191,7 +192,14 @@ class Broadcast:
         for prefix in set(watchers.values()):
             event = json.dumps(part_for(prefix, whole, self.private))
             for events in [events for events, other in watchers.items() if other == prefix]:
-                events.put(event)
+                replace(events, event)
+
+
+def replace(events: Queue, event: str | None):
+    """The queue holds this event alone now. One thread calls this, so there is room."""
+    with suppress(Empty):
+        events.get_nowait()
+    events.put_nowait(event)
 
 
 def moves(batch: Batch) -> list[dict]:

@@ -23,7 +23,6 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily as Counter, GaugeMetricFamily as Gauge, Metric
 from prometheus_client.registry import Collector
 
-from engine import Engine
 from scheduler import SOURCES
 from serving.sessions import Answer, LiveTurn
 
@@ -110,11 +109,12 @@ class StatsCollector(Collector):
 class Metrics:
     """The metrics of one server, or of one of its keys, in a registry of their own."""
 
-    def __init__(self, engine: Engine, model: str, private: bool = False):
-        """model: the name that all metrics bear. private: without the counts of the engine."""
+    def __init__(self, read_stats: Callable[[], dict] | None, model: str):
+        """read_stats: the engine's; None: without the counts of the engine. model: the name that all metrics
+        bear."""
         self.own = dict.fromkeys([*(f"prompt_tokens_{source}" for source in SOURCES), "generated_tokens"], 0)
         self.registry = CollectorRegistry()
-        self.registry.register(StatsCollector(self.own.copy if private else engine.stats, model))
+        self.registry.register(StatsCollector(read_stats or self.own.copy, model))
         answers = prometheus_client.Counter("vllm:request_success", "Turns answered, by how they ended.",
                                             ["model_name", "finished_reason"], registry=self.registry)
         self.answers = {reason: answers.labels(model, reason) for reason in ("stop", "length")}
