@@ -69,11 +69,13 @@ CREATE TABLE conversation (
     waiting TEXT NOT NULL,          -- JSON: visible messages that its next turn begins with
     created REAL NOT NULL,
     active REAL NOT NULL);
-CREATE INDEX turn_parent ON turn(parent);
-CREATE INDEX turn_hash ON turn(hash);
-CREATE INDEX conversation_head ON conversation(head);
-CREATE INDEX conversation_active ON conversation(active);
 PRAGMA user_version = {SCHEMA_VERSION}"""
+OWNER = "substr({0}, 1, instr({0}, '/'))"      # SQL: the owner's prefix of a conversation's name
+INDEXES = dict(turn_parent="turn(parent)", turn_hash="turn(hash)", conversation_head="conversation(head)",
+               conversation_active="conversation(active)",
+               turn_of_owner=f"turn(hash, {OWNER.format('conversation')})",
+               conversation_of_owner=f"conversation({OWNER.format('name')}, active)")
+MOST_ALIKE = 100        # turns of the same text that `match` chooses from, the newest ones
 # The columns are the fields of Turn.
 TURNS = ("SELECT id, parent, coalesce(name, conversation), length, last_token, note, hash, turn.created "
          "FROM turn LEFT JOIN conversation ON head = id")
@@ -239,16 +241,22 @@ class History:
 
         The first n of `messages` are known if they are the visible messages up to the end of a turn. We
         look for the turn with the largest n, but at least one message must be new. Among equal turns we
-        prefer one of the conversation `hint`, then the head of any conversation, then the newest.
+        prefer one of the conversation `hint`, then the head of any conversation, then the newest. (Thousands
+        of chats may begin alike. So we look at the head of `hint`, and at the MOST_ALIKE newest of them.)
 
-        prefix: we only look at conversations whose name begins with it."""
+        prefix: an owner's; we only look at its conversations. "": at all."""
         hashes = rolled(self._root_hash, messages)
+        alike = f"hash = :hash AND NOT hidden AND {owned_by(prefix, 'conversation')}"
         for n in range(len(messages) - 1, 0, -1):
             if messages[n - 1]["role"] != "assistant":          # a turn ends with its reply
                 continue
             with self._reading() as db:
-                turn = find_turn(db, """
-                    hash = :hash AND NOT hidden AND substr(conversation, 1, length(:prefix)) = :prefix
+                turn = find_turn(db, f"""
+                    turn.rowid IN (
+                        SELECT turn.rowid FROM conversation JOIN turn ON id = head
+                            WHERE name = :hint AND {alike}
+                        UNION ALL SELECT * FROM (SELECT rowid FROM turn WHERE {alike}
+                                                 ORDER BY rowid DESC LIMIT {MOST_ALIKE}))
                     ORDER BY :hint IN (name, conversation) DESC, name = :hint DESC,
                              name IS NOT NULL DESC, turn.rowid DESC""",
                     hash=hashes[n - 1], hint=hint, prefix=prefix)
@@ -371,20 +379,21 @@ class History:
         stored more than max_bytes. The prefix "" stands for everybody's conversations: then the size of the
         file counts. spared: conversations that stay."""
         with self._write_lock:          # the table `stored` exists in the writing connection alone
-            db = self._db
-            row = db.execute("""
-                SELECT name, active FROM conversation
-                WHERE substr(name, 1, length(:prefix)) = :prefix
-                      AND name NOT IN (SELECT value FROM json_each(:spared))
-                ORDER BY active LIMIT 1""", dict(prefix=prefix, spared=json.dumps(list(spared)))).fetchone()
             if prefix:
-                stored, = db.execute("SELECT total(bytes) FROM stored WHERE owner = ?", (prefix,)).fetchone()
+                size = "SELECT total(bytes) FROM stored WHERE owner = ?"
+                stored, = self._db.execute(size, (prefix,)).fetchone()
             else:
-                stored, = db.execute("""
+                stored, = self._db.execute("""
                     SELECT page_size * (page_count - freelist_count)
                     FROM pragma_page_size, pragma_page_count, pragma_freelist_count""").fetchone()
-        name, active = row or (None, before)
-        return name if active < before or stored > max_bytes else None
+            if stored > max_bytes:
+                before = float("inf")
+            row = self._db.execute(f"""
+                SELECT name FROM conversation WHERE {owned_by(prefix, "name")} AND active < :before
+                      AND name NOT IN (SELECT value FROM json_each(:spared))
+                ORDER BY active LIMIT 1""",
+                dict(prefix=prefix, before=before, spared=json.dumps(list(spared)))).fetchone()
+        return row and row[0]
 
     def conversations(self) -> list[str]:
         """The names of all conversations, sorted."""
@@ -459,11 +468,13 @@ def untouched(path: str | os.PathLike) -> sqlite3.Connection:
 
 
 def create_tables(db: sqlite3.Connection, fingerprint: str):
-    """Create our tables, unless the file has tables already."""
+    """Create our tables, unless the file has tables already. Create the indexes that it lacks."""
     if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
         for statement in SCHEMA.split(";\n"):
             db.execute(statement)
         db.execute("INSERT INTO meta VALUES (?)", (fingerprint,))
+    for name, columns in INDEXES.items():
+        db.execute(f"CREATE INDEX IF NOT EXISTS {name} ON {columns}")
 
 
 def check(db: sqlite3.Connection, path: str | os.PathLike, fingerprint: str):
@@ -500,7 +511,7 @@ def count_bytes(db: sqlite3.Connection):
                   conversation=("name", "length({0}waiting) + coalesce(length({0}metadata), 0)"))
     for table, (name, size) in tables.items():
         def change(sign: str, row: str, source: str = "") -> str:
-            return (f"INSERT INTO stored SELECT substr({row}{name}, 1, instr({row}{name}, '/')), "
+            return (f"INSERT INTO stored SELECT {OWNER.format(row + name)}, "
                     f"{sign} (500 + {size.format(row)}) {source} WHERE true "
                     "ON CONFLICT (owner) DO UPDATE SET bytes = bytes + excluded.bytes;")
         add, subtract = change("+", "new."), change("-", "old.")
@@ -512,6 +523,11 @@ def count_bytes(db: sqlite3.Connection):
 
 # ---------------------------------------------------------------------------------------------------------
 # Rows. The callers hold the connection's lock.
+
+def owned_by(prefix: str, column: str) -> str:
+    """SQL: does this name of a conversation begin with :prefix, an owner's? "" owns all."""
+    return f"{OWNER.format(column)} = :prefix" if prefix else "true"
+
 
 def find_turn(db: sqlite3.Connection, where: str, **values) -> Turn | None:
     """The first turn for which an SQL condition holds."""

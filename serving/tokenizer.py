@@ -22,15 +22,16 @@ import json
 import math
 import os.path
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
-from itertools import groupby
+from itertools import count, groupby
 from operator import itemgetter
 from pathlib import Path
 
 import tiktoken
 import tokenizers
-from jinja2 import Template, TemplateError
+from jinja2 import Template, TemplateError, nodes, pass_context
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
@@ -44,6 +45,8 @@ GPT2_SPLIT = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s
 MOST_BLANKS = 100_000
 # It looks where a run of blanks begins, and nowhere else: one look at each character.
 TOO_BLANK = re.compile(r"(?<!\s)\s{%d}" % MOST_BLANKS)
+MOST_STEPS = 10**6          # of a chat template
+MOST_WRITTEN = 2**26        # characters, by a chat template
 PLAIN_TEMPLATE = (       # for checkpoints without a chat template
     "{{ bos_token if add_bos_token }}"
     "{% for message in messages %}"
@@ -378,10 +381,60 @@ def token_bytes(spec: dict) -> tuple[dict[int, bytes], bool]:
     return pieces, "Strip" in steps or prepends
 
 
-def compile_template(source: str) -> Template:
-    """A chat template, with the functions that transformers gives to templates.
+class Environment(ImmutableSandboxedEnvironment):
+    """A chat template is a stranger's code. It runs in a sandbox, and so many steps at most: loops' rounds,
+    calls and products."""
+    intercepted_binops = frozenset(["*", "**"])
 
-    The template is a stranger's code, so it runs in a sandbox. ValueError if it is not valid Jinja."""
+    def _parse(self, *source):
+        tree = super()._parse(*source)
+        for loop in tree.find_all(nodes.For):
+            loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
+        tree.set_environment(self)
+        return tree
+
+    def call(self, context, function, *args, **options):
+        tick(context)
+        return super().call(context, function, *args, **options)
+
+    def call_binop(self, context, operator, left, right):
+        small = all(isinstance(number, int | float) and abs(number) < 2**53 for number in (left, right))
+        if operator == "**" or not small:
+            raise TemplateError("only small numbers are multiplied here, and there are no powers")
+        return super().call_binop(context, operator, left, right)
+
+
+class BoundedTemplate(Template):
+
+    def render(self, *dicts, **values) -> str:
+        """TemplateError if it takes too many steps or writes too much."""
+        pieces, size = [], 0
+        for piece in self.generate(*dicts, **values, ticks=count()):
+            pieces.append(piece)
+            size += len(piece)
+            if size > MOST_WRITTEN:
+                raise TemplateError(f"it writes more than {MOST_WRITTEN} characters")
+        return "".join(pieces)
+
+
+Environment.template_class = BoundedTemplate
+
+
+def tick(context: Context):
+    if next(context["ticks"]) > MOST_STEPS:
+        raise TemplateError(f"it takes more than {MOST_STEPS} steps")
+
+
+@pass_context
+def counted(context: Context, values: Iterable) -> Iterator:
+    for value in values:
+        tick(context)
+        yield value
+
+
+def compile_template(source: str) -> Template:
+    """A chat template, with the functions that transformers gives to templates. ValueError if it is not valid
+    Jinja."""
     def raise_exception(message):
         raise TemplateError(message)
 
@@ -389,9 +442,8 @@ def compile_template(source: str) -> Template:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
                           sort_keys=sort_keys)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                extensions=["jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = tojson
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.filters |= dict(tojson=tojson, counted=counted)
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:

@@ -569,6 +569,30 @@ def test_every_owner_has_a_share_of_its_own(tmp_path):
     assert [stored(owner) for owner in sizes] == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("owner", ["", "ada/"])
+def test_many_chats_that_begin_alike_hold_nobody_up(owner):
+    """Both look-ups read as many rows among 2,000 of them as among 200, whoever owns the others."""
+    looks = []
+    for count in (200, 2000):
+        history = History()
+        for n in range(count):
+            history.commit(f"eve/{n}" if owner else str(n), None, [1], [2], [HI], "Hello")
+        own = history.commit(f"{owner}own", None, [1], [2], [HI], "Hello")
+        for n in range(150):
+            history.commit(f"{owner}{n}b", None, [1], [2], [HI], "Hello")
+        steps = []
+        history._db.set_progress_handler(lambda: steps.append(1), 10)
+        said = [HI, dict(role="assistant", content="Hello"), MORE]
+        assert history.match(said, prefix=owner)[0].conversation == f"{owner}149b"
+        assert history.match(said, hint=f"{owner}own", prefix=owner)[0].id == own.id
+        assert history.oldest(0, float("inf"), owner) is None
+        oldest = history.oldest(0, 0, owner)
+        assert oldest == (f"{owner}own" if owner else "0")
+        history._db.set_progress_handler(None, 0)
+        looks.append(len(steps))
+    assert looks[1] < 1.5 * looks[0], looks
+
+
 def test_pages_of_a_long_conversation():
     """Pages forward and backward give what one page gives."""
     history, turn = History(), None

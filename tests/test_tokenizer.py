@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from serving.sessions import Sessions
 from scheduler import TooLong
-from serving.tokenizer import GUARD, TOO_BLANK, LibraryBackend, TextStream, TiktokenBackend, load_tokenizer
+from serving.tokenizer import (GUARD, TOO_BLANK, LibraryBackend, TextStream, TiktokenBackend,
+                               compile_template, load_tokenizer)
 
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 OWN_TEMPLATE = ("{% for message in messages %}"
@@ -359,6 +360,31 @@ def test_failing_template(tmp_path, template, message):
     ours = save(tmp_path, byte_level(), template)
     with pytest.raises(ValueError, match=message):
         ours.turn([], CHAT[:2], None)
+
+
+ENDLESS = ["{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+           "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+           "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}",
+           "{{ 'x' * 10000000000 }}", "{{ [0] * 10000000000 }}", "{{ 9 ** 9 ** 9 }}",
+           "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}"]
+
+
+@pytest.mark.parametrize("template", ENDLESS)
+def test_a_template_that_never_ends_is_stopped(tmp_path, template):
+    ours = save(tmp_path, byte_level(), chat_template=template)
+    begin = time.thread_time()
+    with pytest.raises(ValueError, match="the chat template failed: (it takes|it writes|only small)"):
+        ours.turn([], [{"role": "user", "content": "x" * 10_000}], None)
+    assert time.thread_time() - begin < 5
+
+
+def test_a_template_counts_as_it_did():
+    """What loops know of themselves, arithmetic, and loops in macros."""
+    source = ("{% macro line(m) %}{% for c in m %}{{ c }}{{ ',' if not loop.last }}{% endfor %}{% endmacro %}"
+              "{% for m in messages if m %}{{ loop.index }}/{{ loop.length * 2 }}:{{ line(m) }} {% endfor %}"
+              "{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}{% for x in nothing %}x{% else %}-"
+              "{% endfor %}")
+    assert compile_template(source).render(messages=["ab", "", "c"]) == "1/4:a,b 2/4:c a1-"
 
 
 def test_a_million_blanks():
