@@ -121,6 +121,7 @@ class History:
         server that is running, or if it is not a history. Then the file stays as it was."""
         self._root_hash = digest(b"", fingerprint)
         self._open = ExitStack()        # closes all that we open, in reverse order
+        self._path, self._file = path, None             # the descriptor, unless the history is in memory
         try:
             if path != ":memory:":
                 self._take_file(path, fingerprint)
@@ -136,7 +137,7 @@ class History:
 
     def _take_file(self, path: str | os.PathLike, fingerprint: str):
         """Lock the file, check that it is a history of ours, and then make it private."""
-        file = open_alone(path)
+        file = self._file = open_alone(path)
         self._open.callback(os.close, file)
         if os.fstat(file).st_size:
             with closing(untouched(path)) as db:
@@ -422,10 +423,13 @@ class History:
             self._write_lock.release()
 
     def _begin(self):
-        """Take the lock and begin a transaction.
+        """Take the lock and begin a transaction. OSError if the file was removed or replaced meanwhile: SQLite
+        would go on writing to a file that nobody finds again.
 
         While another process writes to the file, we try again, for BUSY_SECONDS at most. Between two attempts
         we release the lock."""
+        if self._file is not None and not os.path.samestat(os.stat(self._path), os.fstat(self._file)):
+            raise OSError(f"the history {self._path} was replaced by another file: start the server again")
         deadline = time.monotonic() + BUSY_SECONDS
         while True:
             self._write_lock.acquire()

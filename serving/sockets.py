@@ -350,10 +350,12 @@ class Handler(BaseHTTPRequestHandler):
     def read_body(self, operation: Operation) -> bytes:
         """The whole body. APIError if its length is unclear, or if the client has sent less."""
         coding = ", ".join(self.headers.get_all("Transfer-Encoding", [])).strip().lower()
-        if_absent = [] if coding or operation.needs_body else ["0"]
-        lengths = self.headers.get_all("Content-Length", if_absent)
+        lengths = self.headers.get_all("Content-Length", [])
         if coding == "chunked" and not lengths:
             return self.read_chunks()
+        if not (coding or lengths or operation.needs_body):
+            self.close_connection = True                # if there is a body, it is no request
+            return b""
         if coding or not lengths:
             raise APIError(411, "send the body either with its Content-Length, or in chunks")
         given = ", ".join(lengths).strip(" \t")

@@ -1,6 +1,7 @@
 """The oracle is a model in plain Python, and for crashes a process that is really killed."""
 import bisect
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -567,6 +568,33 @@ def test_every_owner_has_a_share_of_its_own(tmp_path):
     for name in history.conversations():
         history.forget(name)
     assert [stored(owner) for owner in sizes] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_is_gone(tmp_path, replaced):
+    """Nobody is told that a turn is stored which no later start would find."""
+    history = History(tmp_path / "h")
+    turn = history.commit("c", None, [1], [2])
+    (tmp_path / "h").rename(tmp_path / "elsewhere")
+    if replaced:
+        History(tmp_path / "h").close()
+    with pytest.raises(OSError, match="was replaced|No such file"):
+        history.commit("c", turn.id, [1], [2])
+    history.close()
+
+
+def test_a_backup_while_a_server_runs(tmp_path, monkeypatch):
+    """The command of deploy/README.md."""
+    readme = (Path(__file__).parent.parent / "deploy" / "README.md").read_text()
+    command, = re.findall(r"(?m)^umask 077; python -c .*VACUUM INTO.*$", readme)
+    history = History(tmp_path / "s1.sqlite", "a tokenizer")
+    turn = history.commit("c", None, [1], [2], [HI], "Hello")
+    subprocess.run(command.replace("python", sys.executable, 1), shell=True, check=True, cwd=tmp_path)
+    history.commit("c", turn.id, [3], [4], [MORE], "Sure")
+    backup = History(tmp_path / "backup.sqlite", "a tokenizer")
+    assert backup.head("c") == turn and backup.messages(turn.id) == [HI, dict(role="assistant", content="Hello")]
+    assert (tmp_path / "backup.sqlite").stat().st_mode & 0o77 == 0
+    backup.close(), history.close()
 
 
 @pytest.mark.parametrize("owner", ["", "ada/"])

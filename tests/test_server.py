@@ -558,6 +558,13 @@ def test_a_header_line_that_leaves_doubts(server, line):
     assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1
 
 
+def test_a_post_of_unknown_length_is_the_last_of_its_connection(server):
+    """Its body, if it has one, is not taken for a request."""
+    head = b"POST /v1/conversations HTTP/1.1\r\nHost: localhost\r\nContent-Lenth: 50\r\n\r\n"
+    answer = raw(server, head, HEALTH + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
+
+
 def test_http_1_1_needs_a_host(server):
     assert raw(server, b"GET /health HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 400")
     assert raw(server, b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
