@@ -1,8 +1,9 @@
-"""The JSON that we answer, as pydantic models. The table in operations.py names one for each operation.
+"""The JSON that we answer, as pydantic models. The table in operations.py names one for each
+operation.
 
-/openapi.json shows them to programs that write clients. The server builds its answers as plain dictionaries,
-which is faster; a test asks for every operation once and holds the answer against its model. A field without
-a default is in every answer, and no answer has other fields:
+/openapi.json shows them to programs that write clients. The server builds its answers as plain
+dictionaries, which is faster; a test asks for every operation once and holds the answer against its
+model. A field without a default is in every answer, and no answer has other fields:
 
     {"id": "conv_1", "object": "conversation.deleted", "deleted": true}      a Deleted
     {"id": "conv_1", "object": "conversation.deleted"}                       none: `deleted` is missing

@@ -1,16 +1,16 @@
 """HTTP over serving/openai_api.py: connections, requests, answers, and the limits of all of them.
 
-    client -> Handler (a thread for each connection) -> API -> engine (one thread) -> Writer -> client
+    client -> Handler (a thread per connection) -> API -> engine (one thread) -> Writer -> client
 
 After each answer the server prints where the tokens of its context came from:
 
     gpu 96 · cpu 64 · recomputed 32 · new 14 · first token 9 ms
 
 The server promises:
-- A client hears that its turn is done only after the history has stored the turn. If the client hangs up, or
-  does not read its answer, the server cancels the turn.
-- No client can hold the server up. A request must arrive within one deadline and have a body of limited size.
-  A connection too many gets a 503 at once; a turn too many gets a 429.
+- A client hears that its turn is done only after the history has stored the turn. If the client
+  hangs up, or does not read its answer, the server cancels the turn.
+- No client can hold the server up. A request must arrive within one deadline and have a body of
+  limited size. A connection too many gets a 503 at once; a turn too many gets a 429.
 - Nothing that belongs to one API key exists for another.
 """
 import json
@@ -42,8 +42,10 @@ MAX_BODY_BYTES = 2 * 2**20
 MAX_HEAD_BYTES = 2**16      # of all header lines
 HEADER_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\0]*\r?\n")
 DECODERS = dict(gzip=31, deflate=15)        # Content-Encoding -> zlib's name for it
-REQUEST_SECONDS = 30        # from the answer before, or the connection, until a whole request has arrived
-WRITE_SECONDS = 30          # for a client to take a piece of our answer, or to send us more of its request
+# from the answer before, or the connection, until a whole request has arrived
+REQUEST_SECONDS = 30
+# for a client to take a piece of our answer, or to send us more of its request
+WRITE_SECONDS = 30
 PIECE_BYTES = 2**16         # of an answer
 STUCK_SECONDS = 10          # without a step, though there is something to do
 KEEPALIVE_SECONDS = 15      # of silence in a stream
@@ -68,11 +70,12 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(self, address: tuple[str, int], sessions: Sessions, api_keys: Sequence[str] = (),
-                 max_waiting: int = 256, max_connections: int = 800, allow_origins: Sequence[str] = (),
-                 history_max_bytes: float = float("inf"), metrics_key: str | None = None):
-        """sessions: started. max_waiting: turns that may wait while max_running others run. api_keys,
-        allow_origins, metrics_key: see Guard. ValueError for a key or an origin that cannot be used, OSError
-        if we cannot listen at the address."""
+                 max_waiting: int = 256, max_connections: int = 800,
+                 allow_origins: Sequence[str] = (), history_max_bytes: float = float("inf"),
+                 metrics_key: str | None = None):
+        """sessions: started. max_waiting: turns that may wait while max_running others run.
+        api_keys, allow_origins, metrics_key: see Guard. ValueError for a key or an origin that
+        cannot be used, OSError if we cannot listen at the address."""
         self.sessions, self.engine = sessions, sessions.engine
         config = sessions.engine.config
         self.guard = Guard(address[0], api_keys, allow_origins, metrics_key)
@@ -89,13 +92,14 @@ class Server(ThreadingHTTPServer):
         self.recent_turns = deque(maxlen=TURNS_SHOWN)       # these are done; /cache shows them
         self.lock = threading.Lock()                        # guards the next two
         self.at_work = 0                                    # turns that are being answered
-        self.unsettled = Counter()                          # of these, those that run or wait, by prefix
+        self.unsettled = Counter()    # of these, those that run or wait, by prefix
         self.most_turns = config.max_running + max_waiting
         self.connections = threading.BoundedSemaphore(max_connections)
         self.deadlines: dict[socket.socket, float] = {}     # of the requests that are arriving
         self.stop_at: float | None = None                   # set when the server begins to drain
-        self.steps, self.last_step = 0, time.monotonic()    # of the engine: how many, and when we saw the last
-        self.stateless: Sessions | None = None              # --demo: it answers our turns without memory
+        # of the engine: how many, and when we saw the last
+        self.steps, self.last_step = 0, time.monotonic()
+        self.stateless: Sessions | None = None    # --demo: it answers our turns without memory
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         try:
             super().__init__(address, Handler)
@@ -114,7 +118,7 @@ class Server(ThreadingHTTPServer):
     def get_request(self):
         try:
             return super().get_request()
-        except OSError:                                     # perhaps the system gives us no more descriptors
+        except OSError:    # perhaps the system gives us no more descriptors
             time.sleep(POLL_SECONDS)                        # http.server tries again at once
             raise
 
@@ -138,16 +142,16 @@ class Server(ThreadingHTTPServer):
 
     @contextmanager
     def counted(self, prefix: str, turns: int) -> Iterator[Callable[[], None]]:
-        """Counts so many turns as being at work. Yields a function that frees the place of one of them: a turn
-        that has settled needs none, though a slow client still takes its answer.
+        """Counts so many turns as being at work. Yields a function that frees the place of one of
+        them: a turn that has settled needs none, though a slow client still takes its answer.
 
-        APIError if that would be too many. If there are several API keys, one may not have more places than
-        are free: so there are always some for the others."""
+        APIError if that would be too many. If there are several API keys, one may not have more
+        places than are free: so there are always some for the others."""
         with self.lock:
             free = self.most_turns - self.unsettled.total()
             if turns and turns + (self.unsettled[prefix] if self.private else 0) > free:
-                raise APIError(429, f"at most {self.most_turns} turns may run or wait: try again in a moment",
-                               code="rate_limit_exceeded")
+                raise APIError(429, f"at most {self.most_turns} turns may run or wait: try again "
+                                    "in a moment", code="rate_limit_exceeded")
             self.unsettled[prefix] += turns
             self.at_work += turns
         places = [prefix] * turns
@@ -164,13 +168,13 @@ class Server(ThreadingHTTPServer):
                 self.at_work -= turns
 
     def drain(self):
-        """From now on the server refuses every request. It stops when the turns at work are done, after
-        DRAIN_SECONDS at the latest."""
+        """From now on the server refuses every request. It stops when the turns at work are done,
+        after DRAIN_SECONDS at the latest."""
         self.stop_at = self.stop_at or time.monotonic() + DRAIN_SECONDS
 
     def service_actions(self):
-        """http.server calls this every half second. Cuts off requests that are late. Raises Drained when the
-        server may stop."""
+        """http.server calls this every half second. Cuts off requests that are late. Raises Drained
+        when the server may stop."""
         now = time.monotonic()
         for connection, deadline in list(self.deadlines.items()):
             if now > deadline and self.deadlines.pop(connection, None):
@@ -185,26 +189,27 @@ class Server(ThreadingHTTPServer):
 
     @property
     def stuck(self) -> float | None:
-        """The seconds for which the engine has taken no step, though there is something to do, if these are
-        too many: its worker hangs."""
+        """The seconds for which the engine has taken no step, though there is something to do, if
+        these are too many: its worker hangs."""
         seconds = time.monotonic() - self.last_step
         return seconds if seconds > STUCK_SECONDS else None
 
     def look(self, function: Callable) -> Any:
-        """function(), run between two steps. If the engine is stuck, we run it at once: its books are at
-        rest."""
+        """function(), run between two steps. If the engine is stuck, we run it at once: its books
+        are at rest."""
         return function() if self.stuck else self.engine.call(function)
 
     # ---- turns
 
     def finish_turn(self, prefix: str, turn: LiveTurn) -> Answer:
-        """Waits until the history has stored the turn. Then counts the turn, and prints where its context
-        came from. (With --demo it also waits for the stateless engine.) prefix: that of the client's key, see
-        Guard."""
+        """Waits until the history has stored the turn. Then counts the turn, and prints where its
+        context came from. (With --demo it also waits for the stateless engine.) prefix: that of the
+        client's key, see Guard."""
         reply = turn.result()
         if reply.finish_reason == "cancelled":
             return reply
-        for metrics in {self.metrics[prefix], self.metrics[ALL_KEYS]}:      # it may be one and the same
+        # it may be one and the same
+        for metrics in {self.metrics[prefix], self.metrics[ALL_KEYS]}:
             metrics.count(turn, reply)
         milliseconds = first_token_ms(turn)
         self.recent_turns.append(dict(
@@ -215,8 +220,8 @@ class Server(ThreadingHTTPServer):
         return reply
 
     def answer_without_memory(self, turn: LiveTurn, reply: Answer) -> dict | None:
-        """The same turn, answered by the stateless engine: the text, and what it cost. None if there is no
-        such engine (any more), or if the turn before this one was deleted."""
+        """The same turn, answered by the stateless engine: the text, and what it cost. None if
+        there is no such engine (any more), or if the turn before this one was deleted."""
         if not self.stateless:
             return None
         plan = turn.plan
@@ -227,7 +232,7 @@ class Server(ThreadingHTTPServer):
                 plan.prompt, base=base, stop=turn.stream.stop, max_tokens=most, ignore_eos=True,
                 min_tokens=min(turn.min_tokens, most), **asdict(turn.handle.sampling))
             answer = again.result()
-        except (StaleTurn, RuntimeError):           # RuntimeError: its engine has failed, or is closed
+        except (StaleTurn, RuntimeError):    # RuntimeError: its engine has failed, or is closed
             return None
         return dict(answer.usage, text=answer.text, first_token_ms=first_token_ms(again))
 
@@ -249,8 +254,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def setup(self):
         super().setup()
-        self.sending = threading.RLock()                # guards the next one, and each piece of a stream
-        self.last_sent: float | None = None             # when we sent the latest piece of an open stream
+        self.sending = threading.RLock()    # guards the next one, and each piece of a stream
+        self.last_sent: float | None = None    # when we sent the latest piece of an open stream
 
     def handle(self):
         with suppress(ConnectionError):
@@ -275,8 +280,8 @@ class Handler(BaseHTTPRequestHandler):
             self.rfile = file
 
     def answer_request(self):
-        """Answers a request of any method. After a refusal we close the connection, since there may be a body
-        that we have not read."""
+        """Answers a request of any method. After a refusal we close the connection, since there may
+        be a body that we have not read."""
         has_body = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
         if has_body and self.command != "POST":
             self.close_connection = True                # since we read the body of a POST alone
@@ -288,13 +293,16 @@ class Handler(BaseHTTPRequestHandler):
             self.server.guard.check_site(self.headers)
             if self.command == "OPTIONS" and "Access-Control-Request-Method" in self.headers:
                 return self.send_preflight()
-            prefix = "" if path in ("/", "/health") else self.server.guard.prefix(self.headers, path)
-            operation, names = find_operation("GET" if self.command == "HEAD" else self.command, path)
+            open_to_all = path in ("/", "/health")
+            prefix = "" if open_to_all else self.server.guard.prefix(self.headers, path)
+            method = "GET" if self.command == "HEAD" else self.command
+            operation, names = find_operation(method, path)
             if self.command == "POST":
                 given = self.read_json(operation)
             else:
                 given = dict(parse_qsl(query, keep_blank_values=True))
-                given.pop("include[]", None)        # as in a body: what we do not have is never in an answer
+                # as in a body: what we do not have is never in an answer
+                given.pop("include[]", None)
             self.server.deadlines.pop(self.connection, None)
             self.perform(prefix, operation, names, given)
         except HUNG_UP:
@@ -307,10 +315,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def perform(self, prefix: str, operation: Operation, names: list[str], given: dict):
         """Answers the operation. names: those in the path. given: the body, or the query."""
-        if hasattr(Handler, operation.name):            # it is about the server itself, and takes no fields
+        if hasattr(Handler, operation.name):    # it is about the server itself, and takes no fields
             return getattr(self, operation.name)(prefix)
         fields = parse(operation, given)
-        if operation.method == "POST":                  # it may write: first make room in this key's share
+        if operation.method == "POST":    # it may write: first make room in this key's share
             self.server.sessions.prune(float("inf"), self.server.bytes_of_each_key, prefix)
         arguments = [prefix, *names, fields] if operation.fields.model_fields else [prefix, *names]
         turns = getattr(fields, "n", 1) if isinstance(fields, ReplyBody) else 0
@@ -322,8 +330,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.send(200, answer)
 
     def when_free(self, answer: Callable, *arguments) -> dict | Writer:
-        """Returns answer(*arguments). If another turn has the conversation, waits for that turn first.
-        ConnectionError if the client hangs up meanwhile."""
+        """Returns answer(*arguments). If another turn has the conversation, waits for that turn
+        first. ConnectionError if the client hangs up meanwhile."""
         while True:
             try:
                 return answer(*arguments)
@@ -339,11 +347,13 @@ class Handler(BaseHTTPRequestHandler):
             return {}
         try:
             given = json.loads(body)
-            json.dumps(given, ensure_ascii=False).encode()      # ValueError for half of a surrogate pair
+            # ValueError for half of a surrogate pair
+            json.dumps(given, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             raise APIError(400, f"the body is not valid JSON: {error}") from error
         if issubclass(operation.fields, ReplyBody) and isinstance(given, dict):
-            names = [given.get("session_id"), *(self.headers.get(name) or None for name in SESSION_HEADERS)]
+            names = [given.get("session_id"),
+                     *(self.headers.get(name) or None for name in SESSION_HEADERS)]
             given["session_id"] = next((name for name in names if name is not None), None)
         return given
 
@@ -369,11 +379,13 @@ class Handler(BaseHTTPRequestHandler):
         while size != 0:
             head = self.rfile.readline(1000)
             if not (match := re.fullmatch(rb"([0-9a-fA-F]{1,8})[ \t]*(;.*)?\r\n", head)):
-                raise APIError(400, f"a chunk of the body must begin with its size, got {head!r:.100}")
+                raise APIError(400,
+                               f"a chunk of the body must begin with its size, got {head!r:.100}")
             size = int(match[1], 16)
             body += self.read_bytes(size, len(body))
             if size and self.read_bytes(2) != b"\r\n":
-                raise APIError(400, f"a chunk of the body has not the size that it names, {size} bytes")
+                raise APIError(400,
+                               f"a chunk of the body has not the size that it names, {size} bytes")
         trailer = HeadReader(self.rfile)
         while trailer.readline() not in (b"\r\n", b"\n"):
             pass
@@ -385,7 +397,8 @@ class Handler(BaseHTTPRequestHandler):
         if coding in ("", "identity"):
             return body
         if coding not in DECODERS:
-            raise APIError(415, f"Content-Encoding: we read {' and '.join(DECODERS)}, not {coding!r:.100}")
+            raise APIError(415,
+                           f"Content-Encoding: we read {' and '.join(DECODERS)}, not {coding!r:.100}")
         try:
             decoder = zlib.decompressobj(DECODERS[coding])
             body = decoder.decompress(body, MAX_BODY_BYTES + 1)
@@ -400,15 +413,17 @@ class Handler(BaseHTTPRequestHandler):
     def read_bytes(self, length: int, before: int = 0) -> bytes:
         """So many bytes of a body, of which we have read `before` bytes."""
         if before + length > MAX_BODY_BYTES:
-            raise APIError(413, f"the body has {before + length} bytes; we accept at most {MAX_BODY_BYTES}")
+            raise APIError(413,
+                           f"the body has {before + length} bytes; we accept at most {MAX_BODY_BYTES}")
         data = self.rfile.read(length)
         if len(data) < length:
-            raise APIError(400, f"the body ended after {before + len(data)} of {before + length} bytes")
+            raise APIError(400,
+                           f"the body ended after {before + len(data)} of {before + length} bytes")
         return data
 
     def read_target(self) -> tuple[str, str]:
-        """The path and the query. A client that takes us for a proxy asks for http://NAME/path: then NAME
-        takes the place of the Host header."""
+        """The path and the query. A client that takes us for a proxy asks for http://NAME/path:
+        then NAME takes the place of the Host header."""
         target = urlsplit(self.path)
         if target.netloc:
             del self.headers["Host"]
@@ -423,14 +438,16 @@ class Handler(BaseHTTPRequestHandler):
         self.send(200, dict(status="ok"))
 
     def metrics(self, prefix):
-        self.send(200, self.server.metrics[prefix].text(), "text/plain; version=0.0.4; charset=utf-8")
+        self.send(200, self.server.metrics[prefix].text(),
+                  "text/plain; version=0.0.4; charset=utf-8")
 
     def openapi(self, prefix):
         self.send(200, openapi())
 
     def chat_page(self, prefix):
         page = Path(__file__).with_name("chat.html").read_text("utf-8")
-        self.send(200, page, "text/html; charset=utf-8", {"Content-Security-Policy": page_policy(page)})
+        self.send(200, page, "text/html; charset=utf-8",
+                  {"Content-Security-Policy": page_policy(page)})
 
     def cache(self, prefix):
         engine = self.server.engine
@@ -456,8 +473,8 @@ class Handler(BaseHTTPRequestHandler):
     # ---- an answer goes out
 
     def write(self, prefix: str, writer: Writer, free_one: Callable[[], None]):
-        """Sends the answer in one piece, or as a stream. The last events of a stream wait until the history
-        has stored the turns. If a stream fails on its way, its last event says why."""
+        """Sends the answer in one piece, or as a stream. The last events of a stream wait until the
+        history has stored the turns. If a stream fails on its way, its last event says why."""
         finish = partial(self.server.finish_turn, prefix)
         with self.watched(writer, free_one):
             if not writer.stream:
@@ -474,10 +491,11 @@ class Handler(BaseHTTPRequestHandler):
 
     @contextmanager
     def watched(self, writer: Writer, free_one: Callable[[], None]):
-        """While the block writes, or waits for something to write, a thread watches over it. It cancels the
-        turns as soon as the client hangs up, frees the places of those that have settled, and tells a client
-        whose stream is silent that we are still here. At the end some turns may not be done, because writing
-        or another of the turns has failed: these are cancelled, too."""
+        """While the block writes, or waits for something to write, a thread watches over it. It
+        cancels the turns as soon as the client hangs up, frees the places of those that have
+        settled, and tells a client whose stream is silent that we are still here. At the end some
+        turns may not be done, because writing or another of the turns has failed: these are
+        cancelled, too."""
         over, unsettled = threading.Event(), list(writer.turns)
 
         def settled(turn: LiveTurn) -> bool:
@@ -490,7 +508,7 @@ class Handler(BaseHTTPRequestHandler):
                 for turn in filter(settled, list(unsettled)):
                     unsettled.remove(turn)
                     free_one()
-                with suppress(OSError):                 # of a client that is gone: we hear of it above
+                with suppress(OSError):    # of a client that is gone: we hear of it above
                     self.keep_alive()
 
         def cancel():
@@ -527,8 +545,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send(code, APIError(code, message or "we cannot read this request").body)
 
     def send_preflight(self):
-        """Answers a browser that asks whether the page of another site may send its request. The headers say
-        so, see end_headers."""
+        """Answers a browser that asks whether the page of another site may send its request. The
+        headers say so, see end_headers."""
         self.send_response(204)
         self.end_headers()
 
@@ -567,7 +585,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(data)
 
     def keep_alive(self):
-        """Sends a comment in a stream that has been silent for long: else a proxy might close it."""
+        """Sends a comment in a stream that has been silent for long: else a proxy might close
+        it."""
         with self.sending:
             if self.last_sent and time.monotonic() > self.last_sent + KEEPALIVE_SECONDS:
                 self.send_piece(b": we are waiting for the model\n\n")
@@ -579,11 +598,12 @@ class Handler(BaseHTTPRequestHandler):
         """Logs nothing: finish_turn prints a line for each turn, and `send` logs each error."""
 
     def log_error(self, format, *args):
-        """Logs nothing: http.server calls this when a connection has rested for `timeout` seconds."""
+        """Logs nothing: http.server calls this when a connection has rested for `timeout`
+        seconds."""
 
     def finish(self):
-        """Reads for a moment what the client still sends. If we closed at once, the client's system would
-        throw our answer away before the client has read it."""
+        """Reads for a moment what the client still sends. If we closed at once, the client's system
+        would throw our answer away before the client has read it."""
         deadline = time.monotonic() + LINGER_SECONDS
         with suppress(OSError):
             super().finish()
@@ -596,7 +616,7 @@ class Handler(BaseHTTPRequestHandler):
 def has_hung_up(connection: socket.socket) -> bool:
     """Has the client closed its end? Bytes of its next request may have come before."""
     try:
-        poll = select.poll()                            # needs no descriptor of its own, epoll would
+        poll = select.poll()    # needs no descriptor of its own, epoll would
         poll.register(connection, select.POLLRDHUP)
         return bool(poll.poll(0))
     except (OSError, ValueError):                       # it was reset, or we have closed it
@@ -604,9 +624,9 @@ def has_hung_up(connection: socket.socket) -> bool:
 
 
 class HeadReader:
-    """Reads the header lines of a request, or the trailer after its chunks, up to the empty line. APIError for
-    a line that another program might read as something else, and for too many bytes. ConnectionError if the
-    client hangs up before the empty line."""
+    """Reads the header lines of a request, or the trailer after its chunks, up to the empty line.
+    APIError for a line that another program might read as something else, and for too many bytes.
+    ConnectionError if the client hangs up before the empty line."""
 
     def __init__(self, file: BinaryIO):
         self.file, self.left = file, MAX_HEAD_BYTES

@@ -578,7 +578,7 @@ def test_a_file_that_is_gone(tmp_path, replaced):
     (tmp_path / "h").rename(tmp_path / "elsewhere")
     if replaced:
         History(tmp_path / "h").close()
-    with pytest.raises(OSError, match="was replaced|No such file"):
+    with pytest.raises(OSError, match="has replaced|No such file"):
         history.commit("c", turn.id, [1], [2])
     history.close()
 
