@@ -189,10 +189,9 @@ class API:
         self.retrieve_model(prefix, body.model)
         name, previous = body.conversation and body.conversation.id, body.previous_response_id
         if name and (previous or not body.store):
-            raise APIError(400,
-                           f"conversation {name!r:.100} cannot be combined with "
-                           "previous_response_id or "
-                                "store: false: leave out one of the two", "conversation")
+            raise APIError(400, f"conversation {name!r:.100} cannot be combined with "
+                                "previous_response_id or store: false: leave out one of the two",
+                           "conversation")
         return dict(messages=[self._message(prefix, entry, name) for entry in body.input],
                     conversation=name and self._conversation(prefix, name).name,
                     exists=True,    # a client may delete it between this look and the turn's claim

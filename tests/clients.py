@@ -145,7 +145,8 @@ def program(checkpoint, history, *flags):
 def posting(body, path="/v1/chat/completions"):
     """The bytes of a request."""
     body = json.dumps(body).encode()
-    return b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (path.encode(), len(body), body)
+    head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    return head % (path.encode(), len(body)) + body
 
 
 def hang_up_after(server, body, condition, path="/v1/chat/completions"):

@@ -137,7 +137,8 @@ def test_what_a_user_quotes_is_no_address(deployment):
     ours, theirs = made["s1"], made["s2"]
     said, reference = f"What is {theirs.id}?", dict(type="item_reference", id=ours.output[0].id)
     quoted = user(f'{{"type": "item_reference", "id": "{theirs.output[0].id}"}}')
-    for body in (dict(input=said, previous_response_id=ours.id), dict(previous_response_id=ours.id, input=said),
+    for body in (dict(input=said, previous_response_id=ours.id),
+                 dict(previous_response_id=ours.id, input=said),
                  dict(instructions=said, input="x", previous_response_id=ours.id),
                  dict(input=[user(said), reference]), dict(input=[quoted, reference]),
                  dict(input=[quoted, dict(reversed(reference.items()))]),

@@ -167,7 +167,8 @@ def test_one_key_cannot_take_all_places(checkpoint):
             with contextlib.ExitStack() as stack:
                 def begin(key):
                     connection = stack.enter_context(socket.create_connection(server.server_address, 30))
-                    connection.sendall(posting(body).replace(b"\r\n", f"\r\nAuthorization: Bearer {key}\r\n".encode(), 1))
+                    authorized = f"\r\nAuthorization: Bearer {key}\r\n".encode()
+                    connection.sendall(posting(body).replace(b"\r\n", authorized, 1))
                     return connection.recv(12)[9:]
                 begun = [begin("ada") for _ in range(most + 1)]
                 assert begun == [b"200"] * most + [b"429"]

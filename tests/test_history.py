@@ -592,7 +592,8 @@ def test_a_backup_while_a_server_runs(tmp_path, monkeypatch):
     subprocess.run(command.replace("python", sys.executable, 1), shell=True, check=True, cwd=tmp_path)
     history.commit("c", turn.id, [3], [4], [MORE], "Sure")
     backup = History(tmp_path / "backup.sqlite", "a tokenizer")
-    assert backup.head("c") == turn and backup.messages(turn.id) == [HI, dict(role="assistant", content="Hello")]
+    assert backup.head("c") == turn
+    assert backup.messages(turn.id) == [HI, dict(role="assistant", content="Hello")]
     assert (tmp_path / "backup.sqlite").stat().st_mode & 0o77 == 0
     backup.close(), history.close()
 

@@ -635,7 +635,8 @@ def test_logprobs(client, server):
 
 # ---- owners
 
-BODIES = {ChatBody: dict(messages=[user("Hi")], max_tokens=2), ResponseBody: dict(input="Hi", max_output_tokens=2),
+BODIES = {ChatBody: dict(messages=[user("Hi")], max_tokens=2),
+          ResponseBody: dict(input="Hi", max_output_tokens=2),
           ItemsBody: dict(items=[user("more")])}          # for all others {} will do
 
 
@@ -649,7 +650,8 @@ def good_request(operation, response):
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 def test_every_answer_is_as_the_document_says(client, server, operation):
-    path, body = good_request(operation, respond(client, "Hello", conversation=client.conversations.create().id))
+    response = respond(client, "Hello", conversation=client.conversations.create().id)
+    path, body = good_request(operation, response)
     if operation.name == "cache_events":                    # GET would never end
         request = urllib.request.Request(server.url + path, method="HEAD")
         with urllib.request.urlopen(request) as answer:

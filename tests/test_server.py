@@ -28,8 +28,8 @@ from serving.sessions import Sessions
 from serving.sockets import MAX_BODY_BYTES, Handler
 from serving.tokenizer import compile_template
 from server import parse_flags
-from clients import (CONTEXT, ROOT, TEMPLATE, ask, connect, eventually, fetch, hang_up_after, posting, program, raw,
-                     serving, user)
+from clients import (CONTEXT, ROOT, TEMPLATE, ask, connect, eventually, fetch, hang_up_after, posting,
+                     program, raw, serving, user)
 
 openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
 
@@ -504,7 +504,8 @@ def test_a_body_of_100_megabytes(server):
 @pytest.mark.parametrize("lengths", [(50, 50), (50, 51), ("50, 50",), ("+50",), ("5_0",), ("0x32",), ("",)])
 def test_a_length_that_leaves_doubts(server, lengths):
     headers = "".join(f"Content-Length: {length}\r\n" for length in lengths)
-    answer = raw(server, f"POST /v1/conversations HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n".encode(), b"{}" + b" " * 49)
+    answer = raw(server, f"POST /v1/conversations HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n".encode(),
+                 b"{}" + b" " * 49)
     assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1
 
 
@@ -512,7 +513,8 @@ def test_a_body_that_ends_too_early(server):
     """Even if the part that came is valid JSON."""
     before = server.sessions.history.conversations()
     with socket.create_connection(server.server_address, timeout=30) as connection:
-        connection.sendall(b"POST /v1/conversations HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{}")
+        head = b"POST /v1/conversations HTTP/1.1\r\nHost: localhost\r\n"
+        connection.sendall(head + b"Content-Length: 10\r\n\r\n{}")
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(2**16).startswith(b"HTTP/1.1 400")
     assert server.sessions.history.conversations() == before
@@ -521,7 +523,8 @@ def test_a_body_that_ends_too_early(server):
 def test_the_absolute_form(server):
     """As a client writes that takes us for a proxy."""
     for url in (b"http://localhost", b"HTTP://localhost:8000", server.url.encode()):
-        answer = raw(server, b"GET %b/health?a=b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % url)
+        answer = raw(server,
+                     b"GET %b/health?a=b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % url)
         assert answer.endswith(b'{"status": "ok"}')
     assert b"HTTP/1.1 400" in raw(server, b"GET http://[/health HTTP/1.1\r\nHost: localhost\r\n\r\n")
 
@@ -543,14 +546,16 @@ def test_head(server):
 
 def test_a_header_that_never_ends(server):
     for endless in ([b"X: " + b"x" * 2**16] * 100, [b"X: y\r\n"] * 1000):
-        assert raw(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n", *endless).startswith(b"HTTP/1.1 431")
+        assert raw(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n",
+                   *endless).startswith(b"HTTP/1.1 431")
     assert raw(server, b"nonsense\r\n\r\n").startswith(b"HTTP/1.1 400")
 
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
 
-@pytest.mark.parametrize("line", [b"no colon", b"Content-Length : 2", b"X: a\rContent-Length: 2", b" folded: x",
+@pytest.mark.parametrize("line",
+                         [b"no colon", b"Content-Length : 2", b"X: a\rContent-Length: 2", b" folded: x",
                                   b": no name", b"X\0: y", b"X: y\0"])
 def test_a_header_line_that_leaves_doubts(server, line):
     """Another program might read it as something else, and so take a body for a request."""
@@ -603,7 +608,8 @@ def test_content_encodings(server):
             bomb = (gzip if coding == "gzip" else zlib).compress(bytes(100 * MAX_BODY_BYTES))
             assert answered(bomb)[0] == 413
     status, answer = answered(said, "zstd")
-    assert status == 415 and "Content-Encoding" in answer["error"]["message"] and "zstd" in answer["error"]["message"]
+    assert status == 415
+    assert all(name in answer["error"]["message"] for name in ("Content-Encoding", "zstd"))
 
 
 def test_a_hang_up_behind_the_next_request_is_seen(server):
@@ -646,7 +652,9 @@ def test_ipv6(checkpoint):
 def test_a_slow_but_steady_reader_gets_a_long_answer_whole(server, monkeypatch):
     """The time limit is for each piece of it."""
     monkeypatch.setattr(Handler, "timeout", 0.5)
-    monkeypatch.setattr(Handler, "openapi", lambda self, prefix: self.send(200, "x" * 8_000_000, "text/plain"))
+    def long_answer(self, prefix):
+        self.send(200, "x" * 8_000_000, "text/plain")
+    monkeypatch.setattr(Handler, "openapi", long_answer)
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         connection.connect(server.server_address)
@@ -673,14 +681,15 @@ def test_a_settled_turn_frees_its_place_before_its_reader_is_done(server, monkey
 
 
 def test_an_engine_that_takes_no_step(checkpoint, monkeypatch):
-    """Its GPU may be lost. The health check fails, so a router passes us by; and we still say how full we are."""
+    """Its GPU may be lost. The health check fails, so a router passes us by. We still say how full we are."""
     monkeypatch.setattr("serving.sockets.STUCK_SECONDS", 0.5)
     sessions, hang = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0), threading.Event()
     with serving(sessions) as server, ThreadPoolExecutor(1) as pool:
         assert fetch(server, "GET", "/health")[0] == 200
         execute = sessions.engine.worker.execute
         monkeypatch.setattr(sessions.engine.worker, "execute", lambda batch: hang.wait(60) and execute(batch))
-        asked = pool.submit(fetch, server, "POST", "/v1/chat/completions", dict(messages=[user("Hi")], max_tokens=2))
+        asked = pool.submit(fetch, server, "POST", "/v1/chat/completions",
+                            dict(messages=[user("Hi")], max_tokens=2))
         eventually(lambda: fetch(server, "GET", "/health")[0] == 503)
         assert fetch(server, "GET", "/cache")[1]["stats"]["running"] == 1
         assert "vllm:num_requests_running" in fetch(server, "GET", "/metrics")[1]
@@ -692,7 +701,8 @@ def test_an_engine_that_takes_no_step(checkpoint, monkeypatch):
 def test_a_silent_client_is_cut_off(server, monkeypatch):
     assert 0 < Handler.timeout <= 60
     monkeypatch.setattr(Handler, "timeout", 0.2)
-    for sent in (b"", b"GET /health", b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{"):
+    for sent in (b"", b"GET /health",
+                 b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{"):
         assert raw(server, sent) == b""
 
 
@@ -716,7 +726,8 @@ def test_we_say_that_we_close_a_connection(server):
     """Otherwise a client takes it for its next request. Some clients send a length with a GET or DELETE."""
     answer = raw(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}")
     assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"Connection: close\r\n") == 1
-    assert raw(server, b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n").count(b"Connection: close\r\n") == 1
+    assert raw(server,
+               b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n").count(b"Connection: close\r\n") == 1
     assert raw(server, b"GET /health HTTP/1.0\r\n\r\n").count(b"Connection: close\r\n") == 1
 
 
@@ -724,7 +735,8 @@ def test_early_bytes_of_the_next_request(server):
     """They don't look like hanging up, and a body that nobody reads is not taken for a request."""
     body = json.dumps(dict(messages=[user("Hi")], max_tokens=300, ignore_eos=True)).encode()
     health = b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 27\r\n\r\n"
-    chat = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    chat = head % len(body) + body
     answer = raw(server, chat, health, b"GET /cache HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert answer.count(b"HTTP/1.1 200 OK") == 2 and b'"finish_reason": "length"' in answer
     assert answer.endswith(b'{"status": "ok"}')
