@@ -219,6 +219,7 @@ WORDS = dict(
     history="history (tokens)", seconds="time (s)", mean_ttft_ms="mean time to first token (ms)",
     normalized_latency_ms="normalized latency (ms/token)", computed_tokens="computed tokens",
     recomputed_seconds="recomputation (s)", servers="servers", replies="replies to a prompt",
+    turn="turn (each adds 100 tokens)", ttft_ms="time to first token (ms)",
     running="requests at once", tokens_per_second="throughput (tokens/s)", saved="slots saved (share)")
 
 
@@ -232,8 +233,13 @@ def plot(figure: Figure, rows: list[dict], path: str):
     if figure.bars or all(row[figure.x] is None for row in rows):       # a trace has one load: its own
         draw_bars(canvas, rows, figure.bars or (figure.y,))
     else:
-        draw_lines(canvas, by_panel(rows), figure.x, figure.y)
+        draw_lines(canvas, by_panel(rows), figure.x, figure.y, figure.linear)
     canvas.savefig(path, dpi=100, format="png")
+
+
+def three_digits(value: float) -> str:
+    """12345.6 -> 12,346; 44.54 -> 44.5."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def draw_bars(canvas, rows: list[dict], fields: tuple):
@@ -243,11 +249,11 @@ def draw_bars(canvas, rows: list[dict], fields: tuple):
     for ax, field in zip(canvas.subplots(1, len(fields), squeeze=False)[0], fields):
         values = [row[field] for row in rows]
         bars = ax.bar([row["system"] for row in rows], values)
-        ax.bar_label(bars, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values])
+        ax.bar_label(bars, [three_digits(value) for value in values])
         ax.set(title=WORDS[field])
 
 
-def draw_lines(canvas, panels: dict[str, list[dict]], x: str, y: str):
+def draw_lines(canvas, panels: dict[str, list[dict]], x: str, y: str, linear: bool = False):
     """A diagram for each panel, and in it a line for each system: for each way to run it, or chunk size."""
     canvas.set_size_inches(5 * len(panels), 4)
     axes = canvas.subplots(1, len(panels), squeeze=False)[0]
@@ -257,9 +263,15 @@ def draw_lines(canvas, panels: dict[str, list[dict]], x: str, y: str):
             label = ", ".join(str(row[field]) for field in ("system", "how", "chunk") if field in row)
             lines.setdefault(label, []).append((row[x], row[y]))
         for label, points in lines.items():
-            ax.plot(*zip(*sorted(points)), marker="o", label=label)
-        ax.set(title=panel, xlabel=WORDS[x], ylabel=WORDS[y], yscale="log")
-    axes[0].legend()
+            drawn, = ax.plot(*zip(*sorted(points)), marker="o", label=label)
+            if linear:
+                last = max(points)
+                ax.annotate(f"{label}: {three_digits(last[1])}", last, (0, 8), ha="right", weight="bold",
+                            textcoords="offset points", color=drawn.get_color())
+                ax.margins(y=0.12)              # the highest name, too, stands inside
+        ax.set(title=panel, xlabel=WORDS[x], ylabel=WORDS[y], yscale="linear" if linear else "log")
+    if not linear:
+        axes[0].legend()
 
 
 def main():

@@ -24,7 +24,12 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor
 
-from model import ALONE, NORMS, ROPE_SCALING, Alone, Model, ModelConfig, empty_model
+from model import ACTIVATIONS, ALONE, NORMS, Alone, Model, ModelConfig, empty_model
+
+SIZES = "vocab_size", "num_layers", "num_heads", "num_kv_heads", "width", "ffn_width", "max_context"
+MOST_LAYERS = 1000      # no model has so many; to make a million modules would take minutes
+# What rope_scaling consists of, in the words of Llama 3.1's config.json.
+ROPE_SCALING = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 
 
 def find_checkpoint(model: str | Path) -> Path:
@@ -34,19 +39,21 @@ def find_checkpoint(model: str | Path) -> Path:
         if directory.is_dir():
             return directory
     if str(model).lower().endswith("gguf"):         # a file, or a name on the hub
-        raise ValueError(f"model {str(model)!r} is in GGUF, which is quantised: take the original in "
-                         f"safetensors; {WORKING}")
+        raise ValueError(f"model {str(model)!r} is in GGUF, which is quantised: take the original "
+                         f"in safetensors; {WORKING}")
     download = partial(snapshot_download, model)
     try:
-        directory = Path(download(allow_patterns=["*.json", "*.txt", "*.jinja", "model*.safetensors"]))
+        wanted = ["*.json", "*.txt", "*.jinja", "model*.safetensors"]
+        directory = Path(download(allow_patterns=wanted))
         if not any(directory.glob("*.safetensors")):
             download(allow_patterns=["pytorch_model*.bin"])         # an old checkpoint
         return directory
     except (OSError, ValueError) as error:      # no network; unknown or gated; not even a name
-        hint = "it is a preset: add --random-weights to measure with it; or " if model in PRESETS else ""
+        hint = "it is a preset: add --random-weights to measure with it; or "
         raise ValueError(
-            f"model {model!r} is not a directory, and the Hugging Face hub gave {type(error).__name__}: "
-            f"{hint}give a checkpoint's directory, or a hub name (owner/name), online, "
+            f"model {model!r} is not a directory, and the Hugging Face hub gave "
+            f"{type(error).__name__}: {hint if model in PRESETS else ''}"
+            "give a checkpoint's directory, or a hub name (owner/name), online, "
             f"whose licence you have accepted (`hf auth login`); {WORKING}") from error
 
 
@@ -77,7 +84,8 @@ def read_model(directory: Path, device, dtype: torch.dtype, ranks: Alone) -> Mod
             if unused_head or name.endswith(NOT_PARAMETERS):
                 continue
             if tensor.dtype.itemsize == 1:
-                raise ValueError(f"{file}: its weights are quantised (tensor {name!r} is {tensor.dtype})")
+                raise ValueError(f"{file}: its weights are quantised "
+                                 f"(tensor {name!r} is {tensor.dtype})")
             if name not in unfilled:
                 raise ValueError(f"{file}: tensor {name!r} is unexpected: "
                                  "unknown to this architecture, or there twice")
@@ -92,11 +100,12 @@ def read_model(directory: Path, device, dtype: torch.dtype, ranks: Alone) -> Mod
 # ---- reading files -------------------------------------------------------------------------------
 
 def refuse_other_formats(directory: Path):
-    """ValueError for a directory that holds an adapter or GGUF files, and no weights that we can read."""
+    """ValueError for a directory that holds an adapter or GGUF files, and no weights for us."""
     if any(directory.glob("model*.safetensors*")) or any(directory.glob("pytorch_model*.bin*")):
         return
-    for pattern, kind in (("adapter_config.json", "an adapter (LoRA) without its model: merge the two"),
-                          ("*.gguf", "GGUF, which is quantised: take the original in safetensors")):
+    kinds = {"adapter_config.json": "an adapter (LoRA) without its model: merge the two",
+             "*.gguf": "GGUF, which is quantised: take the original in safetensors"}
+    for pattern, kind in kinds.items():
         if any(directory.glob(pattern)):
             raise ValueError(f"{directory} holds {kind}")
 
@@ -112,16 +121,19 @@ def read_config(directory: Path) -> "tuple[Architecture, ModelConfig]":
         if quantization:
             raise ValueError(f"its weights are quantised ({quantization!r:.100})")
         if str(kind) not in ARCHITECTURES:
-            raise ValueError(f"unknown model_type {kind!r:.100}{NOT_IMPLEMENTED.get(str(kind), '')}")
-        config["eos_ids"] = ids_of(config.get("eos_token_id")) | ids_of(generation.get("eos_token_id"))
+            why = NOT_IMPLEMENTED.get(str(kind), "")
+            raise ValueError(f"unknown model_type {kind!r:.100}{why}")
+        config["eos_ids"] = ids_of(config) | ids_of(generation)
         return ARCHITECTURES[kind], ARCHITECTURES[kind].read(config)
     except KeyError as error:
         raise ValueError(f"{file}: field {error} is missing") from error
-    except (TypeError, ValueError, AttributeError, OverflowError) as error:     # a field of a wrong type
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:     # of a wrong type
         raise ValueError(f"{file}: {error}") from error
 
 
-def ids_of(entry: int | list | None) -> frozenset[int]:
+def ids_of(config: dict) -> frozenset[int]:
+    """Its end-of-sequence ids: none, one, or a list."""
+    entry = config.get("eos_token_id")
     ids = entry if isinstance(entry, list) else [] if entry is None else [entry]
     if not all(type(token) is int for token in ids):
         raise ValueError(f"eos_token_id must be an id or a list of ids, not {entry!r:.100}")
@@ -165,7 +177,8 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
                 for name in tensors.keys():
                     yield name, tensors.get_tensor(name)
         else:
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+            content = torch.load(file, map_location="cpu", weights_only=True,
+                                 mmap=zipfile.is_zipfile(file))
             yield from dict(content).items()
     except Exception as error:                  # a corrupt pickle can raise anything
         raise ValueError(f"{file} cannot be read ({error}); download it again") from error
@@ -174,15 +187,16 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 # ---- filling parameters --------------------------------------------------------------------------
 
 class Destination(NamedTuple):
-    """Where a tensor of theirs goes. It has the parts of one or several parameters, row below row."""
-    parts: list[Tensor]         # views of our parameters: of several ranks, what this one has of each part
-    wholes: list[Tensor]        # of the same parts in a whole model, on the device "meta": their shapes
+    """Where a tensor of theirs goes: the parts of one or several parameters, row below row."""
+    parts: list[Tensor]  # views of our parameters: of several ranks, what this one has of each part
+    wholes: list[Tensor]    # of the same parts in a whole model, on the device "meta": their shapes
     transposed: bool            # they store the tensor [in, out]
 
 
-def destinations(model: Model, whole: Model, architecture: "Architecture") -> dict[str, Destination]:
-    """For each name of theirs, where that tensor goes. whole: the same model, unshared, without values.
-    Together the destinations cover every parameter exactly once:
+def destinations(model: Model, whole: Model,
+                 architecture: "Architecture") -> dict[str, Destination]:
+    """For each name of theirs, where that tensor goes. whole: the same model, unshared, without
+    values. Together the destinations cover every parameter exactly once:
 
         layers.3.attn.qkv.weight [H D + 2 H_kv D, width]    takes, in a Llama,
         layers.3.self_attn.q_proj.weight [H D, width], ...k_proj.weight and ...v_proj.weight;
@@ -192,9 +206,10 @@ def destinations(model: Model, whole: Model, architecture: "Architecture") -> di
     for (name, parameter), whole_parameter in zip(model.named_parameters(), whole.parameters()):
         module, leaf = name.rsplit(".", 1)                      # "layers.3.attn.qkv", "weight"
         layer = re.findall(r"\d+", module)                      # ["3"], or [] outside the layers
-        parts, wholes = split(module, parameter, model.config), split(module, whole_parameter, whole.config)
+        parts = split(module, parameter, model.config)
+        wholes = split(module, whole_parameter, whole.config)
         their_modules = architecture.names[re.sub(r"\d+", "{}", module)].split()
-        each = len(parts) // len(their_modules)                 # parts in each tensor of theirs: all, or one
+        each = len(parts) // len(their_modules)     # parts in each tensor of theirs: all, or one
         for number, their_module in enumerate(their_modules):
             of_this = slice(number * each, (number + 1) * each)
             their_name = f"{their_module.format(*layer)}.{leaf}"
@@ -212,8 +227,8 @@ def split(module: str, parameter: Tensor, config: ModelConfig) -> tuple[Tensor, 
 
 
 def fill(destination: Destination, tensor: Tensor, rank: int, label: str):
-    """Copy this rank's share of a checkpoint's tensor. ValueError, beginning with `label`, if the tensor
-    does not fit, or if a value is not finite (also one that is too large for our dtype)."""
+    """Copy this rank's share of a checkpoint's tensor. ValueError, beginning with `label`, if the
+    tensor does not fit, or if a value is not finite (also one that is too large for our dtype)."""
     parts, wholes, transposed = destination
     rows = [len(whole) for whole in wholes]
     shape = [sum(rows), *wholes[0].shape[1:]][::-1 if transposed else 1]
@@ -222,15 +237,15 @@ def fill(destination: Destination, tensor: Tensor, rank: int, label: str):
                          f"found {tensor.dtype} of {list(tensor.shape)}")
     for part, theirs in zip(parts, (tensor.t() if transposed else tensor).split(rows)):
         theirs = share(theirs, part.shape, rank)
-        part.copy_(theirs.to(part.device))          # moved in the file's dtype: the device converts faster
-        if not part.sum(dtype=torch.float32).isfinite():        # one NaN or infinity makes the sum one
+        part.copy_(theirs.to(part.device))  # moved in the file's dtype: the device converts faster
+        if not part.sum(dtype=torch.float32).isfinite():    # one NaN or infinity makes the sum one
             raise ValueError(f"{label}: it holds NaN or infinity in {part.dtype}; "
                              "download the checkpoint again")
 
 
 def share(whole: Tensor, shape: torch.Size, rank: int) -> Tensor:
-    """What a rank has of a whole tensor: a piece of `shape`, a view. The ranks' pieces lie one behind
-    another along the dimension that they share."""
+    """What a rank has of a whole tensor: a piece of `shape`, a view. The ranks' pieces lie one
+    behind another along the dimension that they share."""
     for dimension, length in enumerate(shape):
         if length < whole.shape[dimension]:
             whole = whole.narrow(dimension, rank * length, length)
@@ -250,8 +265,8 @@ def keep_one_of_biases(model: Model, rank: int):
 @dataclass(frozen=True)
 class Architecture:
     read: Callable[[dict], ModelConfig]     # reads config.json, to which "eos_ids" has been added
-    names: dict[str, str]                   # our module -> theirs, or several that ours joins; {}: the layer
-    transposed: tuple[str, ...] = ()        # the ends of their names whose weights are stored [in, out]
+    names: dict[str, str]       # our module -> theirs, or several that ours joins; {}: the layer
+    transposed: tuple[str, ...] = ()    # the ends of their names whose weights are stored [in, out]
 
 
 def refuse_variants(config: dict, **supported):
@@ -263,7 +278,8 @@ def refuse_variants(config: dict, **supported):
 
 
 def filled(config: dict, kind: type, *fields: str):
-    """The first of these fields that is not empty; else an empty dict or list, the `kind` that it must be."""
+    """The first of these fields that is not empty. It must be of that kind: a dict or a list. If
+    all are empty, an empty one."""
     for field in filter(config.get, fields):
         if not isinstance(config[field], kind):
             raise ValueError(f"{field} must be a {kind.__name__}, not {config[field]!r:.100}")
@@ -274,9 +290,9 @@ def filled(config: dict, kind: type, *fields: str):
 def read_gpt2(config: dict) -> ModelConfig:
     refuse_variants(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
                     reorder_and_upcast_attn=False, add_cross_attention=False)
-    return ModelConfig(
-        vocab_size=config["vocab_size"], max_context=config["n_positions"], num_layers=config["n_layer"],
-        num_heads=config["n_head"], num_kv_heads=config["n_head"],
+    return checked(
+        vocab_size=config["vocab_size"], max_context=config["n_positions"],
+        num_layers=config["n_layer"], num_heads=config["n_head"], num_kv_heads=config["n_head"],
         width=config["n_embd"], ffn_width=config.get("n_inner") or 4 * config["n_embd"],
         activation=config.get("activation_function", "gelu_new"),
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
@@ -285,22 +301,25 @@ def read_gpt2(config: dict) -> ModelConfig:
 
 def read_opt(config: dict) -> ModelConfig:
     refuse_variants(config, do_layer_norm_before=True, word_embed_proj_dim=config["hidden_size"],
-                    enable_bias=True, layer_norm_elementwise_affine=True, _remove_final_layer_norm=False)
-    return ModelConfig(
-        **common_sizes(config), num_kv_heads=config["num_attention_heads"], ffn_width=config["ffn_dim"],
-        activation=config.get("activation_function", "relu"), position_offset=2,
+                    enable_bias=True, layer_norm_elementwise_affine=True,
+                    _remove_final_layer_norm=False)
+    return checked(
+        **common_sizes(config), num_kv_heads=config["num_attention_heads"],
+        ffn_width=config["ffn_dim"], position_offset=2,
+        activation=config.get("activation_function", "relu"),
         tied_embeddings=config.get("tie_word_embeddings", True), eos_ids=config["eos_ids"])
 
 
 def read_llama(config: dict) -> ModelConfig:
     """Llama, and the models that differ from it in switches only."""
-    if config.get("use_sliding_window") is not False:       # False: Qwen states a window that is unused
+    if config.get("use_sliding_window") is not False:   # False: Qwen states a window that is unused
         refuse_variants(config, sliding_window=None)
     kind, attention_bias = config["model_type"], config.get("attention_bias")
-    biased = dict(qkv=attention_bias or kind == "qwen2", out=attention_bias, mlp=config.get("mlp_bias"))
-    rotated = filled(config, list, "no_rope_layers")        # despite the name, 1: this layer rotates
+    biased = dict(qkv=attention_bias or kind == "qwen2", out=attention_bias,
+                  mlp=config.get("mlp_bias"))
+    rotated = filled(config, list, "no_rope_layers")    # despite the name, 1: this layer rotates
     rope_theta, rope_scaling = read_rope(config)
-    return ModelConfig(
+    return checked(
         **common_sizes(config),
         num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
         head_dim=config.get("head_dim"), qk_norm=kind == "qwen3",
@@ -309,7 +328,49 @@ def read_llama(config: dict) -> ModelConfig:
         biases=frozenset(name for name, has_bias in biased.items() if has_bias),
         rope_theta=rope_theta, rope_scaling=rope_scaling,
         unrotated=frozenset(layer for layer, rotates in enumerate(rotated) if not rotates),
-        tied_embeddings=config.get("tie_word_embeddings", kind == "smollm3"), eos_ids=config["eos_ids"])
+        tied_embeddings=config.get("tie_word_embeddings", kind == "smollm3"),
+        eos_ids=config["eos_ids"])
+
+
+def checked(**fields) -> ModelConfig:
+    """The ModelConfig of these fields. A config.json can hold anything, so ValueError, with the
+    name of the field, for a value that is no such size or number, and for sizes that do not fit."""
+    check_sizes(fields)
+    config = ModelConfig(**fields)
+    if str(config.activation) not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {config.activation!r}; "
+                         f"known: {', '.join(ACTIVATIONS)}")
+    numbers = dict(zip(ROPE_SCALING, config.rope_scaling or ()), norm_eps=config.norm_eps)
+    if config.rope_theta is not None:
+        numbers["rope_theta"] = config.rope_theta
+        if config.head_dim % 2:
+            raise ValueError("rotary positions need an even head size, not head_dim = "
+                             f"{config.head_dim}")
+    for name, number in numbers.items():
+        if type(number) not in (int, float) or not 0 < number < 2**63:
+            raise ValueError(f"{name} must be a number above 0 and below 2**63, "
+                             f"not {number!r:.100}")
+    low, high = numbers.get("low_freq_factor", 0), numbers.get("high_freq_factor", 1)
+    if low >= high:
+        raise ValueError(f"low_freq_factor {low} must be below high_freq_factor {high}")
+    return config
+
+
+def check_sizes(fields: dict):
+    """ValueError unless the sizes are sizes, and heads share width and KV heads evenly."""
+    sizes, divisors = [*SIZES], [("num_heads", "num_kv_heads")]
+    if fields.get("head_dim") is None:
+        divisors.append(("width", "num_heads"))
+    else:
+        sizes.append("head_dim")
+    for name in sizes:
+        value, most = fields[name], MOST_LAYERS if name == "num_layers" else 2**31 - 1
+        if type(value) is not int or not 1 <= value <= most:
+            raise ValueError(f"{name} must be an int from 1 to {most}, not {value!r:.100}")
+    for name, divisor in divisors:
+        if fields[name] % fields[divisor]:
+            raise ValueError(f"{name} {fields[name]} must be a multiple of "
+                             f"{divisor} {fields[divisor]}")
 
 
 def common_sizes(config: dict) -> dict:
@@ -377,11 +438,13 @@ ARCHITECTURES = {
 }
 ARCHITECTURES |= dict.fromkeys(["mistral", "qwen2", "qwen3", "smollm3"], ARCHITECTURES["llama"])
 NOT_IMPLEMENTED = dict.fromkeys(
-    ["gemma3", "gemma3_text"], ": most of its layers attend to a window only, our attention does not")
-WORKING = ("three that work: Qwen/Qwen3-0.6B, HuggingFaceTB/SmolLM2-135M-Instruct, facebook/opt-125m "
-           "(in general: float weights of " + ", ".join(ARCHITECTURES) + ")")
-PREFIX = re.compile(r"^((transformer|model|decoder)\.)+")       # depends on the class that was saved
-NOT_PARAMETERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")    # constants in old checkpoints
+    ["gemma3", "gemma3_text"],
+    ": most of its layers attend to a window only, our attention does not")
+WORKING = ("three that work: Qwen/Qwen3-0.6B, HuggingFaceTB/SmolLM2-135M-Instruct, "
+           "facebook/opt-125m (in general: float weights of " + ", ".join(ARCHITECTURES) + ")")
+PREFIX = re.compile(r"^((transformer|model|decoder)\.)+")   # depends on the class that was saved
+# Constants in old checkpoints.
+NOT_PARAMETERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 # ---- random weights, for measuring: speed does not depend on their values ------------------------
@@ -392,8 +455,8 @@ def gpt(layers: int, heads: int, width: int, context: int) -> ModelConfig:
 
 
 def opt(layers: int, heads: int, width: int) -> ModelConfig:
-    return ModelConfig(50272, layers, heads, heads, width, 4 * width, 2048, "relu", position_offset=2,
-                       eos_ids=frozenset({2}))
+    return ModelConfig(50272, layers, heads, heads, width, 4 * width, 2048, "relu",
+                       position_offset=2, eos_ids=frozenset({2}))
 
 
 def llama2(layers: int, heads: int, kv_heads: int, width: int, ffn_width: int) -> ModelConfig:
@@ -404,7 +467,7 @@ def llama2(layers: int, heads: int, kv_heads: int, width: int, ffn_width: int) -
 
 PRESETS = {
     "gpt2": gpt(12, 12, 768, 1024),
-    "gpt3-6.7b": gpt(32, 32, 4096, 2048),       # dense in every layer; GPT-3's own is in every other one
+    "gpt3-6.7b": gpt(32, 32, 4096, 2048),  # dense in every layer; GPT-3's own is in every other one
     "gpt3-13b": gpt(40, 40, 5120, 2048),        # the draft's Table 1
     "opt-125m": opt(12, 12, 768),
     "opt-1.3b": opt(24, 32, 2048),
@@ -415,16 +478,16 @@ PRESETS = {
     "opt-66b": opt(64, 72, 9216),
     "llama2-7b": llama2(32, 32, 32, 4096, 11008),
     "llama2-13b": llama2(40, 40, 40, 5120, 13824),
-    "llama2-13b-gqa": llama2(40, 40, 10, 5120, 13824),      # the paper's: grouped heads, smaller KV-tokens
+    "llama2-13b-gqa": llama2(40, 40, 10, 5120, 13824),      # the paper's, with grouped heads
     "llama2-70b": llama2(80, 64, 8, 8192, 28672),
 }
 
 
-def random_model(preset: str, device, dtype: torch.dtype, max_context: int | None = None, seed: int = 0,
-                 ranks: Alone = ALONE) -> Model:
+def random_model(preset: str, device, dtype: torch.dtype, max_context: int | None = None,
+                 seed: int = 0, ranks: Alone = ALONE) -> Model:
     """The Model of that PRESET with weights drawn from N(0, 0.02), the same for the same seed and
-    device; of several ranks, the part of this one. max_context: None for the preset's. ValueError if
-    there is no such preset."""
+    device; of several ranks, the part of this one. max_context: None for the preset's. ValueError
+    if there is no such preset."""
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
     shape = replace(PRESETS[preset], max_context=max_context or PRESETS[preset].max_context)
@@ -434,7 +497,8 @@ def random_model(preset: str, device, dtype: torch.dtype, max_context: int | Non
     for (name, parameter), unshared in zip(model.named_parameters(), whole.parameters()):
         drawn = torch.empty_like(unshared, device=device).normal_(std=0.02, generator=generator)
         module = name.rpartition(".")[0]
-        for part, values in zip(split(module, parameter, model.config), split(module, drawn, whole.config)):
+        parts = split(module, parameter, model.config)
+        for part, values in zip(parts, split(module, drawn, whole.config)):
             part.copy_(share(values, part.shape, ranks.rank))
     keep_one_of_biases(model, ranks.rank)
     for module in model.modules():

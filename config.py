@@ -1,10 +1,10 @@
-"""All flags in one table: a field of `Config` is a keyword of Engine, and a flag of server.py and bench.py.
+"""All flags in one table. A field of `Config` is a keyword of Engine and a flag of server.py.
 
-    gpu_cache_tokens: int = flag(None, "tokens that ...")      Engine(gpu_cache_tokens=512)
-                                                               python server.py --gpu-cache-tokens 512
+    gpu_cache_tokens: int = flag(None, "tokens that ...")     Engine(gpu_cache_tokens=512)
+                                                              server.py --gpu-cache-tokens 512
 
-The field's type and default are the flag's. server.py adds flags of its own for what is around an engine:
-sockets, API keys, the history and the system prompt (the last two are keywords of serving.sessions.Sessions).
+Type and default are those of the field. bench.py has the same flags. server.py adds others for what
+is around an engine: sockets, API keys, history and system prompt.
 """
 import argparse
 from dataclasses import dataclass, field, fields
@@ -25,32 +25,33 @@ def flag(default, help: str, choices: tuple[str, ...] | None = None):
 @dataclass(frozen=True)
 class Config:
     """ValueError if a value makes no sense."""
-    model: str = flag("tiny_chat", "the model: a checkpoint's directory or its name on the Hugging Face hub; "
+    model: str = flag("tiny_chat", "a checkpoint's directory, or its name on the Hugging Face hub; "
                       "with --random-weights one of the built-in presets, such as opt-13b")
-    random_weights: bool = flag(False, "fill the model with random weights instead of loading them; "
-                                "for measurements")
-    max_context: int = flag(None, "longest context of random weights, in tokens (default: the preset's); a "
-                            "checkpoint's own is fixed")
-    device: str = flag("auto", "where the model and the GPU tier live; auto: CUDA if there is a GPU",
+    random_weights: bool = flag(False, "fill the model with random weights instead of loading "
+                                "them; for measurements")
+    max_context: int = flag(None, "longest context of random weights, in tokens (default: the "
+                            "preset's); a checkpoint's own is fixed")
+    device: str = flag("auto", "where the model and the GPU tier live; auto: CUDA if there is one",
                        ("auto", "cpu", "cuda"))
-    dtype: str = flag("auto", "number format of weights and cache; auto: bfloat16 on CUDA, float32 on a CPU",
+    dtype: str = flag("auto", "number format of weights and cache; auto: bfloat16 on CUDA, "
+                      "float32 on a CPU",
                       ("auto", "float32", "float16", "bfloat16"))
-    gpu_cache_tokens: int = flag(None, "size of the GPU tier, in tokens (default: what fits into its memory)")
-    cpu_cache_tokens: int = flag(None, "size of the CPU tier, in tokens; 0: no CPU tier, the paper's GPU "
-                                 "cache variant (default: four times the GPU tier, if it fits into memory)")
+    gpu_cache_tokens: int = flag(None, "tokens in the GPU tier (default: what fits into memory)")
+    cpu_cache_tokens: int = flag(None, "tokens in the CPU tier; 0: the paper's GPU cache variant "
+                                 "(default: four times the GPU tier, if it fits into memory)")
     chunk_size: int = flag(32, "tokens in a chunk; a chunk is evicted and copied as a whole")
     max_batch_tokens: int = flag(512, "most tokens that one step computes")
     max_running: int = flag(64, "most requests that run at the same time")
-    swap_threshold: float = flag(0.25, "share of the GPU tier that is kept available by copying chunks to "
-                                 "the CPU ahead of time; 0: copy only when slots are needed")
-    reserve: float = flag(0.10, "share of the GPU tier that an admission leaves free, so that other running "
-                          "requests can grow")
+    swap_threshold: float = flag(0.25, "share of the GPU tier that is kept available by copying "
+                                 "chunks to the CPU ahead of time; 0: copy only on demand")
+    reserve: float = flag(0.10, "share of the GPU tier that an admission leaves free, so that "
+                          "other running requests can grow")
     policy: str = flag("retention", "which chunks leave a full tier first", tuple(POLICIES))
     stateless: bool = flag(False, "forget all KV-tokens when a request ends, as most servers do")
-    separate_phases: bool = flag(False, "never put prompts and generated tokens into the same batch")
-    no_pipeline: bool = flag(False, "copy all chunks back before the first attention, not layer by layer "
-                             "while the model runs")
-    eager: bool = flag(False, "plain PyTorch: compile and capture nothing on CUDA, pack no weights on a CPU")
+    separate_phases: bool = flag(False, "never put prompts and decodes into the same batch")
+    no_pipeline: bool = flag(False, "copy all chunks back before the first attention, not layer "
+                             "by layer while the model runs")
+    eager: bool = flag(False, "plain PyTorch: compile, capture and pack nothing")
 
     @classmethod
     def names(cls) -> set[str]:
@@ -76,9 +77,10 @@ class Config:
 
     def __post_init__(self):
         require(self.max_context is None or self.random_weights, "max_context",
-                "given with random_weights only: a checkpoint's longest context is its own", self.max_context)
-        least = dict(max_context=1, gpu_cache_tokens=1, cpu_cache_tokens=0, chunk_size=1, max_batch_tokens=1,
-                     max_running=1)
+                "given with random_weights only: a checkpoint's longest context is its own",
+                self.max_context)
+        least = dict(max_context=1, gpu_cache_tokens=1, cpu_cache_tokens=0, chunk_size=1,
+                     max_batch_tokens=1, max_running=1)
         for name, smallest in least.items():
             value = getattr(self, name)
             by_default = value is None and getattr(Config, name) is None

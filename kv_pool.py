@@ -9,27 +9,17 @@ computes one layer while the next one arrives.
     copy out                  [====]    begins when the copies in of its step have ended
 
 A copy out waits for the copies in of its step because both ways at once are slower: the paper
-measured a loss of 18-20%. The next step's copies in do not wait for it and may overlap it, because
-a step waits for them.
-
-Neighbouring tokens of a chunk lie in slots anywhere, so a copy moves single tokens. To call the
-driver for each of them would take longer than the copies. So one kernel reads one tier and writes
-the other, for all tokens of a layer (on the way out: of all layers). The GPU reaches the host's memory
-by itself. (That memory is pinned as CUDA says: its pages never move. Pinned conversations are
-something else.)
+measured a loss of 18-20%. The next step's copies in do not wait for it, because a step waits for
+them.
 
 Invariants: a slot is overwritten only when earlier steps have read it; a copy out reads only what
 earlier steps have written; a ticket has landed only when its copy has ended. (kv_cache.py gives no
-slot away that a copy still reads or writes.) Without CUDA the same code runs in order: every copy has
-ended when the call returns.
+slot away that a copy still reads or writes.) Without CUDA the same code runs in order: every copy
+has ended when the call returns.
 """
-from __future__ import annotations      # where triton is absent, `tl.constexpr` is, too
-
-import math
-import mmap
 import time
-import weakref
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,42 +28,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention_kernel import enumerate_each, jit, tl, triton
+from arrays import enumerate_each
 from kv_cache import Ticket
-
-# Of the copying kernel. Each program keeps a processor of the GPU busy, for which the model's matrix products
-# wait: on an H100, copies out by 16 programs made decodes take 1.67 times as long, by 2 programs 1.02 times.
-COPYING_PROGRAMS = 2
-COPYING_WARPS = 16
-TILE_BYTES = 128 * 1024     # in flight per program. One program reached 30 GB/s so, two reached 40 to 50
+from tier_copies import copy_tokens, pinned
 
 
 @dataclass(eq=False)
 class Flight:
-    """Copies in one direction that were started together. begin, end, reached and arrived are
-    events."""
+    """Copies in one direction, started together. begin, end, reached and arrived are events."""
     direction: str                  # "in" or "out"
     tickets: list[Ticket]
     nbytes: int
     begin: object
     end: object = None
     arrived: list = field(default_factory=list)     # one for each layer, on the way in
-    waits: list = field(default_factory=list)       # (reached, arrived) of each layer: the model's stream
-    #                                                 reached the layer; the layer had arrived
-
-    def seconds(self) -> float:
-        return self.begin.elapsed_time(self.end) / 1e3
-
-    def waited_seconds(self) -> float:
-        """Seconds for which the model's stream stood still for this flight, which has ended. A
-        stream that has not reached a layer even now will not wait for it."""
-        waited = [reached.elapsed_time(arrived) for reached, arrived in self.waits if reached.query()]  # ms
-        return sum(max(0.0, ms) for ms in waited) / 1e3
+    # (reached, arrived) of each layer: the model's stream reached the layer; the layer had arrived.
+    waits: list = field(default_factory=list)
 
 
 class KVPool:
-    """Both tiers of all layers. The CPU tier has a row for each token of each place: that of token i
-    of place p is row p * chunk_size + i."""
+    """Both tiers of all layers. The CPU tier has a row for each token of each place: that of token
+    i of place p is row p * chunk_size + i."""
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, num_slots: int, num_places: int,
                  chunk_size: int, device, dtype: torch.dtype, pipeline: bool = True):
@@ -82,12 +57,11 @@ class KVPool:
         gpu_shape = layers, 2, num_slots, kv_heads, head_dim                # 2: K and V
         cpu_shape = layers, 2, num_places * chunk_size, kv_heads, head_dim
         self.gpu = torch.empty(gpu_shape, device=device, dtype=dtype)
-        self.cpu = pinned(cpu_shape, dtype, owner=self) if cuda else torch.empty(cpu_shape, dtype=dtype)
+        self.cpu = pinned(cpu_shape, dtype, self) if cuda else torch.empty(cpu_shape, dtype=dtype)
         self.chunk_size, self.pipeline = chunk_size, pipeline
         self.flights: list[Flight] = []         # by time of issue
-        self.arriving: Flight | None = None     # the latest one in, until a step has waited for all layers
-        self.totals = Counter(swap_in_bytes=0, swap_out_bytes=0, swap_in_seconds=0.0, swap_out_seconds=0.0)
-        self.overhead_seconds = 0.0     # the host was busy swapping, or the model's stream waited
+        self.arriving: Flight | None = None  # the latest one in, until a step waited for all layers
+        self.metrics = SwapMetrics()
         if cuda:
             self.stream, self.on = torch.cuda.current_stream, torch.cuda.stream
             self.event = partial(torch.cuda.Event, enable_timing=True)
@@ -103,12 +77,12 @@ class KVPool:
         """Let the current stream, not the host, wait until this layer of the latest swap-in has
         arrived; with pipeline=False until all layers have. A step waits for its layers in order.
 
-        Nothing happens if no flight is `arriving`. When a step has waited for the last layer, none is
-        any more. The flight notes each wait in `waits`."""
+        Nothing happens if no flight is `arriving`. When a step has waited for the last layer, none
+        is any more. The flight notes each wait in `waits`."""
         if not self.arriving:
             return
         reached = self.now()
-        arrived = self.arriving.arrived[layer if self.pipeline else -1]     # -1: the last layer, so all
+        arrived = self.arriving.arrived[layer if self.pipeline else -1]     # -1: the last, so all
         self.stream().wait_event(arrived)
         self.arriving.waits.append((reached, arrived))
         if layer == len(self.gpu) - 1:
@@ -119,9 +93,9 @@ class KVPool:
         place go into its slots. Layer l may be read after wait(l). The host does not wait; landed()
         gives the tickets back later. No tickets: nothing happens.
 
-        stream_in first waits for the current stream, because earlier steps may still use what the slots held
-        before. Behind the copy of each layer it records an event, for wait(). Then the flight is
-        `arriving`."""
+        stream_in first waits for the current stream, because earlier steps may still use what the
+        slots held before. Behind the copy of each layer it records an event, for wait(). Then the
+        flight is `arriving`."""
         if not tickets:
             return
         self.stream_in.wait_stream(self.stream())
@@ -136,9 +110,10 @@ class KVPool:
         """Start the copies GPU -> CPU, from each ticket's slots into its place. Nobody waits for a
         single layer, so one copy takes all layers. No tickets: nothing happens.
 
-        stream_out waits for the copies in, and for `written`: an event of the current stream, behind all
-        that writes to these slots (None: behind all that is launched so far). The worker gives an event
-        before this step, so the copies wait for the steps before it, and run while it computes."""
+        stream_out waits for the copies in, and for `written`: an event of the current stream,
+        behind all that writes to these slots (None: behind all that is launched so far). The worker
+        gives an event before this step, so the copies wait for earlier steps, and run while this
+        one computes."""
         if not tickets:
             return
         self.stream_out.wait_event(written or self.now())
@@ -147,12 +122,25 @@ class KVPool:
             slots, rows = self._addresses(tickets)
             copy_tokens(self.gpu.flatten(0, 1), slots, self.cpu.flatten(0, 1), rows)
 
+    def landed(self, wait: bool) -> list[Ticket]:
+        """The tickets whose copies have ended since the last call. wait: if a copy is in flight,
+        the host first waits for the oldest flight."""
+        if wait and self.flights:
+            with self.metrics.host_time():
+                self.flights[0].end.synchronize()
+        ended = [flight for flight in self.flights if flight.end.query()]
+        self.flights = [flight for flight in self.flights if flight not in ended]
+        for flight in ended:
+            self.metrics.add(flight)
+        return [ticket for flight in ended for ticket in flight.tickets]
+
     def copy_slots(self, copies: dict[int, int]):
-        """Copy KV into each slot `target` from slot copies[target], in the order of the current stream:
-        earlier steps have written the sources, and a later swap_in may overwrite them. In each layer
-        all sources are read before a target is written, because a slot may be both."""
+        """Copy KV into each slot `target` from slot copies[target], in the order of the current
+        stream: earlier steps have written the sources, and a later swap_in may overwrite them. In
+        each layer all sources are read before a target is written, because a slot may be both."""
         if copies:
-            targets, sources = self._upload(np.array([list(copies), list(copies.values())]))    # [c] each
+            both = np.array([list(copies), list(copies.values())])
+            targets, sources = self._upload(both)                           # [c] each
             for layer in self.gpu:                                          # [2, slots, H_kv, D]
                 layer.index_copy_(1, targets, layer.index_select(1, sources))
 
@@ -162,37 +150,16 @@ class KVPool:
         event.record(self.stream())
         return event
 
-    def landed(self, wait: bool) -> list[Ticket]:
-        """The tickets whose copies have ended since the last call. wait: if a copy is in flight,
-        the host first waits for the oldest flight."""
-        if wait and self.flights:
-            with self._count_host_time():
-                self.flights[0].end.synchronize()
-        ended = [flight for flight in self.flights if flight.end.query()]
-        self.flights = [flight for flight in self.flights if flight not in ended]
-        for flight in ended:
-            self.totals[f"swap_{flight.direction}_bytes"] += flight.nbytes
-            self.totals[f"swap_{flight.direction}_seconds"] += flight.seconds()
-            self.overhead_seconds += flight.waited_seconds()
-        return [ticket for flight in ended for ticket in flight.tickets]
-
     def stats(self) -> dict:
-        """Bytes and seconds of the copies that have ended, and the share of these seconds that was
-        hidden: neither did the model's stream wait for a copy, nor was the host busy with copies.
-        Under load it is a lower bound: the GPU may have computed while the host was busy, and the host's
-        time for copies still in flight counts already. (A copy beside an idle GPU counts as hidden.)
-        Without CUDA nothing is hidden."""
-        seconds = self.totals["swap_in_seconds"] + self.totals["swap_out_seconds"]
-        hidden = max(0.0, 1 - self.overhead_seconds / seconds) if seconds else 0.0
-        return dict(self.totals, swap_hidden_share=hidden)
+        return self.metrics.stats()
 
     @contextmanager
-    def _flight(self, direction: str, tickets: list[Ticket], stream):
+    def _flight(self, direction: str, tickets: list[Ticket], stream) -> Iterator[Flight]:
         """The flight of these tickets, for copies that the caller starts on `stream`, which is the
         current stream meanwhile. If the caller fails halfway, the copies that it has started are
         still waited for: the flight is recorded all the same."""
         nbytes = sum(ticket.filled for ticket in tickets) * self.gpu[:, :, 0].nbytes
-        with self._count_host_time(), self.on(stream):
+        with self.metrics.host_time(), self.on(stream):
             flight = Flight(direction, tickets, nbytes, begin=self.now())
             try:
                 yield flight
@@ -212,75 +179,13 @@ class KVPool:
     def _upload(self, addresses: np.ndarray) -> Tensor:
         on_host = torch.from_numpy(addresses)
         if self.gpu.is_cuda:
-            on_host = on_host.pin_memory()      # else the upload would make the host wait for the stream
+            on_host = on_host.pin_memory()      # else the host would wait for the stream
         return on_host.to(self.gpu.device, non_blocking=True)
-
-    @contextmanager
-    def _count_host_time(self):
-        """Count the seconds in which the host is busy with swapping."""
-        start = time.perf_counter()
-        yield
-        self.overhead_seconds += time.perf_counter() - start
-
-
-def copy_tokens(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: Tensor):
-    """target[:, target_rows] = source[:, source_rows]; source and target [n, rows, H_kv, D], contiguous:
-    n = 2 for one layer, its K and its V, and 2 more for each further layer; source_rows and
-    target_rows [t] int64. On CUDA one of source and target is pinned memory of the host."""
-    if not source_rows.is_cuda:
-        target.index_copy_(1, target_rows, source.index_select(1, source_rows))
-        return
-    width = math.prod(source.shape[2:])
-    tile_width = triton.next_power_of_2(width)
-    tile_tokens = max(1, TILE_BYTES // source.element_size() // tile_width)
-    copy_kernel[COPYING_PROGRAMS,](
-        source, source_rows, target, target_rows, len(source), len(source_rows), source.shape[1],
-        target.shape[1], WIDTH=width, TILE_T=tile_tokens, TILE_W=tile_width,
-        num_warps=COPYING_WARPS, enable_fp_fusion=True)         # given, or else triton warns
-
-
-# One kernel fits all swaps, whatever the values of the arguments and wherever the rows begin.
-@jit(do_not_specialize=["halves", "tokens", "source_size", "target_size"],
-     do_not_specialize_on_alignment=["source_rows", "target_rows"])
-def copy_kernel(source, source_rows, target, target_rows, halves, tokens, source_size, target_size,
-                WIDTH: tl.constexpr, TILE_T: tl.constexpr, TILE_W: tl.constexpr):
-    """copy_tokens by a few programs that take the tiles in turns. A tile has TILE_T tokens of one
-    half: of the K or the V of a layer. source [halves, source_size, WIDTH], target likewise.
-
-        2 halves of 10 tokens, TILE_T 8:    tiles 0 and 1 are K of tokens 0-7 and 8-9, 2 and 3 are V
-    """
-    tiles = (tokens + TILE_T - 1) // TILE_T
-    column = tl.arange(0, TILE_W)[None, :]
-    for tile in range(tl.program_id(0), halves * tiles, tl.num_programs(0)):
-        half = (tile // tiles).to(tl.int64)
-        token = tile % tiles * TILE_T + tl.arange(0, TILE_T)
-        source_row = half * source_size + tl.load(source_rows + token, mask=token < tokens, other=0)
-        target_row = half * target_size + tl.load(target_rows + token, mask=token < tokens, other=0)
-        inside = (token < tokens)[:, None] & (column < WIDTH)
-        values = tl.load(source + source_row[:, None] * WIDTH + column, mask=inside)
-        tl.store(target + target_row[:, None] * WIDTH + column, values, mask=inside)
-
-
-def pinned(shape: tuple[int, ...], dtype: torch.dtype, owner) -> Tensor:
-    """A tensor in host memory which the GPU reads and writes by itself, for as long as `owner`
-    exists. OSError or RuntimeError if there is not enough memory.
-
-    torch's own pinned memory comes in powers of two: it takes 128 GB for a tier of 70 GB. Here the
-    tensor's storage begins where the pinned pages do, since is_pinned() asks about that address."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    size = max(1, nbytes)
-    memory = mmap.mmap(-1, size, access=mmap.ACCESS_COPY)       # whole pages, ours alone
-    flat = torch.frombuffer(memory, dtype=torch.uint8)
-    cudart, address = torch.cuda.cudart(), flat.data_ptr()
-    if error := int(cudart.cudaHostRegister(address, size, 0)):
-        raise RuntimeError(f"{size:,} bytes of host memory could not be pinned (CUDA error {error})")
-    weakref.finalize(owner, cudart.cudaHostUnregister, address)
-    return flat[:nbytes].view(dtype).view(shape)
 
 
 class InOrder:
-    """A stream, and an event, where everything runs in order: nothing is ever waited for. Each
-    call of KVPool.stream() or event() makes a new one; only `time` has meaning."""
+    """A stream, and an event, where everything runs in order: nothing is ever waited for. Each call
+    of KVPool.stream() or event() makes a new one; only `time` has meaning."""
 
     def __init__(self):
         self.time = 0.0
@@ -302,3 +207,40 @@ class InOrder:
 
     def wait_event(self, event):
         pass
+
+
+# ---- how much of the copies is hidden ------------------------------------------------------------
+
+class SwapMetrics:
+    """Bytes and seconds of the copies that have ended."""
+
+    def __init__(self):
+        self.totals = Counter(swap_in_bytes=0, swap_out_bytes=0, swap_in_seconds=0.0,
+                              swap_out_seconds=0.0)
+        self.overhead_seconds = 0.0     # the host was busy swapping, or the model's stream waited
+
+    @contextmanager
+    def host_time(self) -> Iterator[None]:
+        """Count the seconds in which the host is busy with swapping."""
+        start = time.perf_counter()
+        yield
+        self.overhead_seconds += time.perf_counter() - start
+
+    def add(self, flight: Flight):
+        """Count a flight that has ended. Its layers made the model's stream wait, but for those
+        that the stream has not reached even now."""
+        self.totals[f"swap_{flight.direction}_bytes"] += flight.nbytes
+        seconds = flight.begin.elapsed_time(flight.end) / 1e3
+        self.totals[f"swap_{flight.direction}_seconds"] += seconds
+        for reached, arrived in flight.waits:
+            if reached.query():
+                self.overhead_seconds += max(0.0, reached.elapsed_time(arrived)) / 1e3      # of ms
+
+    def stats(self) -> dict:
+        """The totals, and the share of these seconds that was hidden: neither did the model's
+        stream wait for a copy, nor was the host busy with copies. Under load it is a lower bound:
+        the GPU may have computed while the host was busy, and the host's time for copies still in
+        flight counts already. (A copy beside an idle GPU counts as hidden.) (0 without CUDA.)"""
+        seconds = self.totals["swap_in_seconds"] + self.totals["swap_out_seconds"]
+        hidden = max(0.0, 1 - self.overhead_seconds / seconds) if seconds else 0.0
+        return dict(self.totals, swap_hidden_share=hidden)

@@ -4,13 +4,15 @@
                              tier_sizes                    -> how many slots and places
                              speed_up                      -> the same Worker, faster
 
-Without `speed_up` the worker gives the same tokens, up to rounding, but later. On CUDA, `fuse` compiles
-the small kernels between two attentions, and CUDA graphs spare the host the launches of a small batch. On
-a CPU, `pack_weights` stores the weights of a larger model in the order in which they are multiplied.
+Without `speed_up` the worker gives the same tokens, up to rounding, but later. On CUDA, `fuse`
+compiles the small kernels between two attentions, and CUDA graphs spare the host the launches of a
+small batch. On a CPU, `pack_weights` stores the weights of a larger model in the order in which
+they are multiplied.
 """
 import gc
 import os
 import sys
+from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -20,21 +22,22 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from attention_kernel import runs_triton
+from arrays import runs_triton
+from attention_plan import wanted_items
 from checkpoint import load_model, random_model
-from kv_cache import Conversation
+from graphs import MOST_REPLAYED, Graphs
 from model import ALONE, Alone, Attend, Layer, Model
-from sampling import Sampling, sample
-from scheduler import Request
-from worker import MOST_REPLAYED, Worker
+from sampling import keep_top_p
+from worker import Packed, Worker, table_changes
 
-SMALL_MODEL = 10_000_000    # parameters; below, threads on a CPU wait for one another longer than they work
+SMALL_MODEL = 10_000_000    # parameters; below, threads on a CPU mostly wait for one another
 
 
-def load_worker(config, directory: Path | None, ranks: Alone = ALONE, kind: Callable = Worker) -> Worker:
+def load_worker(config, directory: Path | None, ranks: Alone = ALONE,
+                kind: Callable = Worker) -> Worker:
     """The worker that a config.Config asks for, with the checkpoint in `directory`; None: with
-    random weights. ranks, kind: see parallel.py. ValueError, with the remedy, where the machine cannot
-    do it."""
+    random weights. ranks, kind: see parallel.py. ValueError, with the remedy, where the machine
+    cannot do it."""
     device, dtype = config.device, config.dtype
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,21 +47,23 @@ def load_worker(config, directory: Path | None, ranks: Alone = ALONE, kind: Call
         dtype = "bfloat16" if device == "cuda" else "float32"
     dtype = getattr(torch, dtype)
     if device == "cuda":
-        gc.collect()        # an engine that was closed has its weights and tiers while a cycle holds it
+        gc.collect()    # an engine that was closed has its weights and tiers while a cycle holds it
     try:
         model = (load_model(directory, device, dtype, ranks) if directory else
                  random_model(config.model, device, dtype, config.max_context, ranks=ranks))
     except (MemoryError, RuntimeError) as error:
-        raise ValueError(f"the weights do not fit into memory, choose a smaller model: {error}") from error
+        raise ValueError("the weights do not fit into memory, choose a smaller model: "
+                         f"{error}") from error
     if device == "cpu" and is_small(model):
         torch.set_num_threads(1)                        # in the whole process
     slots, cpu_tokens = ranks.smallest(tier_sizes(config, model, ranks.size))
     try:
-        worker = kind(model, slots, cpu_tokens // config.chunk_size, config.chunk_size, config.max_running,
-                      min(model.config.max_context, slots), pipeline=not config.no_pipeline)
+        worker = kind(model, slots, cpu_tokens // config.chunk_size, config.chunk_size,
+                      config.max_running, min(model.config.max_context, slots),
+                      pipeline=not config.no_pipeline)
     except (OSError, RuntimeError) as error:            # out of memory, on the GPU or on the host
-        raise ValueError(f"tiers of {slots} and {cpu_tokens} tokens cannot be allocated, choose a smaller "
-                         f"gpu_cache_tokens or cpu_cache_tokens: {error}") from error
+        raise ValueError(f"tiers of {slots} and {cpu_tokens} tokens cannot be allocated, choose a "
+                         f"smaller gpu_cache_tokens or cpu_cache_tokens: {error}") from error
     if not config.eager:
         speed_up(worker)
     return worker
@@ -74,11 +79,12 @@ def tier_sizes(config, model: Model, processes: int) -> tuple[int, int]:
 
     On CUDA the GPU tier takes nine tenths of the free memory of the GPU, but room for at most a
     thousand whole contexts. The CPU tier is four times as large as the GPU tier, given or not, but
-    takes at most a quarter of the host's memory; `processes` of one model share that quarter. On a CPU
-    both tiers lie in it, unless their sizes are given; there the GPU tier has room for at most sixteen
-    contexts."""
+    takes at most a quarter of the host's memory; `processes` of one model share that quarter. On a
+    CPU both tiers lie in it, unless their sizes are given; there the GPU tier has room for at most
+    sixteen contexts."""
     parameter, shape = next(model.parameters()), model.config
-    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * parameter.element_size()
+    kv_heads = shape.num_layers * shape.num_kv_heads
+    token_bytes = 2 * kv_heads * shape.head_dim * parameter.element_size()
     host = host_memory() // 4 // processes // token_bytes
     if parameter.device.type == "cuda":
         free = free_memory(model, config.max_batch_tokens, config.max_running)
@@ -96,27 +102,27 @@ def tier_sizes(config, model: Model, processes: int) -> tuple[int, int]:
 @torch.inference_mode()
 def free_memory(model: Model, max_batch_tokens: int, max_running: int) -> int:
     """Bytes of the GPU that neither the weights nor the largest steps need. It runs these to find
-    out: a step of max_batch_tokens, and the largest that is replayed, because graphs have memory of their
-    own. The tenth that tier_sizes leaves free is for what is small: the partial results of attention,
-    the columns of a batch, log probabilities, fragments."""
+    out: a step of max_batch_tokens, and the largest that is replayed, because graphs have memory of
+    their own. The tenth that tier_sizes leaves free is for what is small: the partial results of
+    attention, the columns of a batch, log probabilities, fragments."""
     try:
         step = peak_memory(partial(largest_step, model, max_batch_tokens, max_running))
-        graph = peak_memory(partial(largest_step, model, max(max_running, MOST_REPLAYED), max_running))
+        replayed = max(max_running, MOST_REPLAYED)
+        graph = peak_memory(partial(largest_step, model, replayed, max_running))
     except torch.cuda.OutOfMemoryError as error:
-        raise ValueError(f"a step of max_batch_tokens={max_batch_tokens} does not fit beside the weights, "
-                         f"choose less: {error}") from error
+        raise ValueError(f"a step of max_batch_tokens={max_batch_tokens} does not fit beside the "
+                         f"weights, choose less: {error}") from error
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(next(model.parameters()).device)
     return free - step - graph
 
 
 def largest_step(model: Model, num_tokens: int, max_running: int):
-    """Run the model on num_tokens, and sample a token behind each of the first max_running of them."""
+    """Run the model on num_tokens, and sampling's largest stage behind the first max_running."""
     tokens = torch.zeros(num_tokens, dtype=torch.int32, device=next(model.parameters()).device)
     hidden = model(tokens, tokens, lambda layer, q, k, v, rotation: q.clone())
     logits = model.logits(hidden[:max_running])
-    drawn = Request(Conversation("", 0, [0], 1, toward=1), [], sampling=Sampling(temperature=1.0, top_p=0.9))
-    sample(logits, [drawn] * len(logits))
+    keep_top_p(logits, torch.full_like(logits[:, 0], 0.9))
 
 
 def peak_memory(run: Callable) -> int:
@@ -128,8 +134,8 @@ def peak_memory(run: Callable) -> int:
 
 
 def host_memory() -> int:
-    """Bytes of the machine's memory, or of the container's, if that has a limit (by cgroup v2); if the
-    system does not tell, those of a small machine."""
+    """Bytes of the machine's memory, or of the container's, if that has a limit (by cgroup v2); if
+    the system does not tell, those of a small machine."""
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError):                # Windows
@@ -141,17 +147,17 @@ def host_memory() -> int:
 
 # ---- faster
 
-# We switch off inductor's pattern matcher. One of its patterns takes the sum with the residual out of the
-# norm's kernel, into the matrix product before it. There CUDA first copies the residual: one more launch.
+# We switch off inductor's pattern matcher. One of its patterns takes the sum with the residual out
+# of the norm's kernel, into the matrix product before it. There CUDA first copies the residual.
 INDUCTOR = partial(torch.compile, options={"pattern_matcher": False})
 
 
 def speed_up(worker: Worker):
-    """On CUDA, compile the small kernels, and capture the launches for which the GPU would otherwise wait.
-    On a CPU, pack the weights of a float32 model that is not small."""
+    """On CUDA, compile the small kernels, and capture the launches for which the GPU would
+    otherwise wait. On a CPU, pack the weights of a float32 model that is not small."""
     if worker.device.type == "cuda" and runs_triton(worker.device, worker.dtype):
         fuse(worker.model)
-        worker.warm_up()
+        warm_up(worker)
         try_capture(worker, partial(make_cuda_graph, pool=torch.cuda.graph_pool_handle()))
     packable = worker.dtype == torch.float32 and torch.backends.mkldnn.is_available()
     if worker.device.type == "cpu" and packable and not is_small(worker.model):
@@ -167,7 +173,8 @@ class PackedLinear(nn.Module):
 
     def __init__(self, dense: nn.Linear):
         super().__init__()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(dense.weight.detach(), 32)    # for few rows
+        few_rows = 32
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(dense.weight.detach(), few_rows)
         self.bias = dense.bias
 
     def forward(self, x: Tensor) -> Tensor:                                 # [T, in] -> [T, out]
@@ -175,11 +182,11 @@ class PackedLinear(nn.Module):
 
 
 def pack_weights(model: Model):
-    """Pack the linear layers of a model on a CPU, in float32. The dense weights of one Attention or MLP
-    are let go before the next one is packed, so the model is never in memory twice.
+    """Pack the linear layers of a model on a CPU, in float32. The dense weights of one Attention or
+    MLP are let go before the next one is packed, so the model is never in memory twice.
 
-    An embedding that is also the output layer stays dense, since its rows are looked up. We store it
-    by columns: the output layer then reads it in order, and a copy is not needed."""
+    An embedding that is also the output layer stays dense, since its rows are looked up. We store
+    it by columns: the output layer then reads it in order, and a copy is not needed."""
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, nn.Linear):
@@ -190,14 +197,14 @@ def pack_weights(model: Model):
 
 
 def fuse(model: Model, compiler: Callable = INDUCTOR):
-    """Compile all that lies between the attentions of two neighbouring layers as one function. The two
-    layers are its arguments, so that one compiled function serves all layers. Torch compiles it up to
-    three times: for the number of tokens of the first call, for any number, and for a single token.
-    If compiling fails, torch logs why and the model runs as it was.
+    """Compile all that lies between the attentions of two neighbouring layers as one function. The
+    two layers are its arguments, so that one compiled function serves all layers. Torch compiles it
+    up to three times: for the number of tokens of the first call, for any number, and for a single
+    token. If compiling fails, torch logs why and the model runs as it was.
 
-    In a decode, a Llama layer then launches ten kernels: four matrix products; two sums with norms and
-    the activation of the MLP between them; rotate_and_store, attention and its merge. (If several
-    processes share the model, two sums over them cut the function into parts.)"""
+    In a decode, a Llama layer then launches ten kernels: four matrix products; two sums with norms
+    and the activation of the MLP between them; rotate_and_store, attention and its merge. (If
+    several processes share the model, two sums over them cut the function into parts.)"""
     torch._dynamo.config.suppress_errors = True
 
     @compiler
@@ -205,32 +212,49 @@ def fuse(model: Model, compiler: Callable = INDUCTOR):
         x = layer.after_attention(x, attended)
         return x, *following.before_attention(x)
 
-    # With `model` in it, the function would be part of a cycle, and a model that nobody needs would stay in
-    # memory until a garbage collection.
+    # With `model` in it, the function would be part of a cycle, and a model that nobody needs would
+    # stay in memory until a garbage collection.
     layers, norm = model.layers, model.norm
 
-    def through_layers(x: Tensor, attend: Attend) -> Tensor:        # computes what the model's own does
+    def run_layers(x: Tensor, attend: Attend) -> Tensor:    # computes what model.run_layers does
         q_k_v = layers[0].before_attention(x)
         for number, (layer, following) in enumerate(pairwise(layers)):
             x, *q_k_v = between(layer, x, attend(number, *q_k_v), following)
         return norm(layers[-1].after_attention(x, attend(len(layers) - 1, *q_k_v)))
-    model.through_layers = through_layers
+    model.run_layers = run_layers
+
+
+@torch.inference_mode()
+def warm_up(worker: Worker):
+    """Use every kernel once, so that none of them has to be compiled while a request waits.
+
+    For each shape of tile, a step computes the fewest tokens that take it, one more than the next
+    smaller shape holds. They are padding, and they stand at the end of a whole context, so that
+    their tiles are split wherever any are."""
+    wanted = wanted_items(worker.kv_heads, worker.head_dim, worker.dtype, worker.device)
+    held = [0, *(shape.rows for shape in wanted)]
+    for rows in held[:-1]:
+        end = worker.max_context
+        q_len = min(rows // worker.group + 1, end)
+        packed = Packed([worker.padding_row], [end - q_len], [end], array("i", [0]) * q_len,
+                        sample_at=[q_len - 1], sampling_requests=[])
+        worker.logits(worker.upload_inputs(packed, table_changes([])))
 
 
 def try_capture(worker: Worker, make_graph: Callable):
-    """Capture graphs, or go on without them: a slower server is better than none. (If several processes
-    share the model, one that cannot capture ends, and ends all: see RankWorker.)"""
+    """Capture graphs, or go on without them: a slower server is better than none. (If several
+    processes share the model, one that cannot capture ends, and ends all: see RankWorker.)"""
     try:
         worker.capture(make_graph)
     except Exception as error:
-        worker.graphs.clear()
-        print(f"warning: small batches will be slower, they could not be captured as CUDA graphs: {error!r}",
-              file=sys.stderr)
+        worker.graphs = Graphs()
+        print("warning: small batches will be slower, they could not be captured as CUDA graphs: "
+              f"{error!r}", file=sys.stderr)
 
 
 def make_cuda_graph(run: Callable, pool) -> Callable:
     """For Worker.capture: a CUDA graph of the kernels that run() launches, in the memory `pool`."""
-    run()                                               # what compiles and allocates must not be captured
+    run()                                       # what compiles and allocates must not be captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = run()

@@ -1,11 +1,11 @@
 """The model: GPT-2, OPT, Llama, Mistral, Qwen and SmolLM as one plain decoder.
 
 The batch is ragged (the paper's unified batching, §4.2): the tokens of all spans lie packed in one
-dimension T, whatever request and phase they belong to. Except for attention, a decoder computes
-each token by itself, so T is the only batch dimension there is. Tokens meet in attention alone, and
-the caller hands that in as a function: `attend(layer, q, k, v, rotation)` rotates q and k, stores K
-and V, and lets every query see its context up to its own position. So this file knows nothing of
-caches, spans or batches, and a test can run it with ten lines of dense attention.
+dimension T, whatever request and phase they belong to. A decoder computes each token by itself,
+except in attention, so T is the only batch dimension. The caller hands attention in as a function:
+`attend(layer, q, k, v, rotation)` rotates q and k, stores K and V, and lets every query see its
+context up to its own position. So this file knows nothing of caches, spans or batches, and a test
+can run it with ten lines of dense attention.
 
     tokens [T] -> embeddings -> layer 0 ... layer L-1 -> norm -> hidden [T, width] -> logits
                                    |
@@ -13,7 +13,7 @@ caches, spans or batches, and a test can run it with ten lines of dense attentio
 
 Architectures differ in a ModelConfig: Llama from GPT mainly in norm, activation, gated, biases and
 rope_theta; Qwen and SmolLM from Llama in biases, head_dim, qk_norm and unrotated. checkpoint.py
-fills the parameters.
+reads the ModelConfig and fills the parameters.
 """
 import math
 from collections.abc import Callable
@@ -28,14 +28,11 @@ Attend = Callable[..., Tensor]          # see Model.forward
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "gelu_new": partial(F.gelu, approximate="tanh"),
                "silu": F.silu}
 NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
-MOST_LAYERS = 1000      # no model has so many; to make a million modules would take minutes
-# What rope_scaling consists of, in the words of Llama 3.1's config.json.
-ROPE_SCALING = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes and switches of a decoder; the defaults are GPT's. ValueError if the sizes do not fit."""
+    """The sizes and switches of a decoder; the defaults are GPT's. See checkpoint.checked."""
     vocab_size: int
     num_layers: int
     num_heads: int
@@ -47,87 +44,42 @@ class ModelConfig:
     norm: str = "layer"             # a key of NORMS
     norm_eps: float = 1e-5
     gated: bool = False             # the MLP multiplies its inner values by activated gates: SwiGLU
-    biases: frozenset[str] = frozenset({"qkv", "out", "mlp"})       # the projections that have biases
+    biases: frozenset[str] = frozenset({"qkv", "out", "mlp"})   # the projections that have biases
     head_dim: int | None = None     # None: width / num_heads
     qk_norm: bool = False           # every head's q and k are normed before they are rotated
     position_offset: int = 0        # OPT's position embedding begins with 2 unused rows
-    rope_theta: float | None = None     # the base of rotary positions; None: a learned position embedding
-    rope_scaling: tuple[float, ...] | None = None       # its ROPE_SCALING, see rotary_frequencies
+    rope_theta: float | None = None     # the base of rotary positions; None: learned positions
+    rope_scaling: tuple[float, ...] | None = None       # see rotary_frequencies
     unrotated: frozenset[int] = frozenset()             # layers without any positions
     tied_embeddings: bool = True    # the token embedding is the output layer, too
     eos_ids: frozenset[int] = frozenset()
 
+    def __post_init__(self):
+        if self.head_dim is None:                       # the class is frozen, hence this detour
+            object.__setattr__(self, "head_dim", self.width // self.num_heads)
+
     @property
     def matmul_parameters(self) -> int:
         """How many weights multiply every token, at 2 FLOP each: the matrices of all layers. The
-        output layer has vocab_size * width more; it multiplies only a token after which the next one
-        is sampled."""
+        output layer has vocab_size * width more, for a token after which the next one is sampled."""
         attention = 2 * self.width * self.head_dim * (self.num_heads + self.num_kv_heads)
         mlp = (3 if self.gated else 2) * self.width * self.ffn_width
         return self.num_layers * (attention + mlp)
 
-    def __post_init__(self):
-        sizes = ["vocab_size", "num_layers", "num_heads", "num_kv_heads", "width", "ffn_width", "max_context"]
-        divisors = [("num_heads", "num_kv_heads")]
-        if self.head_dim is None:
-            divisors.append(("width", "num_heads"))
-        else:
-            sizes.append("head_dim")
-        for name in sizes:
-            value, most = getattr(self, name), MOST_LAYERS if name == "num_layers" else 2**31 - 1
-            if type(value) is not int or not 1 <= value <= most:
-                raise ValueError(f"{name} must be an int from 1 to {most}, not {value!r:.100}")
-        for name, divisor in divisors:
-            if getattr(self, name) % getattr(self, divisor):
-                raise ValueError(f"{name} {getattr(self, name)} must be a multiple of "
-                                 f"{divisor} {getattr(self, divisor)}")
-        if self.head_dim is None:
-            object.__setattr__(self, "head_dim", self.width // self.num_heads)      # the class is frozen
-        if self.rope_theta is not None and self.head_dim % 2:
-            raise ValueError(f"rotary positions need an even head size, not head_dim = {self.head_dim}")
-        numbers = dict(zip(ROPE_SCALING, self.rope_scaling or ()), norm_eps=self.norm_eps)
-        if self.rope_theta is not None:
-            numbers["rope_theta"] = self.rope_theta
-        for name, number in numbers.items():
-            if type(number) not in (int, float) or not 0 < number < 2**63:
-                raise ValueError(f"{name} must be a number above 0 and below 2**63, not {number!r:.100}")
-        if self.rope_scaling and self.rope_scaling[1] >= self.rope_scaling[2]:
-            raise ValueError(f"low_freq_factor {self.rope_scaling[1]} must be below "
-                             f"high_freq_factor {self.rope_scaling[2]}")
-        if str(self.activation) not in ACTIVATIONS:         # in a config.json it can be anything
-            raise ValueError(f"unknown activation {self.activation!r}; known: {', '.join(ACTIVATIONS)}")
-
     def share(self, size: int) -> "ModelConfig":
-        """What each of `size` processes has. With size 4, 32 query heads and 8 KV heads become 8 and
-        2. ValueError for what they cannot share evenly."""
+        """What each of `size` processes has. With size 4, 32 query heads and 8 KV heads become 8
+        and 2. ValueError for what they cannot share evenly."""
         parts = {}
         for name in ("num_heads", "num_kv_heads", "ffn_width"):
             parts[name], rest = divmod(getattr(self, name), size)
             if rest:
-                raise ValueError(f"{name} {getattr(self, name)} cannot be shared evenly by {size} processes: "
-                                 "start fewer (torchrun --nproc-per-node)")
+                raise ValueError(f"{name} {getattr(self, name)} cannot be shared evenly by {size} "
+                                 "processes: start fewer (torchrun --nproc-per-node)")
         return replace(self, **parts)
 
 
-def rotary_frequencies(config: ModelConfig, device) -> Tensor:
-    """By how many radians per position each pair of dimensions turns: [D/2] in float32, from 1 down
-    to nearly 1 / rope_theta (before any scaling).
-
-    rope_scaling = (factor, low, high, trained) is how Llama 3.1 reaches beyond the `trained`
-    positions. A pair that turns fewer than `low` times within them is slowed down by `factor`. A
-    pair that turns more than `high` times keeps its speed. Pairs between blend the two."""
-    exponents = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim  # [D/2]
-    frequencies = 1 / config.rope_theta ** exponents                        # [D/2]
-    if config.rope_scaling is None:
-        return frequencies
-    factor, low, high, trained = config.rope_scaling
-    turns = trained * frequencies / (2 * math.pi)                           # [D/2]
-    kept = ((turns - low) / (high - low)).clamp(0, 1)                       # [D/2]
-    return frequencies * (kept + (1 - kept) / factor)
-
-
 class Alone:
-    """The processes that share a model, seen by one of them: here it is alone. parallel.Ranks has more."""
+    """The processes that share a model, seen by one: here it is alone. parallel.Ranks has more."""
     rank, size = 0, 1
 
     def add_up(self, part: Tensor) -> Tensor:
@@ -149,14 +101,16 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]       # of q, k, v
         self.head_dim = config.head_dim
-        self.qkv = nn.Linear(config.width, sum(self.heads) * self.head_dim, bias="qkv" in config.biases)
-        self.out = nn.Linear(config.num_heads * self.head_dim, config.width, bias="out" in config.biases)
-        norm = partial(NORMS[config.norm], self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity
-        self.q_norm, self.k_norm = norm(), norm()
+        inner, biases = config.num_heads * self.head_dim, config.biases
+        self.qkv = nn.Linear(config.width, sum(self.heads) * self.head_dim, bias="qkv" in biases)
+        self.out = nn.Linear(inner, config.width, bias="out" in biases)
+        norm = NORMS[config.norm] if config.qk_norm else nn.Identity
+        self.q_norm = norm(self.head_dim, config.norm_eps)
+        self.k_norm = norm(self.head_dim, config.norm_eps)
 
     def q_k_v(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:            # x [T, width]
         qkv = self.qkv(x).view(len(x), sum(self.heads), self.head_dim)      # [T, H + 2 H_kv, D]
-        q, k, v = qkv.split(self.heads, dim=1)                              # [T, H, D], [T, H_kv, D] twice
+        q, k, v = qkv.split(self.heads, dim=1)                      # [T, H, D], [T, H_kv, D] twice
         return self.q_norm(q), self.k_norm(k), v
 
 
@@ -170,7 +124,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.ffn_width, config.width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:                                 # [T, width]
-        inner = self.up(x)                                                  # [T, ffn_width], or twice that
+        inner = self.up(x)                                          # [T, ffn_width], or twice that
         if self.gated:
             gate, up = inner.chunk(2, dim=-1)                               # [T, ffn_width] each
             return self.down(self.activation(gate) * up)                    # [T, width]
@@ -187,7 +141,7 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:     # x [T, width]
-        return self.attn.q_k_v(self.attn_norm(x))                           # [T, H, D], [T, H_kv, D] twice
+        return self.attn.q_k_v(self.attn_norm(x))                   # [T, H, D], [T, H_kv, D] twice
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:       # [T, width], [T, H, D]
         x = x + self.add_up(self.attn.out(attended.flatten(1)))             # [T, width]
@@ -199,12 +153,21 @@ def embedding(rows: int, width: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(rows, width))
 
 
+def run_layers(layers: nn.ModuleList, norm: nn.Module, x: Tensor, attend: Attend) -> Tensor:
+    """Embeddings -> hidden states, both [T, width]. attend(layer, q, k, v): that of Model.forward,
+    with the rotation already given."""
+    for number, layer in enumerate(layers):
+        attended = attend(number, *layer.before_attention(x))               # [T, H, D]
+        x = layer.after_attention(x, attended)                              # [T, width]
+    return norm(x)
+
+
 class Model(nn.Module):
     """A pre-norm decoder over packed tokens. Build it with `load_model` or `random_model`.
 
     Several processes can share a model: each has some of the heads and some of each MLP's inner
-    values. attn.out and mlp.down have a bias on rank 0 only, since the sum over all processes follows
-    them. Everything else is the same in all of them. `config` has the sizes of this process."""
+    values. attn.out and mlp.down have a bias on rank 0 only, since the sum over all processes
+    follows them. Everything else is the same in all. `config` has the sizes of this process."""
 
     def __init__(self, config: ModelConfig, ranks: Alone = ALONE):
         super().__init__()
@@ -216,6 +179,8 @@ class Model(nn.Module):
         self.norm = NORMS[config.norm](config.width, config.norm_eps)
         if not config.tied_embeddings:
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        # (x, attend) -> hidden. May be replaced by what computes the same faster: see loading.fuse.
+        self.run_layers: Callable[..., Tensor] = partial(run_layers, self.layers, self.norm)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens [T], positions [T] (each token's index in its own context) -> hidden [T, width],
@@ -230,7 +195,7 @@ class Model(nn.Module):
         if self.config.rope_theta is None:
             x = x + self.positions(positions + self.config.position_offset)  # [T, width]
         rotation = self.rotation(positions)
-        return self.through_layers(x, lambda layer, q, k, v: attend(
+        return self.run_layers(x, lambda layer, q, k, v: attend(
             layer, q, k, v, None if layer in self.config.unrotated else rotation))
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -242,21 +207,29 @@ class Model(nn.Module):
         angles = positions[:, None] * frequencies                           # [T, D/2]
         return angles.cos(), angles.sin()
 
-    def through_layers(self, x: Tensor, attend: Attend) -> Tensor:
-        """Embeddings -> hidden states, both [T, width]. attend(layer, q, k, v): that of `forward`, with
-        the rotation already given. This is a method so that loading.fuse can replace it: there
-        everything between two attentions is compiled."""
-        for number, layer in enumerate(self.layers):
-            attended = attend(number, *layer.before_attention(x))           # [T, H, D]
-            x = layer.after_attention(x, attended)                          # [T, width]
-        return self.norm(x)
-
     def logits(self, x: Tensor) -> Tensor:
         """Hidden states [N, width] -> logits [N, vocab_size] in float32. Pass only the rows that
         are sampled from."""
         if self.config.tied_embeddings:
             return F.linear(x, self.tokens.weight).float()
         return self.head(x).float()
+
+
+def rotary_frequencies(config: ModelConfig, device) -> Tensor:
+    """By how many radians per position each pair of dimensions turns: [D/2] in float32, from 1 down
+    to nearly 1 / rope_theta (before any scaling).
+
+    rope_scaling = (factor, low, high, trained) is how Llama 3.1 reaches beyond the `trained`
+    positions. A pair that turns fewer than `low` times within them is slowed down by `factor`. A
+    pair that turns more than `high` times keeps its speed. Pairs between blend the two."""
+    exponents = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim  # [D/2]
+    frequencies = 1 / config.rope_theta ** exponents                        # [D/2]
+    if config.rope_scaling is None:
+        return frequencies
+    factor, low, high, trained = config.rope_scaling
+    turns = trained * frequencies / (2 * math.pi)                           # [D/2]
+    kept = ((turns - low) / (high - low)).clamp(0, 1)                       # [D/2]
+    return frequencies * (kept + (1 - kept) / factor)
 
 
 def empty_model(config: ModelConfig, device, dtype: torch.dtype, ranks: Alone = ALONE) -> Model:

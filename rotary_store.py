@@ -7,30 +7,30 @@ distance between two tokens and not on where they stand. The cache holds rotated
     D 4, a token whose angles are 90 and 0 degrees:     [1, 2, 3, 4] -> [-3, 2, 1, 4]
 
 A layer without rotary positions rotates nothing; we store its K and V all the same. On a GPU one
-kernel does all of this. Torch would launch 18 (in bfloat16): for one token each of them takes longer
-to launch than to run.
+kernel does all of this. Torch would launch 18 (in bfloat16): for one token each of them takes
+longer to launch than to run.
 """
-from __future__ import annotations      # they are not evaluated: without triton there is no tl.constexpr
+from __future__ import annotations      # where triton is absent, `tl.constexpr` is, too
 
 import torch
 from torch import Tensor
 
-from attention_kernel import jit, runs_triton, tl, triton
+from arrays import jit, runs_triton, tl, triton
 
-Rotation = tuple[Tensor, Tensor]        # cos and sin of each token's angles, [T, D/2] float32
-ELEMENTS = 1024                         # of one tile: 8 for each of 128 threads (in bfloat16 16 bytes)
+Rotation = tuple[Tensor, Tensor]    # cos and sin of each token's angles, [T, D/2] float32
+ELEMENTS = 1024                     # of one tile: 8 for each of 128 threads (in bfloat16 16 bytes)
 
 
-def rotate_and_store(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-                     rotation: Rotation | None) -> Tensor:
+def rotate_and_store(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor,
+                     slots: Tensor, rotation: Rotation | None) -> Tensor:
     """Rotate q and k of T tokens, write k and v into the slots, and return q, rotated [T, H, D].
 
-    q               [T, H, D]               the tokens may lie apart, as in one projection of q, k, v
+    q               [T, H, D]               tokens may lie apart, as in one projection of q, k, v
     k, v            [T, H_kv, D]            likewise
     k_cache         [num_slots, H_kv, D]    the K of one layer of the GPU cache
     v_cache         [num_slots, H_kv, D]    its V, with the same strides
     slots           [T] int64               where each token's k and v go; contiguous
-    rotation        two of [T, D/2]         cos and sin of the angles, contiguous; None: nothing is rotated
+    rotation        two of [T, D/2]         cos and sin, contiguous; None: nothing is rotated
 
     Triton computes it wherever it computes the attention; elsewhere the reference does."""
     if not runs_triton(q.device, q.dtype):
@@ -43,7 +43,8 @@ def rotate_and_store(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: 
     q_tiles, kv_tiles = (triton.cdiv(n, tile_h) for n in (heads, kv_heads))
     rotate_and_store_kernel[T, kv_tiles if rotation is None else kv_tiles + q_tiles](
         q, k, v, rotated, k_cache, v_cache, slots, cos, sin,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *rotated.stride()[:2], *k_cache.stride()[:2],
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *rotated.stride()[:2],
+        *k_cache.stride()[:2],
         HEADS=heads, KV_HEADS=kv_heads, KV_TILES=kv_tiles, D=D, TILE_H=tile_h, TILE_D=tile_d,
         ROTATE=rotation is not None, enable_fp_fusion=True)         # given, or else triton warns
     return rotated
@@ -74,11 +75,11 @@ def rotate_and_store_kernel(q, k, v, rotated, k_cache, v_cache, slots, cos, sin,
                             HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KV_TILES: tl.constexpr,
                             D: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
                             ROTATE: tl.constexpr):
-    """A tile is TILE_H heads of one token. Each of the first KV_TILES programs of a token copies a tile of
-    k and one of v; each of the others, which there are only with ROTATE, a tile of q. Grid (T, programs).
-    Offsets of tokens and slots are int64.
+    """A tile is TILE_H heads of one token. Each of the first KV_TILES programs of a token copies a
+    tile of k and one of v; each of the others, which there are only with ROTATE, a tile of q. Grid
+    (T, programs). Offsets of tokens and slots are int64.
 
-        32 heads, 8 KV heads, D 128: TILE_H 8, so program 0 copies k and v, programs 1 to 4 copy q"""
+        32 heads, 8 KV heads, D 128: TILE_H 8; program 0 copies k and v, programs 1 to 4 copy q"""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     if ROTATE:

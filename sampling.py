@@ -1,7 +1,8 @@
 """From logits to tokens: every row of a batch as its own request wants it, in one pass of tensor
 operations.
 
-    logits -> repetition penalty -> reply penalties -> bias -> temperature -> top_k -> top_p -> min_p
+    logits -> repetition penalty -> reply penalties -> bias -> temperature -> top_k -> top_p ->
+    min_p
            -> noise -> argmax
 
 Each stage changes the rows [n, vocab] whose requests ask for it. A stage that nobody asks for costs
@@ -13,9 +14,9 @@ A random draw is an argmax, too. Let every token with probability p wait for a t
 is drawn from Exp(1). The token that arrives first is a draw from p: it is the one with the largest
 log p - log E (the Gumbel-max trick).
 
-Invariant: E is a function of (seed, position of the drawn token, token id) alone, hashed in integers.
-So a reply with a seed repeats, up to the rounding of its logits and of the stages, whatever else is
-in the batch, after a suspension, and on any device.
+Invariant: E is a function of (seed, position of the drawn token, token id) alone, hashed in
+integers. So a reply with a seed repeats, up to the rounding of its logits and of the stages,
+whatever else is in the batch, after a suspension, and on any device.
 """
 import random
 from collections.abc import Callable
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention_kernel import upload
+from arrays import upload
 from scheduler import Request
 
 LIMITS = {      # of each value, both inclusive; where the limits are ints, so must the value be
@@ -50,13 +51,13 @@ class Sampling:
     temperature: float = 0.0            # 0 is greedy
     top_k: int = 0                      # draw from the k most likely tokens; 0: from all
     top_p: float = 1.0                  # draw from the fewest tokens that together are this likely
-    min_p: float = 0.0                  # draw from tokens at least this times as likely as the most likely
-    presence_penalty: float = 0.0       # subtracted from the logit of each token that the reply contains
+    min_p: float = 0.0          # draw from tokens at least this times as likely as the most likely
+    presence_penalty: float = 0.0  # subtracted from the logit of each token that the reply contains
     frequency_penalty: float = 0.0      # the same, times how often the reply contains it
-    repetition_penalty: float = 1.0     # divides positive logits of the context's tokens, multiplies negative
+    repetition_penalty: float = 1.0     # divides logits > 0 of the context's tokens, multiplies < 0
     seed: int = field(default_factory=lambda: random.getrandbits(32))
     logit_bias: dict[int, float] = field(default_factory=dict)      # token id -> added to its logit
-    logprobs: int | None = None         # k: report the token's log probability and the k largest; None: none
+    logprobs: int | None = None         # k: report the token's log probability, and the k largest
 
     @cached_property
     def looks_back(self) -> bool:
@@ -77,17 +78,17 @@ class Sampling:
 
 
 def within(value, low, high) -> bool:
-    """Whether value is a number between the limits, an int if they are; True and False are no numbers."""
+    """Whether value is a number between the limits, an int if they are. (True is no number.)"""
     return type(value) in (int, type(low)) and low <= value <= high
 
 
 def sample(logits: Tensor, requests: list[Request]) -> list[Tensor]:
-    """A token from each row of logits [N, vocab] float32, for its request; -1 where the largest of a
-    row, after all stages, is NaN or infinite. The logits are used up.
+    """A token from each row of logits [N, vocab] float32, for its request; -1 where the largest of
+    a row, after all stages, is NaN or infinite. The logits are used up.
 
     The results stay on the device: the tokens [N], and, if requests ask for log probabilities, the
-    log_probabilities() of their rows. They are those before penalties, bias and temperature: they say
-    what the model believes, not what the draw was asked for."""
+    log_probabilities() of their rows. They are those before penalties, bias and temperature: they
+    say what the model believes, not what the draw was asked for."""
     reported = rows_to_report(requests)
     asked = [(stage, rows) for stage in STAGES if (rows := rows_that(requests, stage.is_asked_for))]
     groups = [[np.array(rows), *stage.tell([requests[i] for i in rows])] for stage, rows in asked]
@@ -101,7 +102,7 @@ def sample(logits: Tensor, requests: list[Request]) -> list[Tensor]:
             logits = stage.change(logits, *columns)
         else:
             logits[rows_on_device] = stage.change(logits[rows_on_device], *columns)
-    largest, tokens = logits.max(-1)                    # [N] twice; NaN is the largest, if there is one
+    largest, tokens = logits.max(-1)                # [N] twice; NaN is the largest, if there is one
     sampled = tokens.where(largest.abs() < torch.inf, -1)
     if not reported:
         return [sampled]
@@ -120,23 +121,25 @@ def rows_to_report(requests: list[Request]) -> list[int]:
 
 
 def log_probabilities(logprobs: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """logprobs [n, vocab], tokens [n] -> the log probability of each row's token, [n]; the token ids and
-    the log probabilities of its `top` most likely tokens (at most vocab), [n, top] each."""
+    """logprobs [n, vocab], tokens [n] -> the log probability of each row's token, [n]; the token
+    ids and the log probabilities of its `top` most likely tokens (at most vocab), [n, top] each."""
     best = logprobs.topk(min(top, logprobs.shape[1]))                           # [n, top]
     return logprobs.gather(1, tokens[:, None])[:, 0], best.indices, best.values
 
 
-def read(requests: list[Request], tokens: Tensor, *logprobs: Tensor) -> tuple[list[int], list | None]:
-    """The results of sample(), once they are on the host, as numbers: the tokens, and a report for each
-    request.
+def read(requests: list[Request], tokens: Tensor,
+         *logprobs: Tensor) -> tuple[list[int], list | None]:
+    """The results of sample(), once they are on the host, as numbers: the tokens, and a report for
+    each request.
 
     A request with logprobs=2 gets the report (log probability of its token, [(token id, log
-    probability), (token id, log probability)]: the two most likely), and one with logprobs=None gets
-    None. If that is so for all, the list of reports is None, too."""
+    probability), (token id, log probability)]: the two most likely), and one with logprobs=None
+    gets None. If that is so for all, the list of reports is None, too."""
     if not logprobs:
         return tokens.tolist(), None
     reports = [None] * len(requests)
-    for row, own, ids, values in zip(rows_to_report(requests), *(part.tolist() for part in logprobs)):
+    columns = (part.tolist() for part in logprobs)
+    for row, own, ids, values in zip(rows_to_report(requests), *columns):
         top = requests[row].sampling.logprobs
         reports[row] = own, list(zip(ids[:top], values[:top]))
     return tokens.tolist(), reports
@@ -147,7 +150,7 @@ def read(requests: list[Request], tokens: Tensor, *logprobs: Tensor) -> tuple[li
 class Stage(NamedTuple):
     """A change to the logits of the n requests that ask for it."""
     is_asked_for: Callable[[Sampling], object]      # true or false
-    tell: Callable[[list[Request]], list]           # what the change must know of them: arrays, and ints
+    tell: Callable[[list[Request]], list]   # what the change must know of them: arrays, and ints
     change: Callable[..., Tensor]                   # (their logits [n, vocab], *told) -> [n, vocab]
 
 
@@ -191,7 +194,7 @@ def add_bias(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> Te
 
 
 def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
-    """A temperature below 1e-5 counts as 1e-5: a draw is almost greedy then, and no division overflows."""
+    """A temperature below 1e-5 counts as 1e-5: almost greedy, and no division overflows."""
     return logits.div_(temperature[:, None].clamp(min=1e-5))
 
 
@@ -202,7 +205,7 @@ def tell_top_k(requests: list[Request]) -> list:
 
 def keep_top_k(logits: Tensor, top_k: Tensor, largest_k: int) -> Tensor:
     """In this and the next two stages, tokens that tie with the last one kept are kept, too."""
-    ranked = logits.topk(min(largest_k, logits.shape[1])).values                # [n, largest_k], descending
+    ranked = logits.topk(min(largest_k, logits.shape[1])).values        # [n, largest_k], descending
     last = top_k[:, None].long().clamp_(max=ranked.shape[1]) - 1                # [n, 1]
     return logits.masked_fill_(logits < ranked.gather(1, last), -torch.inf)
 
@@ -217,15 +220,15 @@ def least_share(share: Tensor, top_p: Tensor, width: int) -> Tensor:
     """The smallest share of the probability, [n, 1], among the fewest tokens that together hold
     top_p [n, 1]; share [n, vocab].
 
-    These tokens are mostly few, and to rank few is cheaper. So we rank only the best `width` of each
-    row, and do it again with 16 times as many for the rows that need all of these or more. On a GPU the
-    host would have to wait to know these rows: there `width` is that of the vocabulary.
+    These tokens are mostly few, and to rank few is cheaper. So we rank only the best `width` of
+    each row, and do it again with 16 times as many for the rows that need all of these or more. On
+    a GPU the host would have to wait to know these rows: there `width` is that of the vocabulary.
 
         shares 0.5, 0.3, 0.1, 0.1 and top_p 0.7:  the first two hold 0.8 -> 0.3
     """
-    best = share.topk(min(width, share.shape[1])).values                        # [n, width], descending
-    before = best.cumsum(1) - best                                              # held by the better tokens
-    needed = (before < top_p).sum(1, keepdim=True).clamp(min=1)                 # [n, 1]; of NaN none is less
+    best = share.topk(min(width, share.shape[1])).values                    # [n, width], descending
+    before = best.cumsum(1) - best                                      # held by the better tokens
+    needed = (before < top_p).sum(1, keepdim=True).clamp(min=1)     # [n, 1]; of NaN none is less
     least = best.gather(1, needed - 1)                                          # [n, 1]
     if width < share.shape[1]:
         short = (before[:, -1] < top_p[:, 0]).nonzero()[:, 0]                   # rows
@@ -246,7 +249,7 @@ def tell_noise(requests: list[Request]) -> list:
 
 def add_noise(logits: Tensor, keys: Tensor) -> Tensor:
     """log p - log E, up to a constant per row."""
-    waiting = uniform(keys, logits.shape[1]).neg_().log1p_().neg_()             # [n, vocab] from Exp(1)
+    waiting = uniform(keys, logits.shape[1]).neg_().log1p_().neg_()         # [n, vocab] from Exp(1)
     return logits.sub_(waiting.log_())
 
 
@@ -259,8 +262,10 @@ STAGES = (
     Stage(lambda sampling: sampling.temperature not in (0, 1), tell_values("temperature"),
           apply_temperature),
     Stage(lambda sampling: sampling.temperature and sampling.top_k, tell_top_k, keep_top_k),
-    Stage(lambda sampling: sampling.temperature and sampling.top_p < 1, tell_values("top_p"), keep_top_p),
-    Stage(lambda sampling: sampling.temperature and sampling.min_p, tell_values("min_p"), keep_min_p),
+    Stage(lambda sampling: sampling.temperature and sampling.top_p < 1, tell_values("top_p"),
+          keep_top_p),
+    Stage(lambda sampling: sampling.temperature and sampling.min_p, tell_values("min_p"),
+          keep_min_p),
     Stage(lambda sampling: sampling.temperature, tell_noise, add_noise))
 
 
@@ -270,7 +275,7 @@ def noise_keys(seeds: list[int], positions: list[int]) -> np.ndarray:
     """int32, a function of the seed (64 bits) and the position: [n]."""
     seed, key = np.array(seeds), np.ones(len(seeds), np.int32)
     for word in (seed >> 32, seed, np.array(positions)):
-        key = mix(key ^ word.astype(np.int32))                                  # of its lower 32 bits
+        key = mix(key ^ word.astype(np.int32))                              # of its lower 32 bits
     return mix(key)
 
 
@@ -304,7 +309,7 @@ def entries(sequences: list) -> tuple[np.ndarray, np.ndarray]:
     """Row and token id, in [n, vocab], of every token of n sequences.
     [[7, 5], [9]] -> [0, 0, 1] and [7, 5, 9]."""
     rows = np.repeat(np.arange(len(sequences)), [len(tokens) for tokens in sequences])
-    return rows, np.concatenate(sequences).astype(np.int32)         # of empty lists numpy makes floats
+    return rows, np.concatenate(sequences).astype(np.int32)     # of empty lists numpy makes floats
 
 
 def upload_groups(groups: list[list], device: torch.device) -> list[list]:

@@ -46,6 +46,7 @@ class Figure(NamedTuple):
     x: str                          # of its plot: a field of its rows
     y: str
     columns: tuple = ()             # of its table: fields of its rows; none: a line for each field
+    linear: bool = False            # y is not logarithmic: few lines, and each has its name at its last point
     bars: tuple = ()                # fields to draw as bars, a bar for each row, instead of y over x
     seeds: int = 1                  # loads of other seeds over which it is repeated, to know the spread
 

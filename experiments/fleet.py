@@ -25,9 +25,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine import Engine, Handle
+from engine import Engine
 from experiments.run import Panel, Served, System, build, outcome, planned, window
 from experiments.workload import PlannedConversation, within_context
+from handles import Handle
 
 POINTS = 1600           # of each server on the ring: HAProxy makes 16 for each unit of its weight, 100
 
@@ -119,7 +120,7 @@ class Fleet:
 
         engine.submit([0] * (unheard + turn.input_tokens), name, max_tokens=turn.output_tokens,
                       ignore_eos=True, on_end=ended)
-        engine.take_inbox()
+        engine.owner.take_inbox()
         self.unfinished[server] += 1
         self.spoken[number] = self.heard[server, number] = said + turn.tokens
 

@@ -184,7 +184,7 @@ def play_ours(lengths: list[tuple[int, int]], worker: SimulatedWorker, **flags
                     max_running=MAX_RUNNING, **flags)
     for number, (prompt, reply) in enumerate(lengths):
         engine.submit([0] * prompt, str(number), max_tokens=reply, ignore_eos=True)
-    engine.take_inbox()
+    engine.owner.take_inbox()
     while engine.scheduler.queue:
         begin = engine.clock()
         batch = engine.step()

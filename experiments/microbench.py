@@ -31,12 +31,14 @@ from engine import Engine
 from experiments.curves import Found
 from experiments.rivals import Scene, ours, packed, rivals, rounds
 from experiments.simulator import HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker, VirtualClock
+from graphs import Graphs
 from kv_cache import Conversation, Ticket
 from kv_pool import KVPool
 from loading import speed_up
+from recompute_cost import device_seconds
 from sampling import Sampling
 from scheduler import Batch, Request, Span
-from worker import Worker, device_seconds
+from worker import Worker
 
 
 # ---- measuring
@@ -224,8 +226,8 @@ def stepping(worker: Worker, spans: list[Span], swap_in=(), swap_out=()) -> Call
 
 
 def one_way(bench: Bench, model: str, pool: KVPool, slots: list[int], chunks: int):
-    """Copies of chunks in shuffled slots, in and out. (Both at once never happens: a copy out waits for
-    those in.)
+    """Copies of chunks in shuffled slots, in and out, one way at a time. (A copy out waits for those in. Only
+    the next step's copies in may overlap it.)
 
     The limit is one large copy of as many bytes, from and to pinned memory."""
     host = torch.empty_like(pool.cpu[:, :, :CHUNK * chunks], pin_memory=bench.cuda)
@@ -251,7 +253,7 @@ def one_way(bench: Bench, model: str, pool: KVPool, slots: list[int], chunks: in
 def cached_request(worker: Worker, row: int, slots: list[int], seed: int) -> Request:
     """A request in this row of the slot table, whose whole context is cached in `slots`."""
     tokens = np.random.default_rng([seed, row]).integers(worker.vocab_size, size=len(slots))
-    conversation = Conversation(str(row), row, tokens, CHUNK, toward=1)
+    conversation = Conversation(str(row), row, tokens, CHUNK)
     conversation.row = row
     worker.slot_table[row, :len(slots)] = torch.tensor(slots, dtype=torch.int32)
     return Request(conversation, [], sampling=Sampling(seed=seed))
@@ -455,7 +457,7 @@ def mixed_steps(bench: Bench, model: str, worker: Worker, context: int, seed: in
         run, graphs = stepping(worker, spans), worker.graphs
 
         def launched(n):
-            worker.graphs = {}
+            worker.graphs = Graphs()
             run(n)
             worker.graphs = graphs
         taken = in_turns("cpu", {"replayed": run, "launched": launched}, repeats=10)

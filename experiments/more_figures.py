@@ -1,6 +1,6 @@
 """The other figures: of this machine and its parts, of a running server, of many servers, of memory.
 
-    default, profile, check                         the embedded model on this machine
+    default, turns, profile, check                  the embedded model on this machine
     fig12, kernel, swap, step, scheduling           parts of the engine (microbench.py)
     serve                                           a server that runs already
     fleet, waste, sharing                           simulated, or only counted
@@ -13,18 +13,21 @@ import sys
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Callable
 
+import numpy as np
 import torch
 
+from engine import Engine
 from experiments import memory, microbench
 from experiments.curves import Figure, Found, adapted, mapped, ratio, sweep
 from experiments.figures import costs
 from experiments.fleet import ROUTERS, play_fleet
 from experiments.remote import RemoteEngine
-from experiments.run import HERE, Panel, System, at_scale, build, drive, planned, play, summary, window
+from experiments.run import (
+    HERE, SYSTEMS, Panel, System, at_scale, build, drive, planned, play, summary, window)
 from experiments.workload import cut_to_context
 
 
@@ -85,6 +88,44 @@ def on_device(measure: Callable, options) -> Found:
     if device in (None, "auto"):
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return measure(device, options.seed)
+
+
+def turns(options) -> Found:
+    """How long a single user waits for the first token, turn by turn.
+
+    Each turn brings 92 new tokens and generates 8, so the prompt of turn 35 ends at 3,492 tokens. Both
+    engines serve each turn, one right after the other: a slow moment of the machine strikes both. A row has
+    the median of five conversations."""
+    only_measured(options)
+    panel = adapted(HERE, options)[0]
+    rng = np.random.default_rng(options.seed)
+    engines = {name: build(SYSTEMS[name], panel, [], options) for name in ("stateless", "pensieve")}
+    limit = min(3500, *(engine.scheduler.limit for engine in engines.values()))
+    seconds = {(name, turn): [] for name in engines for turn in range(1, limit // 100 + 1)}
+    for _ in range(5):
+        for turn in range(1, limit // 100 + 1):
+            prompt = rng.integers(engines["pensieve"].worker.vocab_size, size=92).tolist()
+            for name, engine in engines.items():
+                seconds[name, turn].append(first_token_seconds(engine, prompt))
+        for engine in engines.values():
+            engine.forget("user")
+    for engine in engines.values():
+        engine.close()
+    rows = [dict(system=name, model=panel.model, dataset="one user", turn=turn, context=100 * turn - 8,
+                 ttft_ms=1e3 * median(times)) for (name, turn), times in seconds.items()]
+    stateless, pensieve = rows[len(rows) // 2 - 1], rows[-1]
+    name = f"first token at {pensieve['context']:,} tokens, stateless / pensieve"
+    return Found(rows, [ratio(name, stateless["ttft_ms"] / pensieve["ttft_ms"], options)])
+
+
+def first_token_seconds(engine: Engine, prompt: list[int]) -> float:
+    """Serve one turn of the conversation "user" -> the seconds until its first token."""
+    begin = engine.clock()
+    handle = engine.submit(prompt, "user", max_tokens=8, ignore_eos=True)
+    next(iter(handle))
+    seconds = engine.clock() - begin
+    handle.result()
+    return seconds
 
 
 def profile(options) -> Found:
@@ -175,6 +216,9 @@ MORE = {
         default, "three systems on the embedded model, measured here (a minute)",
         "request_rate", "normalized_latency_ms",
         bars=("mean_ttft_ms", "normalized_latency_ms", "throughput", "computed_tokens")),
+    "turns": Figure(
+        turns, "the first token of a single user, turn by turn, measured here (2 minutes)",
+        "turn", "ttft_ms", ("system", "turn", "context", "ttft_ms"), linear=True),
     "fleet": Figure(
         fleet, "1, 4, 16 and 64 servers behind three kinds of routers (simulated only: half an hour)",
         "servers", "normalized_latency_ms",

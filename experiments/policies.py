@@ -6,19 +6,20 @@
     expected cost       ours: the recomputation that one more second in the cache saves on average
     oracle              knows when each conversation returns; shows how far any policy is from the best
 
-A policy of your own is a class like these and a line in `EXPERIMENTS`; then `bench.py fig14` compares
-it, too. `eviction.Policy` says what a policy answers.
+A policy of your own is a class like these and a line in `EXPERIMENTS`; then `bench.py fig14`
+compares it, too. `eviction.Policy` says what a policy answers.
 
-Invariant, as for every policy: `value` never rises with `idle`. The longer idle of two conversations
-with equal keys leaves first, now and later. (To the oracle, `idle` is the time until the return.)
-"""
+Invariant, as for every policy: `value` never rises with `idle`. The longer idle of two
+conversations with equal keys leaves first, now and later. (To the oracle, `idle` is the time until
+the return.) """
 import math
 
 from eviction import MIN_IDLE, LeastRecentlyUsed, Policy, RecomputeCost, RetentionValue
 
 
 class LiteralIdleness(RetentionValue):
-    """The paper's letter: idle since the last answer, even while the conversation's next turn waits."""
+    """The paper's letter: idle since the last answer, even while the conversation's next turn
+    waits."""
 
     def last_needed(self, conversation):
         return conversation.last_active
@@ -27,10 +28,10 @@ class LiteralIdleness(RetentionValue):
 class TailOptimized(LeastRecentlyUsed):
     """Tail-Optimized LRU (arXiv 2510.15152).
 
-    If a conversation returns, and its next prompt and all that must be recomputed take no more than 200 ms,
-    its first token still comes in time. Chunks within that budget are free: they leave first, in the order of
-    LRU. (That paper's server can use a prefix only, so there the trailing blocks are free; here the
-    leading ones are.)"""
+    If a conversation returns, and its next prompt and all that must be recomputed take no more than
+    200 ms, its first token still comes in time. Chunks within that budget are free: they leave
+    first, in the order of LRU. (That paper's server can use a prefix only, so there the trailing
+    blocks are free; here the leading ones are.)"""
     BUDGET = 0.2        # seconds
     PROMPT = 200        # tokens that we expect of the next prompt, as vLLM's implementation does
     FREE = 1e-9         # a free chunk is worth this share of another chunk that has been idle as long
@@ -43,7 +44,7 @@ class TailOptimized(LeastRecentlyUsed):
             self.free += 1
             spent += cost((self.free + 1) * chunk_size)
 
-    def key(self, conversation, index, count):
+    def key(self, conversation, index):
         return int(index >= self.free)
 
     def value(self, key, idle):
@@ -51,14 +52,14 @@ class TailOptimized(LeastRecentlyUsed):
 
 
 class ReuseByCategory(Policy):
-    """From "KVCache in the wild" (arXiv 2506.02634): conversations of a category return alike, and their
-    think times are exponential. Our categories: conversations that have had equally many turns; TURNS or more
-    count as one category. We count from a reply to the admission of the next turn, so waiting is included.
+    """From "KVCache in the wild" (arXiv 2506.02634): conversations of a category return alike, and
+    their think times are exponential. Our categories: conversations that have had equally many
+    turns; TURNS or more count as one category. We count from a reply to the admission of the next
+    turn, so waiting is included.
 
-    A category's share p returns at all, after `mean` seconds on average. The odds that a conversation which
-    has been idle for `idle` seconds still returns are p exp(-idle / mean) : 1 - p. The value is the chance
-    of a return within the next HORIZON seconds.
-    """
+    A category's share p returns at all, after `mean` seconds on average. The odds that a
+    conversation which has been idle for `idle` seconds still returns are p exp(-idle / mean) : 1 -
+    p. The value is the chance of a return within the next HORIZON seconds."""
     HORIZON = 300.0
     TURNS = 8
 
@@ -78,7 +79,7 @@ class ReuseByCategory(Policy):
             self.returns[conversation.turns] += 1
             self.waited[conversation.turns] += now - conversation.last_active
 
-    def key(self, conversation, index, count):
+    def key(self, conversation, index):
         return conversation.turns
 
     def chance_and_mean(self, turns: int, idle: float) -> tuple[float, float]:
@@ -98,12 +99,12 @@ class ExpectedCost(ReuseByCategory):
 
         V = rate(turns, T) * Cost(l)        rate(turns, T) = chance(turns, T) / mean
 
-    If 60% of the conversations that have had two turns and been idle for 30 s still return, after 60 s on
-    average, the rate is 0.01 per second, and a chunk of 4 ms is worth 40 us per second. (The retention value
-    takes 1 / T for the rate, whatever the conversation has done before.) The key is the chunk's index and the
-    turns in one number."""
+    If 60% of the conversations that have had two turns and been idle for 30 s still return, after
+    60 s on average, the rate is 0.01 per second, and a chunk of 4 ms is worth 40 us per second.
+    (The retention value takes 1 / T for the rate, whatever the conversation has done before.) The
+    key is the chunk's index and the turns in one number."""
 
-    def key(self, conversation, index, count):
+    def key(self, conversation, index):
         return index * (self.TURNS + 1) + conversation.turns
 
     def value(self, key, idle):
@@ -123,7 +124,8 @@ class Oracle(RetentionValue):
         self.thinks: dict[str, float] = {}              # conversation -> seconds of its next think time
 
     def foresee(self, name: str, think_seconds: float):
-        """After its present turn the conversation will be idle for think_seconds (inf: for ever)."""
+        """After its present turn the conversation will be idle for think_seconds (inf: for
+        ever)."""
         self.thinks[name] = think_seconds
 
     def last_needed(self, conversation):

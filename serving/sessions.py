@@ -24,7 +24,7 @@ whoever steps the engine commits, too.
 One turn is four objects. A LiveTurn has a Handle, which has a Request. They end in this order:
 
     Request     scheduler.py    ends: no more tokens are computed
-    Handle      engine.py       closes: the readers of token ids are told
+    Handle      handles.py      closes: the readers of token ids are told
     LiveTurn    here            settles: it is committed, then the readers of text are told
     Turn        history.py      is what the commit has stored
 
@@ -52,10 +52,11 @@ from functools import partial
 from pathlib import Path
 
 from config import require
-from engine import Engine, Handle, Outbox, Reply
+from engine import Engine
+from handles import Handle, Outbox, Reply
 from scheduler import TooLong
 from serving.history import ConversationRecord, History, StaleTurn, Turn, new_id
-from serving.tokenizer import TextStream, Tokenizer, load_tokenizer
+from serving.tokenizer import TextStream, TextTooLong, Tokenizer, load_tokenizer
 
 MOST_PRUNED = 1000      # conversations, at once
 
@@ -120,7 +121,8 @@ class LiveTurn:
         self.cancelled = False
         self.tokenizer = tokenizer
         self.stream = TextStream(tokenizer, stop) if tokenizer else None
-        self.texts = Outbox(engine)    # the text that each token made certain, then the rest
+        # the text that each token made certain, then the rest
+        self.texts = Outbox(engine.step_until)
         self.min_tokens = 0                         # a stop string counts from this token on
         self.settled: float | None = None    # when its reply was complete, in seconds since 1970
         self.reply: Answer | None = None            # in the end either this
@@ -534,7 +536,7 @@ class Sessions:
 
     def _commit(self, live: LiveTurn, handle: Handle, answer: Answer):
         name, plan, after = live.conversation, live.plan, live.plan.after
-        if handle.request.before[0] != plan.context:
+        if handle.request.tokens_before != plan.context:
             raise StaleTurn(f"conversation {name!r} had other tokens in the cache than in the "
                             "history")
         # the text is that of all tokens
@@ -653,8 +655,8 @@ class Sessions:
         encode, limit = self.tokenizer.encode if self.tokenizer else str.encode, self.engine.scheduler.limit
         tokens = sum(1 + len(encode(message["content"])) for message in waiting)
         if tokens >= limit:
-            raise TooLong("the messages that would wait for the conversation's next turn have "
-                          f"{tokens} tokens, and the limit is {limit} tokens")
+            raise TextTooLong("the messages that would wait for the conversation's next turn have "
+                              f"{tokens} tokens, and the limit is {limit} tokens")
 
     def delete_item(self, conversation: str, item_id: str) -> bool:
         """Delete one message of a conversation, see History.delete_item. If turns went with it, the

@@ -230,7 +230,7 @@ class Server(ThreadingHTTPServer):
         try:
             again = self.stateless.submit(
                 plan.prompt, base=base, stop=turn.stream.stop, max_tokens=most, ignore_eos=True,
-                min_tokens=min(turn.min_tokens, most), **asdict(turn.handle.sampling))
+                min_tokens=min(turn.min_tokens, most), **asdict(turn.handle.request.sampling))
             answer = again.result()
         except (StaleTurn, RuntimeError):    # RuntimeError: its engine has failed, or is closed
             return None

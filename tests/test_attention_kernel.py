@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 import attention_kernel as kernel
 import interpreter  # noqa: F401
-from attention_kernel import (AMPERE, FLOAT32, HOPPER, ITEM, MERGE, NO_ITEMS, PIECES_AT_ONCE, SpanTensors,
-                              make_plan, multi_token_attention, multi_token_attention_reference)
+from arrays import upload
+from attention_kernel import (PIECES_AT_ONCE, SpanTensors, multi_token_attention,
+                              multi_token_attention_reference)
+from attention_plan import AMPERE, FLOAT32, HOPPER, ITEM, MERGE, NO_ITEMS, make_plan, room_for
 
 HALF, FLOAT = torch.float16, torch.float32
 GPU = torch.cuda.is_available()
@@ -48,7 +50,7 @@ def exact(q, k_cache, v_cache, slot_table, spans, scale=None):
         slots = slot_table[row, :kv_len].long()
         k, v = (cache[slots].double().repeat_interleave(group, dim=1).transpose(0, 1)
                 for cache in (k_cache, v_cache))                                    # [H, kv_len, D]
-        scores = queries @ k.transpose(1, 2) * scale                                # [H, q_len, kv_len]
+        scores = queries @ k.transpose(1, 2) * scale                            # [H, q_len, kv_len]
         position = torch.arange(kv_len - q_len, kv_len)
         scores.masked_fill_(torch.arange(kv_len) > position[:, None], -torch.inf)
         out.append((scores.softmax(-1) @ v).transpose(0, 1))
@@ -115,7 +117,8 @@ def test_without_triton():
 
 
 def run_python(*args, **environment):
-    """In a process of its own, where triton can be absent or interpreted from the first import on."""
+    """In a process of its own, where triton can be absent or interpreted from the first import
+    on."""
     path = os.pathsep.join([os.path.dirname(__file__), os.path.dirname(kernel.__file__)])
     environment = {**os.environ, "PYTHONPATH": path, **environment}
     done = subprocess.run([sys.executable, *args], env=environment, capture_output=True, text=True)
@@ -147,7 +150,7 @@ def test_plan_covers_every_query_row_once(spans, group, wanted, min_piece, shape
         for first, end, partial, row, shift, kv_start, kv_end, _ in items.tolist():
             assert 0 < end - first <= shape.rows and (span_of[first:end] == row).all()
             last_sees = (end - 1) // group + shift + 1
-            assert kv_end <= last_sees                          # nothing beyond what the last token sees
+            assert kv_end <= last_sees                  # nothing beyond what the last token sees
             assert shift == kv_len[row] - sum(q_len[:row + 1])
             seen[first:end, kv_start:kv_end] += 1
             if partial >= 0:
@@ -169,7 +172,8 @@ def test_plan_covers_every_query_row_once(spans, group, wanted, min_piece, shape
        st.integers(1, 9), st.sampled_from([1, 4, 16, 37, 71]), st.integers(1, 99),
        st.sampled_from([HOPPER, FLOAT32]))
 def test_any_batch_fits_into_the_room_of_its_size(decodes, spans, fewer, group, wanted, shapes):
-    """Were it too small, `padded` would fail. One position each is what a graph is captured with."""
+    """Were it too small, `padded` would fail. One position each is what a graph is captured
+    with."""
     spans = [(1 if decodes else tokens, history) for tokens, history in spans]
     wanted, size = dict.fromkeys(shapes, wanted), sum(tokens for tokens, _ in spans) + fewer
 
@@ -177,7 +181,7 @@ def test_any_batch_fits_into_the_room_of_its_size(decodes, spans, fewer, group, 
         spans = spans + [(1, 0)] * (size - sum(tokens for tokens, _ in spans))
         q_len, history = np.array(spans).T
         plan = make_plan(np.array([range(len(spans)), q_len, history + q_len]), group, wanted)
-        room = plan.padded(size, decodes, group, wanted)
+        room = plan.padded(room_for(size, 1 if decodes else size, group, wanted))
         assert plan.partial_rows <= room.partial_rows
         planned = dict(plan.launches)
         pairs = [(planned.pop(shape, NO_ITEMS), items) for shape, items in room.launches]
@@ -189,9 +193,10 @@ def test_any_batch_fits_into_the_room_of_its_size(decodes, spans, fewer, group, 
 
 
 def test_room_of_decodes():
-    """The example of Plan.padded."""
+    """The example of room_for."""
     wanted = dict.fromkeys(HOPPER, 10)
-    room = make_plan(np.array([range(64), [1] * 64, [1] * 64]), 4, wanted).padded(64, True, 4, wanted)
+    plan = make_plan(np.array([range(64), [1] * 64, [1] * 64]), 4, wanted)
+    room = plan.padded(room_for(64, 1, 4, wanted))
     assert [len(rows) for rows in room.arrays()] == [74, 20] and room.partial_rows == 40
 
 
@@ -206,7 +211,7 @@ def test_long_histories_are_split_to_fill_the_gpu():
         return [len(items) for _, items in plan.launches]
     assert 40 <= items([1], [16384])[0] <= 50                          # one decode
     assert 40 <= items([20], [16384])[0] <= 50                         # one short prompt
-    assert items([1], [512]) == [2]                                    # not below the shortest piece
+    assert items([1], [512]) == [2]                                 # not below the shortest piece
     assert items([1] * 300, [1000] * 300) == [300]                     # there are enough without
     # Not one item more than fit: 9 would run after 45 others.
     assert items([1] * 9, [9000] * 9) == [45]
@@ -234,8 +239,8 @@ CASES = [  # q_len, kv_len, group, kv_heads, D
     ([1, 9], [129, 200], 8, 1, 80),
     ([1, 2], [130, 65], 37, 1, 16),
     ([1], [64 * PIECES_AT_ONCE + 65], 2, 1, 16),
-    # The first row stands at 126: the last column of its strip, whatever the strip's width, is the first that
-    # it must not see.
+    # The first row stands at 126: the last column of its strip, whatever the strip's width, is the
+    # first that it must not see.
     ([3, 40, 100], [129, 166, 226], 1, 1, 16),
 ]
 
@@ -250,8 +255,9 @@ def tile_tables(dtype, device):
 
 
 def triton_checks(device, dtypes):
-    """(name, function, arguments): every case in every dtype with every table of shapes against float64,
-    contexts cut as finely as may be; a plan padded with rows of zeros; slots whose offsets overflow int32."""
+    """(name, function, arguments): every case in every dtype with every table of shapes against
+    float64, contexts cut as finely as may be; a plan padded with rows of zeros; slots whose offsets
+    overflow int32."""
     for dtype in dtypes:
         for n, shapes in enumerate(tile_tables(dtype, device)):
             for case in CASES:
@@ -265,7 +271,7 @@ def check_case(case, shapes, dtype, device):
     arguments = make_case(q_len, kv_len, group, kv_heads, D, dtype, device)
     spans = arguments[-1]
     plan = finest_plan(spans, group, shapes)
-    arrays = kernel.upload(plan.arrays(), torch.device(device))
+    arrays = upload(plan.arrays(), torch.device(device))
     spans.plans[group, kv_heads, D, dtype] = plan.with_arrays(arrays)
     out = torch.full_like(arguments[0], torch.nan)
     assert multi_token_attention(*arguments, out=out) is out
@@ -298,7 +304,7 @@ def check_padding(device):
 def check_far_slots(device):
     q, k, v, table, spans = make_case([1, 3], [40, 30], 2, 4, 16, dtype=HALF, device=device)
     rows = 2 ** 31 // k[0].numel() + len(k)
-    far = torch.empty(rows, *k.shape[1:], dtype=HALF, device=device)        # only its end is ever touched
+    far = torch.empty(rows, *k.shape[1:], dtype=HALF, device=device)  # only its end is ever touched
     shift = len(far) - len(k)
     far[shift:] = k
     shifted = torch.where((table >= 0) & (table < len(k)), table + shift, table)
@@ -311,7 +317,8 @@ INTERPRETED = FLOAT, HALF            # bfloat16 is silently wrong in the interpr
 
 @pytest.fixture(scope="module")
 def in_the_interpreter():
-    """What is wrong with each check, in a process where triton is interpreted from the first import on."""
+    """What is wrong with each check, in a process where triton is interpreted from the first import
+    on."""
     pytest.importorskip("triton")
     return json.loads(run_python("-W", "ignore", __file__, TRITON_INTERPRET="1"))
 

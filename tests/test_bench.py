@@ -152,6 +152,15 @@ def test_costs_of_a_model(tmp_path, monkeypatch, name):
     assert first == sorted(first) and first[-1] > 2 * first[0]
 
 
+def test_a_single_user_waits_turn_by_turn(tmp_path, monkeypatch):
+    figure = run_bench(tmp_path, monkeypatch, "turns --gpu-cache-tokens 400 --cpu-cache-tokens 0")
+    rows = figure["rows"]
+    assert [row["system"] for row in rows] == ["stateless"] * 4 + ["pensieve"] * 4
+    assert [row["context"] for row in rows] == 2 * [92, 192, 292, 392]
+    last, kept = rows[3]["ttft_ms"], rows[7]["ttft_ms"]
+    assert figure["ratios"][0]["ours"] == last / kept > 1       # 392 tokens to compute, or 93
+
+
 def test_a_profile_is_saved_and_loaded(tmp_path, monkeypatch):
     figure = run_bench(tmp_path, monkeypatch, "profile")
     cost = run.load_profile(tmp_path / "figure.json")
@@ -268,6 +277,10 @@ def test_each_way_to_run_a_system_has_its_line(monkeypatch):
     rows = [dict(row, how=how) for how in ("measured", "simulated") for _ in range(2)]
     bench.draw_lines(figure, dict(panel=rows), "request_rate", "normalized_latency_ms")
     assert [line.get_label() for line in figure.axes[0].lines] == ["a, measured", "a, simulated"]
+    bench.draw_lines(figure, dict(panel=rows), "request_rate", "normalized_latency_ms", linear=True)
+    # Each line carries its name and last value; there is no legend.
+    assert [text.get_text() for text in figure.axes[-1].texts] == ["a, measured: 2", "a, simulated: 2"]
+    assert figure.axes[-1].get_yscale() == "linear" and not figure.axes[-1].get_legend()
 
 
 def test_a_plot_shows_the_first_of_several_seeds(tmp_path, monkeypatch):
@@ -275,7 +288,7 @@ def test_a_plot_shows_the_first_of_several_seeds(tmp_path, monkeypatch):
     rows = [dict(system="a", model="m", dataset="d", throughput=1.0, normalized_latency_ms=2.0, seed=seed)
             for seed in (3, 4)]
     drawn = []
-    monkeypatch.setattr(bench, "draw_lines", lambda canvas, panels, x, y: drawn.extend(panels.values()))
+    monkeypatch.setattr(bench, "draw_lines", lambda canvas, panels, *axes: drawn.extend(panels.values()))
     bench.plot(bench.FIGURES["fig10"], rows, str(tmp_path / "plot"))
     assert drawn == [rows[:1]]
     with pytest.raises(ValueError, match="nothing to plot"):

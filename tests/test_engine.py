@@ -9,8 +9,9 @@ from statistics import median
 
 import pytest
 
-from engine import Engine, Outbox
+from engine import Engine
 from eviction import RecomputeCost
+from handles import Outbox
 from scheduler import Result
 
 ROOT = Path(__file__).parent.parent
@@ -233,13 +234,98 @@ def test_without_a_tokenizer_token_ids_are_served(tmp_path):
 def test_posts_run_in_their_order_whoever_takes_them(engine):
     """Without start(), two threads take from the inbox. A turn must enter before its cancel."""
     order = []
-    with engine.stepping:
+    with engine.owner.lock:
         other = threading.Thread(target=engine.call, args=(lambda: order.append("enter"),))
         other.start()
         threading.Event().wait(0.05)                    # it has posted, and waits to be the owner
         engine.call(lambda: order.append("cancel"))
     other.join(timeout=60)
     assert order == ["enter", "cancel"]
+
+
+def test_who_posts_again_and_again_does_not_keep_a_step_from_scheduling(engine):
+    """Each look into the inbox runs only what was posted before it began."""
+    handle, ran = engine.submit(ids(5), max_tokens=4, ignore_eos=True), []
+    def post_again():
+        ran.append(engine.scheduler.steps)
+        if handle.reply is None and len(ran) < 1000:
+            engine.owner.post(post_again)
+    engine.owner.post(post_again)
+    assert len(handle.result().token_ids) == 4
+    assert ran == list(range(len(ran))) and 4 <= len(ran) <= 5
+    engine.owner.take_inbox()
+
+
+def test_a_look_runs_only_what_was_posted_before_even_if_a_function_looks_itself(engine):
+    order = []
+    def first():
+        engine.owner.post(lambda: order.append("posted meanwhile"))
+        engine.call(lambda: order.append("called"))
+        engine.owner.post(lambda: order.append("too late"))
+    engine.owner.post(first)
+    engine.owner.post(lambda: order.append("second"))
+    engine.owner.take_inbox()
+    assert order == ["second", "posted meanwhile", "called"]
+    engine.owner.take_inbox()
+    assert order[3:] == ["too late"]
+
+
+@pytest.mark.parametrize("way", ["close", "failure"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_who_posts_while_the_owner_stops_the_engine_is_answered(way):
+    """A call and a turn are posted just before. Their clients rely on the engine's thread."""
+    engine, handles, answers, begun = Engine("tiny_chat", **TINY).start(), [], [], threading.Event()
+    caller = threading.Thread(target=lambda: answers.append(engine.call(lambda: 7)), daemon=True)
+    own = engine.owner.thread
+    def last():
+        handles.append(engine.submit(ids(3), max_tokens=1))
+        caller.start()
+        while len(engine.owner.inbox) < 2:
+            time.sleep(0.001)
+        begun.set()
+        time.sleep(0.05)                            # now the caller waits for its answer
+        if way == "failure":
+            raise OSError("out of order")
+    if way == "close":
+        engine.submit(ids(3), max_tokens=150, ignore_eos=True, on_end=lambda handle: last())
+        engine.close()
+    else:
+        engine.owner.post(last)
+    assert begun.wait(10)
+    caller.join(timeout=10)
+    own.join(timeout=10)
+    assert answers == [7] and not own.is_alive() and handles[0].tokens.closed.is_set()
+    assert dict(close="is closed", failure="has stopped")[way] in str(handles[0].error)
+
+
+@pytest.mark.parametrize("way", ["close", "failure"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_who_posts_while_the_engine_stops_is_answered(way):
+    """Clients post all the time, some of them during the last look into the inbox."""
+    engine, answered = Engine("tiny_chat", **TINY).start(), []
+    def client():
+        for _ in range(10_000):
+            assert engine.call(lambda: 7) == 7
+            try:
+                handle = engine.submit(ids(3), max_tokens=1)
+            except RuntimeError:
+                break
+            handle.tokens.wait_closed()
+            assert handle.reply or handle.error
+        assert engine.call(lambda: 8) == 8
+        answered.append(True)
+    threads = [threading.Thread(target=client) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    own = engine.owner.thread
+    if way == "failure":
+        engine.worker.execute = engine.worker.launch = None        # a step fails in _drain_copies
+        own.join(timeout=30)
+    engine.close()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert len(answered) == 8 and not engine.owner.handles and not engine.owner.inbox
 
 
 # ---- one step ahead
@@ -378,7 +464,7 @@ def test_many_readers_of_one_handle_see_every_token(depth):
 def test_an_outbox_wakes_whoever_waits():
     """A writer and eight readers, who now wait, now lag behind: each reads every item once."""
     engine = Engine("tiny_chat", **TINY).start()
-    outbox, read = Outbox(engine), []
+    outbox, read = Outbox(engine.step_until), []
     def reader():
         read.append([item for new in outbox.news() for item in new])
     threads = [threading.Thread(target=reader) for _ in range(8)]
@@ -465,7 +551,7 @@ def test_ctrl_c_in_the_middle_of_a_step_stops_the_engine(engine):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_callback_that_fails_keeps_nobody_waiting(depth):
     engine = make(depth).start()
-    thread = engine.thread
+    thread = engine.owner.thread
     def fails(handle):
         raise OSError("out of order")
     for handle in [engine.submit(ids(3, n), max_tokens=4, on_end=fails) for n in range(4)]:

@@ -1,7 +1,6 @@
-"""What a chunk is worth, and in which order conversations give way: against hand-worked figures and a
-brute-force sort."""
+"""What a chunk is worth, and in which order chunks leave: against hand-worked figures and a brute-force
+sort."""
 import math
-from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -52,13 +51,14 @@ def test_recompute_cost_refuses_a_profile_without_sense(profile, rest):
 
 # ---- policies
 
-# of a conversation with 5 chunks to give, chunk 3 the next; idle for 4 s
-@pytest.mark.parametrize("name, step, key, unit, value", [
-    ("retention", +1, 3, 1, 16.0 / 4), ("lru", +1, 0, 1, 1 / 4), ("trailing", -1, 0, 1, 1 / 4),
-    ("trailing-half", -1, 5, 3, 1 / (5 * 4)), ("conversation", +1, 0, 5, 1 / 4)])
-def test_policy_end_key_unit_value(name, step, key, unit, value):
+# of chunk 3, idle for 4 s
+@pytest.mark.parametrize("name, step, key, part, value", [
+    ("retention", +1, 3, 0, 16.0 / 4), ("lru", +1, 0, 0, 1 / 4), ("trailing", -1, 0, 0, 1 / 4),
+    ("trailing-half", -1, 4, 0.5, 1 / (4 * 4)), ("conversation", +1, 0, 1, 1 / 4)])
+def test_policy_end_key_part_value(name, step, key, part, value):
     policy = POLICIES[name](COST, 32)
-    assert (policy.toward, policy.key(None, 3, 5), policy.unit(5)) == (step, key, unit)
+    assert (policy.key(None, 3), policy.part) == (key, part)
+    assert [policy.nth_to_leave(index) for index in range(4)] == [0, step, 2 * step, 3 * step]
     assert policy.value(key, 4.0) == pytest.approx(value)
 
 
@@ -70,14 +70,10 @@ def test_retention_value_weighs_cost_against_idleness():
     """A late chunk goes before an early one once its conversation has been idle longer by more than the
     ratio of their costs."""
     policy = POLICIES["retention"](COST, 32)
-    early, late = policy.key(None, 0, 9), policy.key(None, 3, 9)             # they cost 11 and 16
+    early, late = policy.key(None, 0), policy.key(None, 3)                   # they cost 11 and 16
     assert policy.value(early, 10) < policy.value(late, 10)
     assert policy.value(early, 10) < policy.value(late, 14)
     assert policy.value(late, 15) < policy.value(early, 10)
-
-
-def test_trailing_half_rounds_up():
-    assert [POLICIES["trailing-half"](COST, 32).unit(count) for count in (1, 2, 3, 4, 7)] == [1, 1, 2, 2, 4]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -108,59 +104,57 @@ def test_the_oracle_prefers_to_evict_who_returns_last():
     assert policy.idle(10.0, policy.last_needed(soon)) == 3.0
     assert policy.idle(10.0, policy.last_needed(late)) == 48.0
     index = VictimIndex(policy)
-    for order, conversation in enumerate((soon, late, last)):
-        index.file(Member(order, 0, 1, policy.last_needed(conversation), conversation))
-    assert index.cheapest(10.0).conversation is last and policy.value(0, math.inf) == 0
-    index.discard(2)
-    assert index.cheapest(10.0).conversation is late
+    chunks = [Chunk(order, 0) for order in range(3)]
+    for chunk, conversation in zip(chunks, (soon, late, last)):
+        index.file(chunk.become(policy, policy.last_needed(conversation), 1))
+    assert index.cheapest(10.0).chunk is chunks[2] and policy.value(0, math.inf) == 0
+    chunks[2].member = None
+    assert index.cheapest(10.0).chunk is chunks[1]
 
 
 # ---- VictimIndex.cheapest
 
-@dataclass(eq=False)
-class Holder:
-    """A conversation as the cache sees it: chunks [first, first + count) to give."""
-    order: int
-    first: int = 0
-    count: int = 0
-    last_active: float = 0.0
-    users: int = 1
+class Chunk:
+    """Number `index` of a conversation with that order."""
 
-    def member(self, policy):
-        index = self.first if policy.toward > 0 else self.first + self.count - 1
-        return Member(self.order, policy.key(self, index, self.count), self.users, self.last_active, self)
+    def __init__(self, order, index):
+        self.order, self.index, self.member = order, index, None
 
-    def evict(self, policy):
-        unit = policy.unit(self.count)
-        self.first += unit if policy.toward > 0 else 0
-        self.count -= unit
+    def become(self, policy, last_active, users):
+        """What the cache does after every change, but for filing it."""
+        key, nth = policy.key(None, self.index), policy.nth_to_leave(self.index)
+        self.member = Member(last_active, nth, self.order, key, users, "reclaim", self)
+        return self.member
 
 
-def file(index, holder):
-    """What the cache does after every change of a conversation."""
-    if holder.count:
-        index.file(holder.member(index.policy))
-    else:
-        index.discard(holder.order)
+def members(policy, chunks, order, first=0, count=1, last_active=0.0, users=1):
+    """Of the conversation with that order: its chunks [first, first + count) can leave, no others."""
+    for index in range(16):
+        chunks.setdefault((order, index), Chunk(order, index)).member = None
+    return [chunks[order, index].become(policy, last_active, users) for index in range(first, first + count)]
+
+
+def file(index, *arguments, chunks=None):
+    for member in members(index.policy, {} if chunks is None else chunks, *arguments):
+        index.file(member)
 
 
 def drain(index, now, most=math.inf):
-    """Evicts from whom cheapest() names; the (value, order) of each eviction."""
+    """Evicts what cheapest() names; the (value, order) of each eviction."""
     evictions = []
     while len(evictions) < most and (member := index.cheapest(now)):
         evictions.append((worth(index.policy, member, now), member.order))
-        member.conversation.evict(index.policy)
-        file(index, member.conversation)
+        member.chunk.member = None
     return evictions
 
 
-def brute_force(policy, holders, now, most):
-    """The same by looking at all conversations for every eviction."""
+def brute_force(policy, living, now, most):
+    """The same by looking at all chunks for every eviction; they leave the list."""
     evictions = []
-    while len(evictions) < most and (living := [holder.member(policy) for holder in holders if holder.count]):
+    while len(evictions) < most and living:
         cheapest = cheapest_by_scanning(policy, living, now)
         evictions.append((worth(policy, cheapest, now), cheapest.order))
-        cheapest.conversation.evict(policy)
+        living.remove(cheapest)
     return evictions
 
 
@@ -168,12 +162,30 @@ def test_cheapest_by_scanning_by_hand():
     """retention: chunks cost 11, 12, 14, 16 s. The value decides, then the order; three users are worth
     three times."""
     policy = POLICIES["retention"](COST, 32)
-    a, b = Member(3, 0, 1, 0.0, "a"), Member(1, 3, 1, 0.0, "b")
-    c, d = Member(2, 0, 1, 0.0, "c"), Member(0, 0, 3, 0.0, "d")
+    a, b = Member(0.0, 0, 3, 0, 1, "", "a"), Member(0.0, 3, 1, 3, 1, "", "b")
+    c, d = Member(0.0, 0, 2, 0, 1, "", "c"), Member(0.0, 0, 0, 0, 3, "", "d")
     assert cheapest_by_scanning(policy, [a, b, c, d], 10.0) is c
     assert cheapest_by_scanning(policy, [b, d], 10.0) is b
     assert worth(policy, d, 10.0) == pytest.approx(3 * 1.1)
     assert cheapest_by_scanning(policy, [], 10.0) is None
+
+
+def test_of_equal_worth_the_longest_idle_leaves_first_then_the_nth_then_the_oldest():
+    """The cost is flat, and nobody counts as idle for less than MIN_IDLE."""
+    policy = POLICIES["retention"](RecomputeCost({32: 1.0}, rest=0.0), 32)
+    later = 10.0 + MIN_IDLE / 2
+    a, b, c, d = left = [
+        Member(last, nth, order, nth, 1, "", SimpleNamespace()) for last, nth, order in [
+            (10.0, 9, 9), (later, 0, 8), (later, 1, 6), (later, 1, 7)]]
+    assert len({worth(policy, member, 10.0) for member in left}) == 1
+    index = VictimIndex(policy)
+    for member in reversed(left):
+        member.chunk.member = member
+        index.file(member)
+    for expected in (a, b, c, d):
+        assert cheapest_by_scanning(policy, left[::-1], 10.0) is index.cheapest(10.0) is expected
+        left.remove(expected)
+        expected.chunk.member = None
 
 
 ORDERS = range(12)
@@ -191,26 +203,26 @@ changes = st.lists(max_size=60, elements=st.one_of(
 @given(changes)
 def test_victim_index_cheapest_is_a_sort_of_all(name, todo):
     policy, now = POLICIES[name](COST, 32), 20.5
-    index = VictimIndex(policy)
-    holders, twins = [Holder(order) for order in ORDERS], [Holder(order) for order in ORDERS]
+    index, chunks, twins = VictimIndex(policy), {}, []
     for kind, *arguments in todo + [("evict", math.inf)]:
         if kind == "tick":
             now += 1
         elif kind == "evict":
             assert drain(index, now, *arguments) == brute_force(policy, twins, now, *arguments)
         else:
-            order, state = arguments[0], arguments[1:] or (0, 0, 0.0, 1)
-            for each in holders[order], twins[order]:
-                each.first, each.count, each.last_active, each.users = state
-            file(index, holders[order])
-    assert not index.members
+            order, state = arguments[0], arguments[1:] or (0, 0)
+            changed = members(policy, chunks, order, *state)
+            twins[:] = [twin for twin in twins if twin.order != order] + changed
+            for member in changed:
+                index.file(member)
+    assert index.cheapest(now) is None
 
 
 def test_victim_index_cheapest_by_hand():
     """retention: chunks cost 11, 12, 14, 16 s; a has been idle 10 s, b 5 s, c not at all (its turn waits)."""
     index = VictimIndex(POLICIES["retention"](COST, 32))
     for order, last_active in enumerate([0.0, 5.0, math.inf]):
-        file(index, Holder(order, 0, 4 if order < 2 else 1, last_active))
+        file(index, order, 0, 4 if order < 2 else 1, last_active)
     values = [(11 / 10, 0), (12 / 10, 0), (14 / 10, 0), (16 / 10, 0), (11 / 5, 1), (12 / 5, 1), (14 / 5, 1),
               (16 / 5, 1), (11 / MIN_IDLE, 2)]
     assert drain(index, now=10.0) == [(pytest.approx(value), order) for value, order in values]
@@ -220,39 +232,38 @@ def test_victim_index_cheapest_takes_turns():
     """Equal idleness: the leading chunks of all go before the second chunk of anyone, ties by order."""
     index = VictimIndex(POLICIES["retention"](COST, 32))
     for order in (2, 0, 1):
-        file(index, Holder(order, 0, 2, 0.0))
+        file(index, order, 0, 2)
     assert [order for _, order in drain(index, now=7.0)] == [0, 1, 2, 0, 1, 2]
 
 
 def test_victim_index_cheapest_depends_on_now():
     """Values cross as time goes by, while their idle times level out."""
     index = VictimIndex(POLICIES["retention"](COST, 32))
-    file(index, Holder(0, 3, 1, 0.0))
-    file(index, Holder(1, 0, 1, 1.0))
+    file(index, 0, 3, 1, 0.0)
+    file(index, 1, 0, 1, 1.0)
     assert index.cheapest(1.5).order == 0      # 16 / 1.5 < 11 / 0.5
     assert index.cheapest(9.0).order == 1      # 16 / 9 > 11 / 8
 
 
 def test_victim_index_of_nobody():
-    index, holder = VictimIndex(POLICIES["lru"](COST, 32)), Holder(0, 0, 1)
+    index = VictimIndex(POLICIES["lru"](COST, 32))
     assert index.cheapest(0.0) is None
-    file(index, holder)
-    index.discard(0)
-    index.discard(0)
+    chunks = {}
+    file(index, 0, chunks=chunks)
+    file(index, 0, 0, 0, chunks=chunks)
     assert index.cheapest(0.0) is None
 
 
 def test_victim_index_does_not_collect_stale_entries():
-    index = VictimIndex(POLICIES["retention"](COST, 32))
-    holders = [Holder(order, 0, 1) for order in range(50)]
-    most = 0
+    index, most = VictimIndex(POLICIES["retention"](COST, 32)), 0
+    chunks = [Chunk(order, 0) for order in range(50)]
     for now in range(5000):
-        holder = holders[now % 50]
-        holder.first, holder.last_active = now % 7, float(now)
-        file(index, holder)
+        chunk = chunks[now % 50]
+        chunk.index = now % 7
+        index.file(chunk.become(index.policy, float(now), 1))
         most = max(most, sum(map(len, index.heaps.values())))
-    assert len(index.members) == 50 and most <= 3 * 50 + 65
-    twins = [replace(holder) for holder in holders]
+    assert most <= 3 * 50 + 65
+    twins = [chunk.member for chunk in chunks]
     assert drain(index, 6000.0) == brute_force(index.policy, twins, 6000.0, math.inf)
 
 
@@ -269,11 +280,10 @@ def test_victim_index_cheapest_costs_a_few_values_for_each_victim(name):
         return value(*arguments)
 
     for order in range(300):
-        file(index, Holder(order, 0, 8, float(order)))
+        file(index, order, 0, 8, float(order))
     policy.value = count
     now, victims = 5000.0, 0
     while member := index.cheapest(now):
-        member.conversation.evict(policy)
-        file(index, member.conversation)
+        member.chunk.member = None
         victims += 1
     assert victims >= 300 and calls < 5 * victims, (calls, victims)

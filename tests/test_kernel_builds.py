@@ -13,14 +13,15 @@ import pytest
 import torch
 
 import attention_kernel as kernel
-import kv_pool
+import attention_plan
 import rotary_store
+import tier_copies
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-TILES = {90: kernel.HOPPER, 80: kernel.AMPERE}
+TILES = {90: attention_plan.HOPPER, 80: attention_plan.AMPERE}
 # KB that a program may have; 99: of consumer GPUs, an A100 has 163.
 SHARED = {90: 227, 80: 99}
 # KB that the programs on a processor of an H100 or an A100 share, 1 of each for the system.
@@ -105,7 +106,7 @@ def test_attention(capability, kind, D, group, tmp_path):
     tile = TILES[capability][kind]
     compiled = build_attention(capability, tile, D, group)
     code, hopper = sass(compiled, tmp_path), capability == 90 and tile.rows >= 64
-    assert len(re.findall(r"\bHGMMA\b" if hopper else r"\bHMMA\b", code)) >= 8          # tensor cores
+    assert len(re.findall(r"\bHGMMA\b" if hopper else r"\bHMMA\b", code)) >= 8      # tensor cores
     copies = re.findall(r"\bLDGSTS\S*", code)
     # Asynchronous, 16 bytes each.
     assert len(copies) >= 4 and all(copy.endswith(".128") for copy in copies)
@@ -125,7 +126,7 @@ def test_merge(capability, D, tmp_path):
 
 
 def test_exact_float32(tmp_path):
-    tile, = kernel.FLOAT32
+    tile, = attention_plan.FLOAT32
     compiled = build_attention(80, tile, 128, 4, "fp32")
     code = sass(compiled, tmp_path)
     assert "FFMA" in code and "HMMA" not in code and compiled.metadata.shared <= SHARED[80] * 1024
@@ -134,7 +135,7 @@ def test_exact_float32(tmp_path):
 
 @pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.soak)])
 def test_larger_heads_fit_into_shared_memory(capability):
-    tile, = kernel.wanted_items(1, 256, torch.bfloat16, torch.device("cpu"))
+    tile, = attention_plan.wanted_items(1, 256, torch.bfloat16, torch.device("cpu"))
     compiled = build_attention(capability, tile, 256, 4)
     assert compiled.metadata.shared <= SHARED[capability] * 1024
 
@@ -153,9 +154,9 @@ def test_rotate_and_store(capability, D, rotate, tmp_path):
 def test_copies_between_the_tiers(width, tmp_path):
     """All of a tile is on its way at once, 16 bytes for each thread and load."""
     TILE_W = padded(width)
-    TILE_T = max(1, kv_pool.TILE_BYTES // 2 // TILE_W)
-    warps, sizes = kv_pool.COPYING_WARPS, dict(WIDTH=width, TILE_T=TILE_T, TILE_W=TILE_W)
-    code = sass(build(90, kv_pool.copy_kernel, warps=warps, **sizes), tmp_path)
+    TILE_T = max(1, tier_copies.TILE_BYTES // 2 // TILE_W)
+    warps, sizes = tier_copies.COPYING_WARPS, dict(WIDTH=width, TILE_T=TILE_T, TILE_W=TILE_W)
+    code = sass(build(90, tier_copies.copy_kernel, warps=warps, **sizes), tmp_path)
     loads, stores = (re.findall(rf"\b{name}\S*\.128", code) for name in ("LDG", "STG"))
     at_once = 32 * warps * 8                    # elements that all threads load together
     rows = max(1, at_once // width)             # of the tile, in these

@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from eviction import POLICIES, Member
+from eviction import POLICIES, RecomputeCost
 from fakes import COST
 from kv_cache import KVCache
 
@@ -49,8 +49,20 @@ def move_to_cpu(cache, conversation, chunks, now=10.0):
     """The first chunks of the only conversation that could give any."""
     copy(cache, chunks * cache.chunk_size, now)
     for _ in range(chunks):
-        cache.reclaim(conversation)
+        reclaim(cache, conversation)
     assert states(conversation)[:chunks] == ["CPU"] * chunks
+
+
+def reclaim(cache, conversation):
+    """Takes the slots of its cheapest reclaimable chunks: as many as leave together."""
+    others = [one for one in cache.conversations.values() if one is not conversation and not one.pinned]
+    for other in others:
+        other.pinned = True                                     # nobody else's
+    for chunk in cache._victims("reclaim", 10.0):
+        cache.reclaim(chunk)
+    for other in others:
+        other.pinned = False
+        cache._note_change(other)
 
 
 def states(conversation):
@@ -75,7 +87,7 @@ def test_life_of_a_chunk():
     assert runs(tickets) == [("a", 0, 4)] and tickets[0].slots == a.chunks[0].slots and cache.available == 4
     finish(cache, tickets)
     assert states(a) == ["GPU_AND_CPU"] and (len(cache.free_slots), cache.available) == (4, 8)
-    cache.reclaim(a)
+    reclaim(cache, a)
     assert states(a) == ["CPU"] and (len(cache.free_slots), cache.available) == (8, 8)
     assert cache.free_places == []
     b = idle(cache, "b", 4, now=9.0)
@@ -120,7 +132,7 @@ def test_admit_takes_every_slot_at_once():
     cache.computed(a, 4, 12)
     cache.release(a, 0.0)
     copy(cache, 4)
-    cache.reclaim(a)
+    reclaim(cache, a)
     assert states(a) == [None, "CPU", "GPU"]
     cache.take_table_updates()
     kept = a.chunks[2].slots[:]
@@ -278,7 +290,7 @@ def test_the_unit_and_the_end_are_the_policys(policy, copied):
     b = idle(cache, "b", 14, now=0.0)
     assert runs(cache.plan_swap_out(1, 10.0)) == copied
     finish(cache, list(cache.in_flight))
-    cache.reclaim(b)                                            # a unit of what is reclaimable now
+    reclaim(cache, b)                                           # a unit of what is reclaimable now
     leading = policy in ("retention", "lru", "conversation")
     gone = states(b).count("CPU")
     assert gone == {"trailing-half": 1, "conversation": 4}.get(policy, 1)
@@ -286,12 +298,19 @@ def test_the_unit_and_the_end_are_the_policys(policy, copied):
     cache.check_integrity()
 
 
+@pytest.mark.parametrize("count, leave", [(1, 1), (2, 1), (3, 2), (4, 2), (7, 4)])
+def test_trailing_half_rounds_up(count, leave):
+    cache = make(policy="trailing-half")
+    idle(cache, "a", 4 * count)
+    assert len(cache.plan_swap_out(1, 10.0)) == leave
+
+
 def test_reclaim_frees_slots_and_keeps_the_copy():
     cache = make(slots=8)
     a = idle(cache, "a", 8)
     slots = slots_of(a)
     copy(cache, 8)
-    cache.reclaim(a)
+    reclaim(cache, a)
     assert states(a) == ["CPU", "GPU_AND_CPU"] and cache.free_slots == slots[:4] and cache.available == 8
     assert cache.stats["chunks_dropped"] == 0
     cache.check_integrity()
@@ -303,7 +322,7 @@ def test_reclaim_drops_a_chunk_that_has_no_copy():
     assert cache.plan_swap_out(3, 10.0) == []
     # valid as long as nobody needs it
     assert states(a) == ["GPU", "GPU"] and cache.available == 4 and cache.stats["chunks_dropped"] == 0
-    cache.reclaim(a)
+    reclaim(cache, a)
     assert states(a) == [None, "GPU"] and len(cache.free_slots) == 4 and cache.stats["chunks_dropped"] == 1
     cache.check_integrity()
 
@@ -347,6 +366,27 @@ def test_a_chunk_worth_more_displaces_the_cheapest():
     cache, old, other = full_cpu_tier(worth_more=True)
     assert runs(copy(cache, 4, now=100.0)) == [("other", 0, 4)]
     assert states(old) == [None] and states(other) == ["GPU_AND_CPU"] and cache.stats["chunks_dropped"] == 1
+
+
+@pytest.mark.parametrize("policy, first, second", [("retention", 0, 1), ("lru", 0, 1), ("trailing", 1, 0)])
+def test_of_equal_worth_the_chunk_that_leaves_first_gives_its_place_to_the_other(policy, first, second):
+    """The cost is flat. The one that leaves first has the only place of the CPU tier."""
+    cache = KVCache(16, 1, 4, 4, 64, POLICIES[policy](RecomputeCost({4: 1.0}, rest=0.0), 4))
+    a = idle(cache, "a", 8)
+    copy(cache, 4)
+    reclaim(cache, a)
+    assert states(a)[first] == "CPU"
+    copy(cache, 4)
+    assert states(a)[first] is None and states(a)[second] == "GPU_AND_CPU"
+
+
+def test_what_is_copied_of_a_running_conversation_makes_no_room():
+    cache = make(slots=16)
+    a = idle(cache, "a", 4, now=0.0)
+    idle(cache, "b", 4, now=5.0)
+    assert runs(cache.plan_swap_out(4, 10.0)) == [("a", 0, 4)] and cache.plan_swap_out(4, 10.0) == []
+    cache.admit(a, 4, 11.0)
+    assert runs(cache.plan_swap_out(4, 11.0)) == [("b", 0, 4)]
 
 
 def test_the_place_of_an_idle_chunk_in_both_tiers_is_never_taken():
@@ -398,7 +438,7 @@ def test_plan_swap_out_for_never_takes_the_heads_own_chunks():
     assert cache.plan_swap_out_for(a, 8, 0, 10.0) == []         # 4 more are free
     assert runs(cache.plan_swap_out_for(a, 10, 0, 10.0)) == [("b", 0, 4)]
     assert runs(cache.plan_swap_out_for(a, 10, 3, 10.0)) == [("b", 4, 8)]
-    assert not a.pins and states(a) == ["GPU"]
+    assert not a.pinned and states(a) == ["GPU"]
     cache.check_integrity()
 
 
@@ -409,7 +449,7 @@ def test_cold_are_the_idle_that_have_nothing_cached():
     cache.set_waiting(b, True)
     assert not cache.cold_conversations()
     cache.plan_swap_out(4, 10.0)
-    cache.reclaim(a)
+    reclaim(cache, a)
     assert cache.cold_conversations() == [a]
     cache.forget(a)
     assert not cache.cold_conversations()
@@ -503,7 +543,7 @@ def test_forget_during_a_copy(direction):
     (ticket,) = cache.plan_swap_out(4, 10.0)
     if direction == "in":
         cache.complete(ticket)
-        cache.reclaim(a)
+        reclaim(cache, a)
         (ticket,) = cache.admit(a, 4, 11.0)
         cache.release(a, 11.0)                                  # cancelled while its KV arrives
     cache.forget(a)
@@ -599,7 +639,7 @@ def test_forget_leaves_nothing():
     assert not cache.conversations and len(cache.free_slots) == 16 and len(cache.free_places) == 8
     assert cache.available == 16
     cache.check_integrity()
-    assert all(not index.members for index in cache.indexes.values())
+    assert all(index.cheapest(10.0) is None for index in cache.indexes.values())
 
 
 def test_drop_everything():
@@ -647,24 +687,12 @@ def wrong_table_entry(cache, a, b):
     cache.table[a.row, 1] = cache.table[a.row, 0]
 
 
-def wrong_count(cache, a, b):
-    b.by_move["swap_out"] += 1
-
-
-def wrong_held(cache, a, b):
-    b.held += 1
-
-
 def wrong_reclaimable(cache, a, b):
     cache.reclaimable += 1
 
 
-def wrong_reclaimable_of_a_conversation(cache, a, b):
-    b.reclaimable -= 4
-
-
-def wrong_cached(cache, a, b):
-    b.present -= 1
+def wrong_offer_of_a_chunk(cache, a, b):
+    b.chunks[0].offered -= 4
 
 
 def lose_a_row(cache, a, b):
@@ -672,7 +700,7 @@ def lose_a_row(cache, a, b):
 
 
 def unpin_a_running_conversation(cache, a, b):
-    a.pins = 0
+    a.pinned = False
 
 
 def unpin_behind_its_back(cache, a, b):
@@ -680,11 +708,12 @@ def unpin_behind_its_back(cache, a, b):
 
 
 def lose_a_victim(cache, a, b):
-    cache.indexes["reclaim"].discard(b.order)
+    b.chunks[0].member = None
 
 
 def file_a_victim_wrongly(cache, a, b):
-    cache.indexes["swap_out"].file(Member(b.order, 7, 1, b.last_active, b))
+    b.chunks[3].member = b.chunks[3].member._replace(key=7)
+    cache.indexes["swap_out"].file(b.chunks[3].member)
 
 
 def misplace_a_chunk(cache, a, b):
@@ -715,7 +744,7 @@ def forget_half(cache, a, b):
 @pytest.mark.parametrize("corrupt", [
     lose_a_slot, free_a_slot_in_use, share_a_slot, lose_a_place, share_a_place, believe_in_a_copy,
     believe_in_kv, wrong_table_entry,
-    wrong_count, wrong_held, wrong_reclaimable, wrong_reclaimable_of_a_conversation, wrong_cached, lose_a_row,
+    wrong_reclaimable, wrong_offer_of_a_chunk, lose_a_row,
     unpin_a_running_conversation, unpin_behind_its_back, lose_a_victim, file_a_victim_wrongly,
     misplace_a_chunk,
     know_less_than_is_cached, lose_a_ticket, forget_a_ticket, share_a_chunk_with_a_stranger, forget_half])

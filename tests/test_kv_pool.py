@@ -10,8 +10,9 @@ import torch
 import interpreter  # noqa: F401
 import kv_pool
 from kv_cache import Ticket
-from kv_pool import Flight, KVPool, copy_tokens, pinned
+from kv_pool import Flight, KVPool
 from streams import OperatorWatcher
+from tier_copies import copy_kernel, copy_tokens, pinned
 
 LAYERS, HEADS, DIM, CHUNK, SLOTS, PLACES = 3, 2, 5, 4, 64, 12
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -103,7 +104,8 @@ def test_swap_out_and_swap_in_restore_exactly_the_kv(device, dtype, seed):
 
 @devices
 def test_swap_out_keeps_the_order_of_tokens_in_a_place(device):
-    """cpu [layers, 2, places * chunk, H_kv, D]: in each layer K and V of a place are one piece each."""
+    """cpu [layers, 2, places * chunk, H_kv, D]: in each layer K and V of a place are one piece
+    each."""
     pool = make(device)
     t = ticket("out", [50, 3, 17], place=7)
     pool.swap_out([t])
@@ -162,7 +164,7 @@ def interpreted(monkeypatch):
     """The kernel that copies on CUDA, run by Triton's interpreter."""
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
-    return triton.jit(kv_pool.copy_kernel.fn)
+    return triton.jit(copy_kernel.fn)
 
 
 @pytest.mark.parametrize("halves, tokens, width", [(2, 5, 12), (6, 1, 16), (1, 17, 40), (4, 0, 8)])
@@ -325,7 +327,7 @@ def busy(stream, cycles=200_000_000):
 def test_swap_in_waits_for_earlier_steps_and_wait_for_the_swap_in():
     pool = make("cuda")
     place, slots = pool.cpu[at(3)].clone(), [8, 5, 30, 31]
-    torch.cuda._sleep(100_000_000)                               # an earlier step that still reads the slots
+    torch.cuda._sleep(100_000_000)                      # an earlier step that still reads the slots
     before = pool.gpu.clone()
     t = ticket("in", slots, 3)
     pool.swap_in([t])
@@ -383,7 +385,8 @@ def test_the_cpu_tier_is_pinned():
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(3))
 def test_many_flights_at_once_arrive_intact(seed):
-    """Several rounds out and in without waiting on the host in between, each chunk compared in the end."""
+    """Several rounds out and in without waiting on the host in between, each chunk compared in the
+    end."""
     pool, chance = make("cuda", torch.float16), random.Random(seed)
     slots = chance.sample(range(SLOTS), 2 * PLACES * CHUNK // 2)
     groups = [slots[i * CHUNK:(i + 1) * CHUNK] for i in range(PLACES)]

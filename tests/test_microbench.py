@@ -1,4 +1,5 @@
-"""The measuring code: rivals compute the same attention as we do, and figures follow from the times."""
+"""The measuring code: rivals compute the same attention as we do, and figures follow from the
+times."""
 import time
 
 import pytest
@@ -90,7 +91,7 @@ def test_time_steps_times_prompts_and_decodes():
     matrices = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
     weights = microbench.read_bytes(engine.worker, 1, 0)
     assert weights == sum(weight.nbytes for weight in [*matrices, model.tokens.weight])
-    kv_token = engine.worker.pool.gpu.nbytes // (512 + 1)           # the pool has one more slot, of padding
+    kv_token = engine.worker.pool.gpu.nbytes // (512 + 1)   # the pool has one more slot, of padding
     assert microbench.read_bytes(engine.worker, 2, 10) - weights == 20 * kv_token
 
 
@@ -108,10 +109,10 @@ def test_a_prompt_takes_until_its_tokens_are_known():
 
 
 def test_the_share_of_the_memorys_rate_comes_from_the_decodes(monkeypatch):
-    """A decode of four requests reads 56 tokens more of each than a decode of one, and takes half a second
-    longer. This machine could read them in a fifth of a second."""
+    """A decode of four requests reads 56 tokens more of each than a decode of one, and takes half a
+    second longer. This machine could read them in a fifth of a second."""
     engine = Engine("tiny_chat", device="cpu", gpu_cache_tokens=512, cpu_cache_tokens=0)
-    times = {1: (0.1, 0.2), 16: (1.0, 0.2), 4: (2.0, 0.7)}          # requests -> their prompts, a decode
+    times = {1: (0.1, 0.2), 16: (1.0, 0.2), 4: (2.0, 0.7)}  # requests -> their prompts, a decode
     monkeypatch.setattr(microbench, "time_steps", lambda engine, batch, *rest: times[batch])
     kv = microbench.read_bytes(engine.worker, 4, 56) - microbench.read_bytes(engine.worker, 4, 0)
     hardware = Hardware(flops=1e9, memory=5 * kv, host_link=1e9, peer_link=1e9, element_size=4)
@@ -125,8 +126,8 @@ def test_figures_on_a_cpu(figure):
 
 
 def test_the_large_steps_run_on_a_small_model(monkeypatch):
-    """The code that a GPU runs with 13B runs here, too. But a torch without CUDA sees no GPU at work, so the
-    GPU seems idle all the time."""
+    """The code that a GPU runs with 13B runs here, too. But a torch without CUDA sees no GPU at
+    work, so the GPU seems idle all the time."""
     monkeypatch.setitem(PRESETS, "tiny", gpt(layers=2, heads=4, width=32, context=64))
     profile, on_cpu = torch.profiler.profile, [torch.profiler.ProfilerActivity.CPU]
     monkeypatch.setattr(torch.profiler, "profile", lambda activities: profile(activities=on_cpu))

@@ -59,13 +59,14 @@ CHECKPOINTS = {
 
 
 def dense_attend(*lengths):
-    """attend() for whole sequences of these lengths, packed: plain causal attention within each of them."""
-    def attend(layer, q, k, v, rotation):                                   # [T, H, D], [T, H_kv, D] twice
+    """attend() for whole sequences of these lengths, packed: plain causal attention within each of
+    them."""
+    def attend(layer, q, k, v, rotation):                           # [T, H, D], [T, H_kv, D] twice
         if rotation:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         outs = []
         for sequence in zip(q.split(lengths), k.split(lengths), v.split(lengths)):
-            q_k_v = (x.transpose(0, 1)[None] for x in sequence)             # [1, heads, length, D] each
+            q_k_v = (x.transpose(0, 1)[None] for x in sequence)         # [1, heads, length, D] each
             outs.append(F.scaled_dot_product_attention(*q_k_v, is_causal=True, enable_gqa=True))
         return torch.cat([out[0].transpose(0, 1) for out in outs])          # [T, H, D]
     return attend
@@ -102,7 +103,7 @@ def assert_same(ours, theirs, *lengths):
     sequences = [tokens(n, seed=n) for n in lengths]
     for sequence, logits in zip(sequences, run(ours, *sequences)):
         with torch.no_grad():
-            expected = theirs(sequence[None]).logits[0]                                 # [length, vocab]
+            expected = theirs(sequence[None]).logits[0]                         # [length, vocab]
         assert logits.dtype == torch.float32 and logits.shape == expected.shape
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
@@ -494,7 +495,7 @@ def test_random_models_repeat_and_their_seeds_differ(kind, monkeypatch):
     assert one.tokens.weight.float().std().item() == pytest.approx(0.02, rel=0.02)
     assert run(one, tokens(3))[0].std() > 0.01
     longer = Engine("tiny", random_weights=True, max_context=70, device="cpu", gpu_cache_tokens=80)
-    assert len(longer.generate([1] * 65, max_tokens=5).token_ids) == 5              # twice the preset's 32
+    assert len(longer.generate([1] * 65, max_tokens=5).token_ids) == 5      # twice the preset's 32
     with pytest.raises(ValueError, match="70"):
         longer.generate([1] * 66, max_tokens=5)
     longer.close()
@@ -509,7 +510,7 @@ def test_grouped_heads_equal_full_heads_whose_keys_and_values_repeat():
                      for n in (2, 6))
     state, seen = grouped.state_dict(), []
     for name in [n for n in state if ".qkv." in n]:
-        q, k, v = state[name].split([48, 16, 16])                                       # [heads * D, ...]
+        q, k, v = state[name].split([48, 16, 16])                               # [heads * D, ...]
         state[name] = torch.cat([q] + [x.unflatten(0, (2, 8)).repeat_interleave(3, dim=0).flatten(0, 1)
                                        for x in (k, v)])
     full.load_state_dict(state)

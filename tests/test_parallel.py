@@ -55,7 +55,7 @@ def test_kill_9_of_one_rank_ends_all_and_loses_nothing(tmp_path):
     while sum(line.startswith("told") for line in lines) < 3:
         lines.append(started.stdout.readline())
     survivor, victim = (int(line.split()[2]) for line in sorted(lines) if line.startswith("process"))
-    os.kill(started.pid, signal.SIGSTOP)                    # torchrun would end rank 0, too, perhaps sooner
+    os.kill(started.pid, signal.SIGSTOP)            # torchrun would end rank 0, too, perhaps sooner
     os.kill(victim, signal.SIGKILL)
     eventually(lambda: Path(f"/proc/{survivor}/stat").read_text().rpartition(") ")[2].startswith("Z"), 20)
     os.kill(started.pid, signal.SIGCONT)
@@ -78,8 +78,9 @@ def ticket(direction):
 
 
 def test_a_follower_waits_for_copies_that_have_ended_only_on_rank_0():
-    """A copy out; then, since it has landed on rank 0, other KV arrives in the same slots and from the same
-    place. On the follower no copy ends before the host waits for it, and the host never does."""
+    """A copy out; then, since it has landed on rank 0, other KV arrives in the same slots and from
+    the same place. On the follower no copy ends before the host waits for it, and the host never
+    does."""
     model, told = empty_model(ModelConfig(50, 2, 2, 2, 16, 16, 64, "relu"), "cpu", torch.float32), []
     wire = Alone()
     wire.tell = told.append

@@ -1,13 +1,17 @@
 """The rivals: values by hand, and that no value rises with idle time."""
 import math
+import random
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from eviction import RecomputeCost
+from eviction import POLICIES, LeastRecentlyUsed, RecomputeCost, RetentionValue
 from experiments.policies import ExpectedCost, ReuseByCategory, TailOptimized
 from experiments.run import watch_recomputation
+from fakes import World, answer
+from kv_cache import KVCache
+from test_kv_cache import idle as idle_in_cache
 
 COST = RecomputeCost({32: 0.03, 64: 0.05}, rest=0.01)       # chunks of 32: 40 ms, 60 ms, 80 ms, ...
 
@@ -32,7 +36,7 @@ def test_chunks_that_can_be_recomputed_in_time_leave_first():
     assert patient(COST, 32).free == 3                      # 40 + 60 + 80 ms are within 200 ms
     policy = type("Prompts", (TailOptimized,), dict(PROMPT=40))(COST, 32)
     assert policy.free == 2                                 # 40 + 60 ms, and 50 ms for a prompt of 40 tokens
-    assert [policy.key(None, index, 9) for index in range(5)] == [0, 0, 1, 1, 1]
+    assert [policy.key(None, index) for index in range(5)] == [0, 0, 1, 1, 1]
     assert policy.value(0, 1.0) < policy.value(1, 1e6)
     assert policy.value(0, 2.0) < policy.value(0, 1.0)
 
@@ -47,9 +51,9 @@ def test_a_category_returns_with_its_own_chance():
 
 def test_expected_cost_is_the_rate_of_return_times_the_cost():
     policy = learnt(ExpectedCost(COST, 32))
-    key = policy.key(idle(2), 1, 9)
+    key = policy.key(idle(2), 1)
     assert policy.value(key, 60.0) == pytest.approx(3 / (3 + math.e) / 60 * 0.060, rel=0.05)
-    assert policy.value(policy.key(idle(1), 1, 9), 60.0) < policy.value(key, 60.0)
+    assert policy.value(policy.key(idle(1), 1), 60.0) < policy.value(key, 60.0)
 
 
 @settings(deadline=None)                    # a busy machine takes its time
@@ -57,11 +61,56 @@ def test_expected_cost_is_the_rate_of_return_times_the_cost():
        st.floats(1e-3, 1e5), st.floats(1e-3, 1e5))
 def test_no_value_rises_with_idle_time(kind, turns, index, one, other):
     policy = learnt_once[kind]
-    key = policy.key(idle(turns), index, 60)
+    key = policy.key(idle(turns), index)
     assert policy.value(key, max(one, other)) <= policy.value(key, min(one, other))
 
 
 learnt_once = {kind: learnt(kind(COST, 32)) for kind in (ReuseByCategory, ExpectedCost)}
+
+
+class FirstChunkLast(RetentionValue):
+    """The first chunk of a conversation is worth as much as its last one, and leaves after it."""
+
+    def key(self, conversation, index):
+        return index or len(conversation.chunks) - 1
+
+    def nth_to_leave(self, index):
+        return index or math.inf
+
+
+class LruFirstChunkLast(LeastRecentlyUsed):
+    """All chunks of a conversation are worth the same, so the order alone decides."""
+    nth_to_leave = FirstChunkLast.nth_to_leave
+
+
+@pytest.mark.parametrize("kind, order", [
+    (RetentionValue, [0, 1, 2]), (FirstChunkLast, [1, 2, 0]), (LruFirstChunkLast, [1, 2, 0])])
+def test_a_policy_decides_which_chunk_of_a_conversation_leaves_last(kind, order):
+    cache = KVCache(32, 8, 4, 4, 64, kind(COST, 4))
+    a = idle_in_cache(cache, "a", 12)
+    assert [ticket.chunk.index for ticket in cache.plan_swap_out(12, 10.0)] == order
+    for ticket in list(cache.in_flight):
+        cache.complete(ticket)
+    for index in order:
+        chunk = cache.next_to_leave(10.0)
+        assert chunk is a.chunks[index]
+        cache.reclaim(chunk)
+        cache.check_integrity()
+
+
+def test_a_policy_of_ones_own_gives_the_same_answers(monkeypatch):
+    """FakeWorker checks what each span reads; many chunks leave and return."""
+    monkeypatch.setitem(POLICIES, "first chunk last", FirstChunkLast)
+    rng, world = random.Random(4), World(slots=48, places=6, policy="first chunk last")
+    for _ in range(80):
+        name = rng.choice("abcdef")
+        request, _ = world.turn(name, rng.randint(1, 9), rng.randint(1, 5))
+        tokens = request.conversation.tokens
+        begin = len(tokens) - len(request.generated)
+        assert request.generated == [answer(tokens[:length]) for length in range(begin, len(tokens))]
+        if len(tokens) > 24:
+            world.cache.forget(request.conversation)
+    assert world.cache.stats["chunks_dropped"] > 20 and world.scheduler.stats["prompt_tokens_cpu"] > 20
 
 
 def test_seconds_of_recomputation():

@@ -78,7 +78,7 @@ def test_anything_in_any_order(parameters, todo, random):
             assert len(before) + 1 == request.max_tokens or request.finish_reason == "stop"
         assert (request.finish_reason == "failed") == (request.error is not None)
         if request.usage and request.finish_reason in ("length", "stop"):
-            assert sum(request.usage.values()) == request.before[0] + len(request.prompt)
+            assert sum(request.usage.values()) == request.tokens_before + len(request.prompt)
             assert min(request.usage.values()) >= 0
     for conversation in world.cache.conversations.values():
         tokens = conversation.tokens
@@ -93,5 +93,5 @@ def test_anything_in_any_order(parameters, todo, random):
         assert [r.arrival for r in finished] == sorted(r.arrival for r in finished)
     everyone = [world.cache.designated, *world.cache.conversations.values()]
     chunks = {chunk for conversation in everyone for chunk in conversation.chunks}
-    kept = sum(len(chunk.slots) for chunk in chunks if chunk.next_move == "swap_out" or chunk.holder.pins)
+    kept = sum(len(chunk.slots) for chunk in chunks if chunk.next_move == "swap_out" or chunk.pinned)
     assert world.cache.available == world.cache.num_slots - kept

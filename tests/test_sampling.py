@@ -143,7 +143,8 @@ def test_noise_is_the_same_everywhere(device):
 
 @pytest.mark.parametrize("along", ["tokens", "positions", "seeds", "far seeds"])
 def test_noise_is_uniform_and_neighbours_are_independent(along):
-    """Along each of its coordinates: values, their lower bits, and pairs of neighbours near and far."""
+    """Along each of its coordinates: values, their lower bits, and pairs of neighbours near and
+    far."""
     n = 200_000
     ways = {"tokens": lambda: noise([3], [9], n),
             "positions": lambda: noise([3] * n, range(n), 2).T,
@@ -211,10 +212,11 @@ class Calls(OperatorWatcher):
 
 
 @pytest.mark.parametrize("rows, most, uploads", [
-    ([dict()] * 3, 5, 0),                                       # greedy: the argmax, and is it finite?
+    ([dict()] * 3, 5, 0),                                   # greedy: the argmax, and is it finite?
     ([dict(temperature=0.7, top_p=0.9)] * 3, 54, 1), (CROWD, 104, 1)])
 def test_the_host_uploads_once_and_never_waits(rows, most, uploads):
-    """On the device "meta", where tensors have no content: to look at a result is an error there."""
+    """On the device "meta", where tensors have no content: to look at a result is an error
+    there."""
     logits = torch.empty(len(rows), 3000, device="meta")
     with pytest.raises(Exception, match="[Mm]eta"):
         logits[logits > 0]
@@ -359,7 +361,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(checkpoint):
     engine = Engine(checkpoint, device="cpu", gpu_cache_tokens=256, cpu_cache_tokens=64, cost=COST,
                     debug=True)
     expected = engine.generate([5, 6, 7], max_tokens=8, ignore_eos=True).token_ids
-    engine.worker.model.positions.weight[40] = torch.nan        # where only the longer context comes
+    engine.worker.model.positions.weight[40] = torch.nan    # where only the longer context comes
     long = engine.submit([1] * 38, "long", max_tokens=8, ignore_eos=True)
     short = engine.submit([5, 6, 7], "short", max_tokens=8, ignore_eos=True)
     with pytest.raises(RuntimeError, match="not finite"):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from fakes import World, answer
+from test_kv_cache import reclaim
 from kv_cache import Ticket
 from scheduler import PLACEHOLDER, Batch, Request, Result, Scheduler, Span, decodes_first
 
@@ -44,7 +45,7 @@ def demote(world, name, drop=0, cpu=0, both=0):
         cache.release(conversation, conversation.last_active)
     transfer(world, swap_out=cache.plan_swap_out((cpu + both) * cache.chunk_size, world.now))
     for _ in range(cpu):
-        cache.reclaim(conversation)
+        reclaim(cache, conversation)
     assert states(world, name)[:drop + cpu + both] == [None] * drop + ["CPU"] * cpu + ["GPU_AND_CPU"] * both
 
 
@@ -98,7 +99,7 @@ def admitted(total, filled, chunk=4):
     for index, n in enumerate(filled):
         if n := min(n, total - index * chunk):
             cache.computed(conversation, index * chunk, index * chunk + n)
-    return Request(conversation, [], before=(0, 0), prefilling=True)
+    return Request(conversation, [], tokens_before=0, prefilling=True)
 
 
 @pytest.mark.parametrize("total, filled, runs", [
@@ -133,7 +134,7 @@ def test_missing_does_not_yield_what_is_arriving():
     world = World()
     world.turn("a", 9, 4)
     demote(world, "a", drop=1, cpu=1)
-    request = Request(world.cache.conversations["a"], [], before=(0, 0), prefilling=True)
+    request = Request(world.cache.conversations["a"], [], tokens_before=0, prefilling=True)
     world.cache.admit(request.conversation, request.total, 0.0)
     assert list(request.missing()) == [(0, 4), (12, 13)]
 
@@ -498,9 +499,9 @@ def test_a_turn_that_outgrows_the_limit_while_it_waits_fails_alone():
     other = world.submit("b", 5, 3)
     world.run()
     assert second.finish_reason == "failed" and isinstance(second.error, ValueError) and second.usage is None
-    assert "16 tokens" in str(second.error) and "max_tokens=4" in str(second.error)
+    assert "16 tokens" in str(second.error) and "max_tokens is 4" in str(second.error)
     assert "limit of 16" in str(second.error)
-    assert second.outbox.get_nowait() is None
+    assert list(world.scheduler.ended) == [other, first, second, third] and second.generated == []
     assert [first.generated, third.generated] == undisturbed((first.prompt, 6), (third.prompt, 2))
     assert third.usage == usage(gpu=10, new=2) and len(other.generated) == 3
     assert world.scheduler.stats["cancelled"] == 1 and world.scheduler.stats["finished"] == 3
@@ -534,7 +535,7 @@ def test_one_offs_leave_nothing_behind():
     world.submit(None, 9, 3)
     world.run()
     assert all_free(world) and not world.cache.conversations and not world.cache.cold_conversations()
-    assert all(not index.members for index in world.cache.indexes.values())
+    assert all(index.cheapest(world.now) is None for index in world.cache.indexes.values())
 
 
 # ---- ended_by, finish, account
@@ -549,9 +550,9 @@ def test_stop_ids_and_stop_strings_end_a_reply():
     for request in by_id, by_text:
         world.scheduler.submit(request)
     world.run()
+    assert list(world.scheduler.ended) == [by_id, by_text]
     for request in by_id, by_text:
         assert request.generated == expected[:4] and request.finish_reason == "stop"
-        assert [request.outbox.get_nowait() for _ in range(5)] == [*expected[:4], None]
         assert request.conversation.tokens.tolist() == list(range(6)) + expected[:4]
 
 
@@ -663,14 +664,14 @@ def test_what_somebody_has_computed_and_all_have_lost_counts_as_recomputed():
 def test_account_hands_out_each_token_and_counts():
     world = World()
     a, b = world.submit("a", 4, 2), world.submit("b", 20, 1)
+    handed_out = {a: [], b: []}
     while world.scheduler.busy:
         batch = world.scheduler.schedule(0.0)
         result = world.worker.execute(batch)
         world.scheduler.launched(batch)
-        world.scheduler.account(batch, result, 0.0)
-    for request in a, b:
-        handed_out = [request.outbox.get_nowait() for _ in range(request.outbox.qsize())]
-        assert handed_out == [*request.generated, None]
+        for request in world.scheduler.account(batch, result, 0.0):
+            handed_out[request].append(request.generated[-1])
+    assert handed_out == {a: a.generated, b: b.generated} and list(world.scheduler.ended) == [a, b]
     assert world.scheduler.steps == 2
     assert world.scheduler.stats == dict(prompt_tokens_gpu=0, prompt_tokens_cpu=0,
                                          prompt_tokens_recomputed=0, prompt_tokens_new=24,
@@ -756,7 +757,7 @@ def test_suspend_returns_the_request_to_its_place_in_the_queue():
     steps(world, 2)
     c = world.submit("c", 3, 9)
     world.scheduler.suspend(b, world.now)
-    assert world.scheduler.head() is b
+    assert world.scheduler.prepare_head(world.now) is b
     assert traces(world, 1) == ["a[4:5] b[4:5]"] and c not in world.scheduler.running
     world.run()
     assert [b.generated] == undisturbed((b.prompt, 9))
@@ -805,7 +806,7 @@ def test_cancel_a_queued_request():
     world = history()
     before, request = snapshot(world), world.submit("a", 3, 4)
     world.scheduler.cancel(request, world.now)
-    assert traces(world) == [] and world.scheduler.head() is None
+    assert traces(world) == [] and world.scheduler.prepare_head(world.now) is None
     check_no_trace(world, before, request)
 
 
@@ -846,8 +847,7 @@ def test_cancel_a_suspended_request():
     steps(world, 2)
     world.scheduler.suspend(request, world.now)
     world.scheduler.cancel(request, world.now)
-    world.scheduler.prepare_head(world.now)
-    assert world.scheduler.head() is None
+    assert world.scheduler.prepare_head(world.now) is None
     check_no_trace(world, before, request)
 
 
@@ -1040,7 +1040,7 @@ def world_of_idlers(others, context):
     for ticket in cache.plan_swap_out(4 * others, world.now):
         cache.complete(ticket)
     cache.take_table_updates()
-    cache.cold_conversations()                      # files them all: once, not in a step
+    cache.cold_conversations(), cache.next_to_leave(world.now)          # files them all: once, not in a step
     world.submit("a", [1] * context, 40)
     return world
 

@@ -550,7 +550,7 @@ def coherent(sessions):
     """The engine holds of each conversation what the history has of it, and no turn is live."""
     engine, history = sessions.engine, sessions.history
     engine.call(engine.cache.check_integrity)
-    assert not sessions.turns and not engine.unfinished
+    assert not sessions.turns and not engine.owner.handles
     for name, conversation in engine.cache.conversations.items():
         head = history.head(name)
         assert conversation.tokens == (history.tokens(head.id) if head else conversation.tokens[:0]), name

@@ -1,9 +1,9 @@
 """Conversations that begin alike share chunks, whatever happens to their owners; without a scheduler."""
 import pytest
 
-from eviction import POLICIES
+from eviction import POLICIES, RecomputeCost
 from fakes import COST
-from sharing import SharingCache, Stem
+from sharing import SharingCache
 from test_kv_cache import copy, finish, grow_to, idle, move_to_cpu, runs, slots_of, states
 
 
@@ -30,9 +30,8 @@ def test_fork_shares_full_chunks_and_the_child_copies_its_own_tail():
     b = cache.fork(a, "b", a.tokens[:11])                       # a[8:11) is part of a chunk: copied later
     assert b.chunks == a.chunks[:2] and b.sources() == (8, 0) and b.known == 10
     assert len(cache.free_slots) == 32 - 14
-    assert a.holders[1:] == b.holders[1:]
-    assert [(stem.users, stem.held) for stem in b.holders[1:]] == [(2, 4)] * 2
-    assert (a.held, b.held) == (6, 0)
+    assert [chunk.users for chunk in a.chunks] == [(a, b), (a, b), (a,), (a,)]
+    assert (a.held, b.held) == (14, 8)
     assert cache.shortfall(b, 12, 0) == 4 - (32 - 14)
     cache.take_table_updates()
     assert cache.admit(b, 12, 1.0) == [] and len(cache.free_slots) == 32 - 14 - 4
@@ -135,7 +134,7 @@ def test_a_shared_chunk_is_as_idle_as_its_most_recently_active_owner():
     grow_to(cache, cache.conversations["b"], 12, now=99.0)
     assert runs(cache.plan_swap_out(8, 100.0)) == [("a", 8, 12), ("other", 0, 4)]
     cache.set_waiting(cache.conversations["a"], True)
-    assert all(stem.waiting for stem in cache.conversations["b"].holders[1:])
+    assert runs(cache.plan_swap_out(99, 100.0)) == [("b", 8, 12), ("a", 0, 4), ("a", 4, 8)]
     cache.check_integrity()
 
 
@@ -143,7 +142,7 @@ def test_a_shared_chunk_is_as_idle_as_its_most_recently_active_owner():
 def test_a_trailing_policy_takes_a_shared_chunk_when_nothing_is_behind_it(policy):
     cache = make(slots=64, places=16, policy=policy)
     a, b = forked(cache, shared=28, own=4)                      # the longest first, says trailing-half
-    # shares the first half of that: a stem of a stem
+    # shares the first half of that: some chunks have three users
     c = cache.fork(a, "c", a.tokens[:17])
     grow_to(cache, c, 20)
     copied = runs(cache.plan_swap_out(99, 10.0))
@@ -153,13 +152,54 @@ def test_a_trailing_policy_takes_a_shared_chunk_when_nothing_is_behind_it(policy
     cache.check_integrity()
     finish(cache, list(cache.in_flight))
     while member := cache.indexes["reclaim"].cheapest(10.0):    # and so it is with what is reclaimed
-        holder = member.conversation
-        if isinstance(holder, Stem):
-            behind = [user.chunks[holder.chunks[0].index + 1:] for user in holder.used_by.values()]
-            assert not any(chunk.slots for chunks in behind for chunk in chunks)
-        cache.reclaim(holder)
+        behind = [user.chunks[member.chunk.index + 1:] for user in member.chunk.users]
+        assert not any(chunk.slots for chunks in behind for chunk in chunks)
+        for chunk in cache._victims("reclaim", 10.0):
+            cache.reclaim(chunk)
         cache.check_integrity()
     assert cache.available == len(cache.free_slots) == 64
+
+
+# a, b: three chunks each, idle for as long. Shared: b has a's first two, and one of its own.
+ORDERS = {"plain": {"retention": "a0 b0 a1 b1 a2 b2", "lru": "a0 b0 a1 b1 a2 b2",
+                    "trailing": "a2 b2 a1 b1 a0 b0", "trailing-half": "a2 a1, b2 b1, a0, b0",
+                    "conversation": "a0 a1 a2, b0 b1 b2"},
+          "shared": {"retention": "a2 b2 a0 a1", "lru": "a2 b2 a0 a1", "trailing": "a2 b2 a1 a0",
+                     "trailing-half": "a2 b2 a1 a0", "conversation": "a2 b2 a0 a1"}}
+ONE_BY_ONE = {"trailing-half": "a2 b2 a1 b1 a0 b0", "conversation": "a0 b0 a1 b1 a2 b2"}   # in the CPU tier
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("how", ORDERS)
+@pytest.mark.parametrize("cost", [COST, RecomputeCost({4: 1.0}, rest=0.0)], ids=["rising", "flat"])
+def test_the_order_in_which_chunks_leave(policy, how, cost):
+    """The same for each move. What shared chunks cost would mix with their users, so it is flat there."""
+    if how == "shared":
+        cost = RecomputeCost({4: 1.0}, rest=0.0)
+    cache = SharingCache(32, 8, 4, 4, 64, POLICIES[policy](cost, 4))
+    a = idle(cache, "a", 12)
+    if how == "shared":
+        grow_to(cache, cache.fork(a, "b", range(9)), 12)
+    else:
+        idle(cache, "b", 12)
+    names = {chunk: f"{chunk.users[0].name}{chunk.index}"
+             for one in cache.conversations.values() for chunk in one.chunks}
+    left = {"swap_out": [], "reclaim": [], "drop": []}
+    while tickets := copy(cache, 1):
+        left["swap_out"].append(" ".join(names[ticket.chunk] for ticket in tickets))
+    while chunks := cache._victims("reclaim", 10.0):
+        left["reclaim"].append(" ".join(names[chunk] for chunk in chunks))
+        for chunk in chunks:
+            cache.reclaim(chunk)
+        cache.check_integrity()
+    while chunk := cache._cheapest("drop", 10.0):
+        left["drop"].append(names[chunk])
+        cache._drop(chunk)
+        cache.check_integrity()
+    order = ORDERS[how][policy]
+    together = order.split(", " if "," in order else " ")
+    assert left["swap_out"] == left["reclaim"] == together
+    assert left["drop"] == (ONE_BY_ONE.get(policy, order) if how == "plain" else order).split()
 
 
 def test_what_one_owner_gives_up_stays_with_the_others():
@@ -168,9 +208,9 @@ def test_what_one_owner_gives_up_stays_with_the_others():
     # before the branch point, in the middle of a chunk
     cache.truncate(a, 7, 6)
     assert a.chunks == b.chunks[:1] and states(b) == ["GPU"] * 3
-    assert [stem.users for stem in a.holders[1:]] == [2]
+    assert a.chunks[0].users == (a, b)
     cache.forget(a)
-    assert [stem.users for stem in b.holders[1:]] == [1] * 2 and len(cache.free_slots) == 32 - 12
+    assert [chunk.users for chunk in b.chunks] == [(b,)] * 3 and len(cache.free_slots) == 32 - 12
     assert not cache.cold_conversations()
     assert runs(cache.plan_swap_out(4, 10.0)) == [("b", 0, 4)]   # its own frontier
     cache.check_integrity()
@@ -227,7 +267,7 @@ def test_a_conversation_is_not_cold_while_what_it_shares_is_cached():
     cache = make(slots=16, places=0)
     a, b = forked(cache, own=0)
     cache.truncate(a, 9, 8)
-    assert not a.present and not b.present and not cache.cold_conversations()
+    assert not cache.cold_conversations()
     cache.set_waiting(b, True)
     copy(cache, 99)
     grow_to(cache, cache.open("other"), 16, 11.0)
@@ -335,7 +375,7 @@ def test_a_child_copies_what_it_has_in_common_behind_the_full_chunks(tokens, pro
     a = idle(cache, "a", 14)
     b = cache.fork(a, "b", tokens)
     copies, filled = admitted(cache, b, prompt)
-    shared = 4 * (len(b.holders) - 1)
+    shared = 4 * sum(len(chunk.users) > 1 for chunk in b.chunks)
     assert copies == dict(zip(slots_of(b)[shared:shared + copied], slots_of(a)[shared:]))
     assert filled == shared + copied
 
@@ -376,28 +416,19 @@ def test_a_tail_whose_origin_has_lost_it_is_computed(fate):
 
 # ---- check_integrity itself
 
-def miscount_users(cache, stem, b):
-    del stem.used_by[b.order]
+def miscount_users(cache, chunk, b):
+    chunk.users = chunk.users[:-1]
 
 
-def miscount_pins(cache, stem, b):
-    stem.pins += 1
+def lose_a_chunk(cache, chunk, b):
+    b.chunks.pop(0)
 
 
-def miscount_waiting(cache, stem, b):
-    stem.waiting += 1
+def lose_a_shared_victim(cache, chunk, b):
+    chunk.member = None
 
 
-def forget_a_holder(cache, stem, b):
-    b.holders.pop()
-
-
-def lose_a_stem(cache, stem, b):
-    cache.indexes["reclaim"].discard(stem.order)
-
-
-@pytest.mark.parametrize("corrupt", [miscount_users, miscount_pins, miscount_waiting, forget_a_holder,
-                                     lose_a_stem])
+@pytest.mark.parametrize("corrupt", [miscount_users, lose_a_chunk, lose_a_shared_victim])
 def test_check_integrity_notices(corrupt):
     cache = make()
     b = idle(cache, "b", 14)
@@ -406,6 +437,6 @@ def test_check_integrity_notices(corrupt):
     # shares what has been copied and what is being copied
     cache.fork(b, "c", range(9))
     cache.check_integrity()
-    corrupt(cache, b.holders[1], b)
+    corrupt(cache, b.chunks[0], b)
     with pytest.raises(AssertionError):
         cache.check_integrity()

@@ -37,7 +37,7 @@ def batch(*spans, swap_in=(), swap_out=()):
 
 
 def ticket(direction, filled=4):
-    return Ticket(None, Chunk(None, 0), direction, 0, filled, list(range(filled)), 0)
+    return Ticket(None, Chunk((), 0), direction, 0, filled, list(range(filled)), 0)
 
 
 def test_time_passes_only_when_somebody_lets_it():

@@ -16,14 +16,15 @@ import torch
 import attention_kernel
 import interpreter  # noqa: F401
 import loading
+import recompute_cost
 import worker as module
-from attention_kernel import AMPERE, FLOAT32, MERGE_COLUMNS, make_plan
+from attention_plan import AMPERE, FLOAT32, Merge, make_plan
 from config import Config
 from engine import Engine
 from eviction import RecomputeCost
 from experiments.simulator import VirtualClock
 from kv_cache import Conversation, Ticket
-from loading import INDUCTOR, fuse, largest_step, make_cuda_graph, tier_sizes, try_capture
+from loading import INDUCTOR, fuse, largest_step, make_cuda_graph, tier_sizes, try_capture, warm_up
 from model import ModelConfig, empty_model
 from sampling import Sampling
 from scheduler import PLACEHOLDER, Batch, Request, Span
@@ -39,7 +40,8 @@ def eagerly(run):
 
 
 def make_worker(kv_heads=2, rows=ROWS, device="cpu", dtype=torch.float32, **options):
-    """Two layers of random weights, a cache full of random KV, and ROWS contexts in shuffled slots."""
+    """Two layers of random weights, a cache full of random KV, and ROWS contexts in shuffled
+    slots."""
     torch.manual_seed(0)
     model = empty_model(ModelConfig(VOCAB, 2, 4, kv_heads, 64, 64, CONTEXT, "relu"), device, dtype)
     for parameter in model.parameters():
@@ -56,7 +58,7 @@ def requests(worker, lengths, **sampling):
     slots = iter(np.random.default_rng(2).permutation(SLOTS).tolist())
     batch = Batch(0, 0)
     for row, length in enumerate(lengths):
-        conversation = Conversation(str(row), row, rng.integers(VOCAB, size=length), CHUNK, toward=1)
+        conversation = Conversation(str(row), row, rng.integers(VOCAB, size=length), CHUNK)
         conversation.row = row
         found.append(Request(conversation, [], sampling=Sampling(seed=row, **sampling)))
         batch.table_updates.append((row, 0, np.array([next(slots) for _ in range(length)])))
@@ -74,8 +76,11 @@ def decode(found, step=1):
 def replays(worker):
     """Notes the size of each graph that is replayed."""
     counts = []
-    for graph, (inputs, run) in worker.graphs.items():
-        worker.graphs[graph] = inputs, lambda size=graph[0], run=run: counts.append(size) or run()
+    for size, graph in worker.graphs.captured.items():
+        def replay(size=size, graph=graph):
+            counts.append(size.tokens)
+            return graph.replay()
+        worker.graphs.captured[size] = graph._replace(replay=replay)
     return counts
 
 
@@ -108,12 +113,13 @@ def test_the_largest_step_runs_with_more_tokens_than_requests_and_with_fewer():
 # ---- the upload
 
 def test_the_profile_is_what_a_chunk_adds_to_a_batch_that_reads_the_weights_anyway(monkeypatch):
-    """A device that reads the weights in 10 s, computes a token in 1 s, and attends to 1,000 in 1 s."""
+    """A device that reads the weights in 10 s, computes a token in 1 s, and attends to 1,000 in 1
+    s."""
     worker, clock = make_worker(), VirtualClock()
     worker.model.forward = lambda tokens, positions, attend: clock.sleep(10 + len(tokens))
-    monkeypatch.setattr(module, "multi_token_attention",
+    monkeypatch.setattr(recompute_cost, "multi_token_attention",
                         lambda q, k, v, table, spans: clock.sleep(spans.host[2].max() / 1000))
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(recompute_cost, "time", SimpleNamespace(perf_counter=clock))
     cost, layers = worker.profile(), 2
     assert cost.rest == pytest.approx(CHUNK) and cost.lengths == [4, 8, 16, 32, 64]
     assert cost(64) == pytest.approx(CHUNK + layers * 64 / 1000)
@@ -130,7 +136,7 @@ def test_inputs_are_the_batch():
     found = requests(worker, [9, 5, 20])
     spans = [Span(found[0], 2, 6), Span(found[2], 19, 20), Span(found[1], 0, 5)]
     packed = pack(spans)
-    inputs = worker._inputs(packed, table_changes([(1, 3, np.array([40, 41]))]), None)
+    inputs = worker.upload_inputs(packed, table_changes([(1, 3, np.array([40, 41]))]))
     tokens = [token for request, start, end in spans for token in request.conversation.tokens[start:end]]
     assert inputs.tokens.tolist() == tokens
     # Behind the first span nothing is sampled: its context goes on.
@@ -183,16 +189,16 @@ def test_a_token_that_the_host_does_not_know_yet_is_the_one_that_was_sampled(gra
 def test_sizes_are_captured_largest_first(max_running, sizes):
     worker = make_worker(rows=max_running)
     worker.capture(eagerly)
-    assert [tokens for tokens, decodes in worker.graphs if decodes] == sizes
-    assert [tokens for tokens, decodes in worker.graphs if not decodes] == [256, 192, 128, 64]
+    assert [tokens for tokens, decodes in worker.graphs.captured if decodes] == sizes
+    assert [tokens for tokens, decodes in worker.graphs.captured if not decodes] == [256, 192, 128, 64]
 
 
 def test_a_graph_keeps_no_logits():
     """The result of a graph stays in memory, and there are dozens of graphs."""
     worker = make_worker()
     worker.capture(eagerly)
-    assert [list(run().shape) for _, run in worker.graphs.values()] == [
-        [size, worker.model.config.width] for size, _ in worker.graphs]
+    assert [list(graph.replay().shape) for graph in worker.graphs.captured.values()] == [
+        [size, worker.model.config.width] for size, _ in worker.graphs.captured]
 
 
 @pytest.mark.parametrize("lengths", [[9], [9, 5], [80, 5, 1], [7, 8, 9, 30]])
@@ -229,8 +235,8 @@ def mixture(found, starts):
 
 
 def test_a_padded_mixture_computes_the_same_and_touches_its_own_slots_only():
-    """A prompt, a decode, a prompt behind a history; and the first tokens of the latter once more, as
-    if they had been dropped."""
+    """A prompt, a decode, a prompt behind a history; and the first tokens of the latter once more,
+    as if they had been dropped."""
     lengths, starts = [9, 20, 30], [0, 19, 12]
     plain, padded = make_worker(), make_worker()
     padded.capture(eagerly)
@@ -260,7 +266,7 @@ def test_what_waits_for_a_swap_in_or_is_too_large_is_not_replayed():
     for batch in arriving, beyond:
         worker.execute(batch)
     assert used == []
-    hole.spans = [Span(found[0], 2, 3), hole.spans[1]]           # one token, behind which none is sampled
+    hole.spans = [Span(found[0], 2, 3), hole.spans[1]]  # one token, behind which none is sampled
     assert len(worker.execute(hole).tokens) == 1 and used == [2]
 
 
@@ -301,11 +307,11 @@ def test_without_graphs_the_server_still_serves(capsys):
     worker = make_worker()
 
     def make_graph(run):
-        if len(worker.graphs) == 1:
+        if len(worker.graphs.captured) == 1:
             raise RuntimeError("no such luck")
         return run
     try_capture(worker, make_graph)
-    assert not worker.graphs and "no such luck" in capsys.readouterr().err
+    assert not worker.graphs.captured and "no such luck" in capsys.readouterr().err
     assert len(worker.execute(decode(requests(worker, [9, 5]))).tokens) == 2
 
 
@@ -363,8 +369,8 @@ def test_a_model_that_cannot_be_compiled_runs_as_it_is():
 
 @pytest.mark.soak
 def test_seven_launches_between_two_attentions(monkeypatch):
-    """As Inductor plans them for Triton. It plans for a GPU that is not there: no kernel is compiled,
-    and what was planned runs without its Triton kernels, so the results mean nothing."""
+    """As Inductor plans them for Triton. It plans for a GPU that is not there: no kernel is
+    compiled, and what was planned runs without its Triton kernels, so the results mean nothing."""
     triton = pytest.importorskip("triton")
     from torch._inductor import async_compile, config, utils
     from triton.backends.compiler import GPUTarget
@@ -394,7 +400,8 @@ def check_kernel():
         plain, padded = (make_worker(kv_heads=1, device=device) for _ in range(2))
         padded.capture(eagerly)
         used, merges = replays(padded), []
-        # Each fills in what the one before has left. The last has prompts, and one of them a history.
+        # Each fills in what the one before has left. The last has prompts, and one of them a
+        # history.
         for lengths, starts in (([CONTEXT, 9, 1], [CONTEXT - 1, 8, 0]), ([2, 70, 8], [1, 69, 7]),
                                 ([70, 20, 9], [60, 0, 8])):
             batches = [mixture(requests(worker, lengths, logprobs=0), starts) for worker in (plain, padded)]
@@ -403,11 +410,11 @@ def check_kernel():
             np.testing.assert_allclose(*([report[0] for report in result.logprobs] for result in results),
                                        atol=1e-4)
             torch.testing.assert_close(plain.pool.gpu[:, :, :SLOTS], padded.pool.gpu[:, :, :SLOTS])
-            plan, = padded.graphs[4, True][0].spans.plans.values()
-            pieces = plan.merges[:, MERGE_COLUMNS.index("pieces")]
+            plan, = padded.graphs.captured[4, True].spans.plans.values()
+            pieces = plan.merges[:, Merge._fields.index("pieces")]
             merges.append(int((pieces > 0).sum()))
-        assert used == [4, 4, 64] and merges == [4, 4, 4]        # heads of the one long context, twice
-        assert len(plan.merges) == 6 // 2 * 4                    # of 4 decodes at most 3 can be split
+        assert used == [4, 4, 64] and merges == [4, 4, 4]   # heads of the one long context, twice
+        assert len(plan.merges) == 6 // 2 * 4               # of 4 decodes at most 3 can be split
 
 
 def check_warm_up():
@@ -415,12 +422,13 @@ def check_warm_up():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shapes = dict.fromkeys(AMPERE, 6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "wanted_items", lambda *_: shapes)
+        for file in module, loading:
+            patch.setattr(file, "wanted_items", lambda *_: shapes)
         patch.setattr(module, "make_plan", partial(make_plan, min_piece=32))
         worker = make_worker(kv_heads=1, device=device, dtype=torch.float16)
         plan, planned, before = worker._plan, [], worker.pool.gpu[:, :, :SLOTS].clone()
         patch.setattr(worker, "_plan", lambda *args: planned.append(plan(*args)) or planned[-1])
-        worker.warm_up()
+        warm_up(worker)
     assert [[shape for shape, _ in plan.launches] for plan in planned] == [[shape] for shape in AMPERE]
     assert all(len(plan.merges) for plan in planned)
     assert torch.equal(worker.pool.gpu[:, :, :SLOTS], before)    # nothing but padding was stored
@@ -445,7 +453,8 @@ def test_padded_plans_and_warm_up_on_the_gpu():
 
 @pytest.mark.gpu
 def test_graphs_on_the_gpu():
-    """Captured and replayed, many times, with other lengths and tokens each time. Some are prompts."""
+    """Captured and replayed, many times, with other lengths and tokens each time. Some are
+    prompts."""
     plain, captured = (make_worker(device="cuda") for _ in range(2))
     captured.capture(lambda run, pool=torch.cuda.graph_pool_handle(): make_cuda_graph(run, pool))
     used, chance = replays(captured), random.Random(0)
@@ -467,7 +476,7 @@ def test_a_launch_waits_for_nothing_on_the_gpu():
     prompt, first, second = decode(found), decode(found), decode(found, step=2)
     prompt.spans[0] = Span(found[0], 0, 9)
     first.swap_in = [Ticket(None, None, "", 0, 2, [80, 81], 3)]
-    for batch in prompt, first:                                 # what compiles and allocates may wait
+    for batch in prompt, first:                             # what compiles and allocates may wait
         worker.execute(batch)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -488,7 +497,7 @@ def test_an_engine_on_the_gpu_replays_its_steps():
     for eager in (False, True):
         engine = Engine("tiny_chat", cost=COST, device="cuda", dtype="float32", gpu_cache_tokens=512,
                         cpu_cache_tokens=128, eager=eager)
-        assert bool(engine.worker.graphs) != eager
+        assert bool(engine.worker.graphs.captured) != eager
         used = replays(engine.worker)
         replies.append(engine.generate([72, 101, 108, 108, 111], max_tokens=20, ignore_eos=True).token_ids)
         assert len(used) == (0 if eager else 20)

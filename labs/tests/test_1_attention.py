@@ -25,8 +25,8 @@ CASES = {       # q_len, kv_len, query heads per KV head, KV heads, head_dim
 
 
 def error(result, case, **scale) -> float:
-    """The largest difference from float64; inf if there is a NaN, which unused slots and slots beyond the
-    context contain."""
+    """The largest difference from float64; inf if there is a NaN, which unused slots and slots
+    beyond the context contain."""
     largest = (result.double() - exact(*case, **scale)).abs().max().item() if result.numel() else 0.0
     return math.inf if math.isnan(largest) else largest
 

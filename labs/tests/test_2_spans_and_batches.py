@@ -21,7 +21,7 @@ def admitted(total, filled, chunk=4):
     for index, count in enumerate(filled):
         if count := min(count, total - index * chunk):
             cache.computed(conversation, index * chunk, index * chunk + count)
-    return Request(conversation, [], before=(0, 0), prefilling=True)
+    return Request(conversation, [], tokens_before=0, prefilling=True)
 
 
 def lose(world, name, chunks):
@@ -245,7 +245,7 @@ def test_a_suspended_request_returns_to_its_place_in_the_queue():
     traces(world, 2)
     world.submit("c", 3, 9)
     world.scheduler.suspend(b, world.now)
-    assert b.conversation.waiting and world.scheduler.head() is b
+    assert b.conversation.waiting and world.scheduler.prepare_head(world.now) is b
     assert traces(world, 1) == ["a[4:5] b[4:5]"]
 
 

@@ -84,7 +84,7 @@ def test_it_runs_is_pinned_and_does_not_wait():
     a = cache.open("a", range(10))
     cache.set_waiting(a, True)
     cache.admit(a, 10, 1.0)
-    assert a.pins == 1 and not a.waiting and cache.running == {a.order: a} and len(cache.free_rows) == 3
+    assert a.pinned and not a.waiting and cache.running == {a.order: a} and len(cache.free_rows) == 3
     cache.check_integrity()
 
 
@@ -96,7 +96,6 @@ def test_chunks_in_the_cpu_tier_come_in():
     cache._drop(a.chunks[0])
     copy(cache, 4)
     cache._give_up_slots(a.chunks[1], 0)
-    cache._update(a.chunks[1])
     assert states(a) == [None, "CPU", "GPU"]
     kept = a.chunks[2].slots[:]
     a.tokens.extend(range(6))
@@ -192,7 +191,7 @@ def full_cpu_tier(worth_more):
     cache = make(slots=16, places=1)
     old = run(cache, "old", 4, now=90.0)
     copy(cache, 4, now=100.0)
-    cache.reclaim(old)
+    cache.reclaim(old.chunks[0])
     return cache, old, run(cache, "other", 4, now=99.0 if worth_more else 0.0)
 
 
@@ -216,7 +215,7 @@ def test_the_case_of_the_docstring():
     cache = make(slots=16, places=1, policy="lru")
     old = run(cache, "old", 4, now=100 - 1 / 1.5)
     copy(cache, 4, now=100.0)
-    cache.reclaim(old)
+    cache.reclaim(old.chunks[0])
     one, two, three = (run(cache, str(worth), 4, now=100 - 1 / worth) for worth in (1, 2, 3))
     assert runs(cache.plan_swap_out(6, 100.0)) == [("2", 0, 4)]
     assert one.chunks[0].evictable_without_copy and states(old) == [None]
@@ -292,7 +291,7 @@ def test_a_copy_in_keeps_the_copy_in_the_cpu_tier():
     cache = make()
     a = run(cache, "a", 4)
     copy(cache, 4)
-    cache.reclaim(a)
+    cache.reclaim(a.chunks[0])
     (ticket,) = cache.admit(a, 4, 11.0)
     cache.complete(ticket)
     assert states(a) == ["GPU_AND_CPU"] and cache.stats["chunks_swapped_in"] == 1
@@ -307,7 +306,7 @@ def test_a_chunk_with_a_copy_lives_on_in_the_cpu_tier():
     a = run(cache, "a", 8)
     slots = slots_of(a)
     copy(cache, 8)
-    cache.reclaim(a)
+    cache.reclaim(a.chunks[0])
     assert states(a) == ["CPU", "GPU_AND_CPU"] and cache.free_slots == slots[:4]
     assert cache.stats["chunks_dropped"] == 0
     cache.check_integrity()
@@ -318,18 +317,18 @@ def test_a_chunk_without_a_copy_is_dropped():
     cache = make(slots=8, places=0)
     a = run(cache, "a", 8)
     cache.plan_swap_out(3, 10.0)
-    cache.reclaim(a)
+    cache.reclaim(a.chunks[0])
     assert states(a) == [None, "GPU"] and len(cache.free_slots) == 4 and cache.stats["chunks_dropped"] == 1
     assert a.known == 8                                         # dropped is not forgotten
     cache.check_integrity()
 
 
 @points(2, "KVCache.reclaim")
-def test_one_unit_of_the_policy():
-    cache = make(policy="conversation")
+def test_all_that_leave_together():
+    cache = make(slots=16, policy="conversation")
     a = run(cache, "a", 14)
     copy(cache, 14)
-    cache.reclaim(a)
+    run(cache, "b", 4, 10.0)                                    # two slots are free
     assert states(a) == ["CPU"] * 4
     cache.check_integrity()
 

@@ -67,7 +67,9 @@ class Plain(eviction.Policy):
 
 def cheapest(*members, now=10.0):
     """members: (order, key, users, last_needed)."""
-    member = cheapest_by_scanning(Plain(COST, CHUNK), [Member(*each, None) for each in members], now)
+    chunks = [Member(last_needed, 0, order, key, users, "reclaim", None)
+              for order, key, users, last_needed in members]
+    member = cheapest_by_scanning(Plain(COST, CHUNK), chunks, now)
     return member and member.order
 
 
@@ -99,16 +101,14 @@ class Scan:
     """A `VictimIndex` that scans: the load below runs with the functions of this lab alone."""
 
     def __init__(self, policy):
-        self.policy, self.members = policy, {}
+        self.policy, self.members = policy, []
 
     def file(self, member):
-        self.members[member.order] = member
-
-    def discard(self, order):
-        self.members.pop(order, None)
+        self.members.append(member)
 
     def cheapest(self, now):
-        return cheapest_by_scanning(self.policy, list(self.members.values()), now)
+        self.members = [member for member in self.members if not member.stale]
+        return cheapest_by_scanning(self.policy, self.members, now)
 
 
 def load(seed):

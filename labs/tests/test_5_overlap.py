@@ -1,8 +1,8 @@
 """Lab 5: copies that hide behind computation, and the orderings that they need all the same.
 
-The pool runs on the CPU, on streams that record what happens before what (tests/streams.py). A test plays a
-step of the model by reading the slots of each layer; then it asks which of these reads and copies are
-ordered."""
+The pool runs on the CPU, on streams that record what happens before what (tests/streams.py). A test
+plays a step of the model by reading the slots of each layer; then it asks which of these reads and
+copies are ordered."""
 from types import SimpleNamespace
 
 import pytest
@@ -126,8 +126,8 @@ def store(recorder, label, layer, slots):
 
 
 def a_step_with_copies_in(pipeline=True):
-    """An earlier step reads the slots OLD. Then KV comes back into BACK, two slots of which are among them,
-    and the next step reads it."""
+    """An earlier step reads the slots OLD. Then KV comes back into BACK, two slots of which are
+    among them, and the next step reads it."""
     recorder = Recorder(make(pipeline))
     with recorder:
         for layer in range(LAYERS):
@@ -141,8 +141,8 @@ def a_step_with_copies_in(pipeline=True):
 
 
 def a_step_with_copies_both_ways(given=True):
-    """An earlier step writes the slots LEAVING, which are copied out while the next step computes. given:
-    the caller says up to where earlier steps wrote."""
+    """An earlier step writes the slots LEAVING, which are copied out while the next step computes.
+    given: the caller says up to where earlier steps wrote."""
     recorder = Recorder(make())
     with recorder:
         for layer in range(LAYERS):

@@ -6,8 +6,9 @@ import os
 import pytest
 import torch
 
-import attention_kernel as kernel
-from attention_kernel import FLOAT32, HOPPER, make_plan, multi_token_attention
+from arrays import upload
+from attention_kernel import multi_token_attention
+from attention_plan import FLOAT32, HOPPER, make_plan
 from grading import SEED
 from test_attention_kernel import exact, make_case
 
@@ -23,7 +24,8 @@ def case(q_len, kv_len, group=1, kv_heads=1, D=16, dtype=FLOAT, shapes=FLOAT32, 
     return dict(spans=(q_len, kv_len, group, kv_heads, D, dtype), shapes=shapes, min_piece=min_piece)
 
 
-# Tiles of FLOAT32 have 16 query rows and strips of 32 positions. HOPPER's smallest: 16 rows, strips of 64.
+# Tiles of FLOAT32 have 16 query rows and strips of 32 positions. HOPPER's smallest: 16 rows, strips
+# of 64.
 CASES = {
     "one_strip": (10, case([1], [32])),
     "masked_tail": (10, case([1], [20])),
@@ -47,7 +49,7 @@ def right(spans, shapes, min_piece) -> bool:
     group, kv_heads, D = sizes[2:]
     batch = arguments[-1]
     plan = make_plan(batch.host, group, dict.fromkeys(shapes, 999), min_piece)
-    arrays = kernel.upload(plan.arrays(), torch.device("cpu"))
+    arrays = upload(plan.arrays(), torch.device("cpu"))
     batch.plans[group, kv_heads, D, dtype] = plan.with_arrays(arrays)
     out = torch.full_like(arguments[0], torch.nan)
     multi_token_attention(*arguments, out=out)
