@@ -22,7 +22,7 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -40,7 +40,10 @@ from serving.sessions import Answer, Answering, LiveTurn, Sessions
 
 MAX_BODY_BYTES = 2 * 2**20
 MAX_HEAD_BYTES = 2**16      # of all header lines
+LARGE_BYTES = 2**17         # of a body: its JSON takes milliseconds to read
+RESTS = 3                   # seconds of rest for each second of reading large bodies
 HEADER_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\0]*\r?\n")
+SURROGATE = re.compile(rb"(?i)\\ud[89a-f]")          # in JSON
 DECODERS = dict(gzip=31, deflate=15)        # Content-Encoding -> zlib's name for it
 # from the answer before, or the connection, until a whole request has arrived
 REQUEST_SECONDS = 30
@@ -90,6 +93,7 @@ class Server(ThreadingHTTPServer):
         self.broadcast = live.Broadcast(self.engine, self.private)
         self.watchers = threading.BoundedSemaphore(MAX_WATCHERS)
         self.recent_turns = deque(maxlen=TURNS_SHOWN)       # these are done; /cache shows them
+        self.reading = threading.Lock()                     # held to read a large body
         self.lock = threading.Lock()                        # guards the next two
         self.at_work = 0                                    # turns that are being answered
         self.unsettled = Counter()    # of these, those that run or wait, by prefix
@@ -166,6 +170,19 @@ class Server(ThreadingHTTPServer):
                 free_one()
             with self.lock:
                 self.at_work -= turns
+
+    @contextmanager
+    def unhurried(self, body: bytes):
+        """To read a large body keeps the interpreter from all other threads. So we read one at a
+        time, and then rest RESTS times as long: however many come, the others have most of the
+        time."""
+        with self.reading if len(body) > LARGE_BYTES else nullcontext():
+            begin = time.thread_time()
+            try:
+                yield
+            finally:
+                if len(body) > LARGE_BYTES:
+                    time.sleep(RESTS * (time.thread_time() - begin))
 
     def drain(self):
         """From now on the server refuses every request. It stops when the turns at work are done,
@@ -346,9 +363,10 @@ class Handler(BaseHTTPRequestHandler):
         if not body and not operation.needs_body:
             return {}
         try:
-            given = json.loads(body)
-            # ValueError for half of a surrogate pair
-            json.dumps(given, ensure_ascii=False).encode()
+            with self.server.unhurried(body):
+                given = json.loads(body)
+                if SURROGATE.search(body):      # ValueError for half of a pair
+                    json.dumps(given, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             raise APIError(400, f"the body is not valid JSON: {error}") from error
         if issubclass(operation.fields, ReplyBody) and isinstance(given, dict):
