@@ -60,7 +60,7 @@ class Chunk:
         self.place: int | None = None   # in the CPU tier
         self.ticket: Ticket | None = None       # the copy in flight, in either direction
         self.evictable_without_copy = False     # until its conversation runs again
-        # Kept up to date by KVCache.refile:
+        # As of the last KVCache.refile:
         self.member: Member | None = None       # its entry in the index of its next move
         self.reclaimable = 0            # its share of KVCache.reclaimable
 
@@ -130,8 +130,8 @@ class Conversation:
 
     @property
     def cold(self) -> bool:
-        """It neither runs nor waits, and nothing of it is cached. (The designated prefix, whose
-        chunks do not name it as a user, is not its own: sharing.py.)"""
+        """It neither runs nor waits, and nothing of its own is cached. (The designated prefix of
+        sharing.py is not its own.)"""
         cached = any(chunk.state and self in chunk.users for chunk in self.chunks)
         return not (self.pinned or self.waiting or cached)
 
@@ -277,8 +277,8 @@ class KVCache:
         return True
 
     def computed(self, conversation: Conversation, start: int, end: int):
-        """A step that computes the KV of positions [start, end) of a running conversation has been
-        launched. (All later steps may read it.)
+        """The positions [start, end) of a running conversation count as computed: a step that has
+        been launched computes their KV before any later step reads it.
 
         They fill one or more chunks from the left, and `known` is at least `end` now. A chunk that
         has grown needs more than its copy holds: it gives up its place, and a copy in flight is
@@ -317,9 +317,10 @@ class KVCache:
     # ---- eviction
 
     def plan_swap_out(self, wanted: int, now: float) -> list[Ticket]:
-        """Copy idle chunks to the CPU, the cheapest first, until `wanted` more slots are available
-        or will be when the copies in flight have ended (`_coming_available`). Returns the new
-        copies. A chunk for which `_take_place` finds no place becomes evictable without a copy.
+        """Copy idle chunks to the CPU ahead of need, the cheapest first, until `wanted` more slots
+        are available, or will be when the copies in flight have ended (`_coming_available`).
+        Returns the new copies. A chunk for which `_take_place` finds no place becomes evictable
+        without a copy.
 
         Three full chunks of 32 tokens are idle on the GPU, worth 1, 2 and 3. 60 slots are wanted.
         The CPU tier has one place, and the chunk there is worth 1.5:
@@ -348,9 +349,9 @@ class KVCache:
         """`plan_swap_out` for what the waiting request of the conversation lacks, at the expense of
         all others.
 
-        Its own chunks are no help, so it is pinned for this one call. They stay filed, since it has
-        many of them: `_cheapest` unfiles those that it meets, and the next question files them
-        again."""
+        Its own chunks are no help, so it is pinned for this one call. It may have hundreds, and we
+        do not refile them all for that: `_cheapest` unfiles only those that it meets, and then
+        they join `changed`, to be filed again."""
         wanted = self.shortfall(conversation, total, reserve)
         if wanted <= 0:
             return []
@@ -444,6 +445,7 @@ class KVCache:
         self.table_updates.append((conversation.row, start, conversation.room))
 
     def _drop(self, chunk: Chunk):
+        """Evict its only KV."""
         self._empty(chunk)
         self.stats["chunks_dropped"] += 1
 
@@ -519,11 +521,12 @@ class KVCache:
         while member := self.indexes[move].cheapest(now):
             if member.chunk.next_move == move:
                 return member.chunk
-            member.chunk.member = None          # of the conversation of plan_swap_out_for
+            member.chunk.member = None          # plan_swap_out_for has pinned it
         return None
 
     def _victims(self, move: str, now: float) -> list[Chunk]:
-        """The cheapest chunk, and that part of its conversation that leaves together with it."""
+        """The cheapest chunk, and those of its conversation that leave with it (`Policy.part`).
+        Shared chunks leave alone."""
         chunk = self._cheapest(move, now)
         if not chunk or not self.policy.part or len(chunk.users) > 1:
             return [chunk] if chunk else []
@@ -568,7 +571,7 @@ class KVCache:
         self._note_change(conversation)
 
     def _stop_using(self, chunk: Chunk, conversation: Conversation):
-        """The conversation uses the chunk no longer. Without any user the chunk is empty."""
+        """The conversation uses the chunk no longer. Without any user the chunk becomes absent."""
         chunk.users = tuple(user for user in chunk.users if user is not conversation)
         if not chunk.users:
             self._empty(chunk)
