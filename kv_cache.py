@@ -7,27 +7,13 @@ conversation, and a *place* holds one chunk on the CPU. A chunk owns its slots a
     chunk      | absent |  CPU   | GPU_AND_CPU  |  GPU   | GPU |     the last one has filled = 12
 
 A running conversation is *pinned*: it keeps the slots of all its chunks. When space runs out,
-chunks of idle conversations leave, the cheapest first (eviction.py, which is read before this).
-`Chunk.next_move` names what eviction may do to a chunk next:
-
-    state          idle                                       pinned
-    GPU            swap_out: copy it, it becomes GPU_AND_CPU
-    GPU *          reclaim: take its slots, it becomes absent
-    GPU_AND_CPU    reclaim: take its slots, it becomes CPU    spare: take its place, it becomes GPU
-    CPU            drop: take its place, it becomes absent
-
-    * evictable_without_copy: the CPU tier was full of chunks that are worth more, so we did not
-      copy it. It stays usable until another request takes its slots. If its conversation runs
-      again before that, it is an ordinary chunk again.
-
-A conversation that returns gets slots for all its chunks (`admit`). Those in state CPU are copied
-in, and absent ones are computed again (`computed`). A copy in flight is a `Ticket`. A row of the
-*slot table* has the slots of a running conversation by position: there attention finds its KV.
+chunks of idle conversations leave (`Chunk.next_move`), the cheapest first (eviction.py). A
+conversation that returns gets slots for all its chunks (`admit`). Those in state CPU are copied in,
+and absent ones are computed again. A copy in flight is a `Ticket`. A row of the *slot table* has
+the slots of a running conversation by position: there attention finds its KV.
 
 Invariants: KV that counts as cached is there when a step reads it. Every slot and every place is
 free, or in exactly one chunk, or held by a copy in flight alone. (integrity.py checks the second.)
-Admission and release cost O(tokens of the context), a decode O(1), however many conversations
-there are.
 """
 import heapq
 import math
@@ -41,8 +27,6 @@ import numpy as np
 
 import integrity
 from eviction import Member, Policy, VictimIndex, worth
-
-MOVES = ("swap_out", "reclaim", "drop", "spare")        # see the table above
 
 
 class Chunk:
@@ -84,8 +68,18 @@ class Chunk:
 
     @property
     def next_move(self) -> str | None:
-        """See the table above. None: it has no KV, or a copy of it is in flight, or it is pinned
-        and not in both tiers."""
+        """How eviction may change its state next:
+
+            state         idle                                     pinned
+            GPU           swap_out: copy it, then GPU_AND_CPU
+            GPU *         reclaim: take its slots, then absent
+            GPU_AND_CPU   reclaim: take its slots, then CPU        spare: take its place, then GPU
+            CPU           drop: take its place, then absent
+
+            * evictable_without_copy: the CPU tier was full of chunks that are worth more, so we
+              did not copy it. It stays usable until another request takes its slots.
+
+        None: it is pinned and not in both tiers, or has no KV, or a copy of it is in flight."""
         if self.ticket or not self.filled:
             return None
         if self.pinned:
@@ -166,7 +160,8 @@ class Ticket:
 
 
 class KVCache:
-    """The books of both tiers."""
+    """The books of both tiers. Admission and release cost O(tokens of the context), a decode O(1),
+    however many conversations there are."""
 
     def __init__(self, num_slots: int, num_places: int, chunk_size: int, rows: int,
                  max_context: int, policy: Policy):
@@ -183,7 +178,8 @@ class KVCache:
         self.conversations: dict[str | int, Conversation] = {}      # by name
         self.running: dict[int, Conversation] = {}                  # by order
         self.in_flight: set[Ticket] = set()
-        self.indexes = {move: VictimIndex(policy) for move in MOVES}
+        self.indexes = {move: VictimIndex(policy)                   # see Chunk.next_move
+                        for move in ("swap_out", "reclaim", "drop", "spare")}
         self.reclaimable = 0                        # slots of the chunks in the index for "reclaim"
         self.changed: set[Chunk] = set()            # see "the cheapest chunk"
         # By order. Suspects, so that `cold_conversations` need not look at all conversations.
@@ -387,10 +383,9 @@ class KVCache:
     def _coming_available(self) -> int:
         """Slots that will be available when the copies in flight have ended: orphans, and those of
         chunks that a copy out makes reclaimable."""
-        orphans = sum(len(ticket.orphans) for ticket in self.in_flight)
         copied = sum(len(ticket.chunk.slots) for ticket in self.in_flight
                      if ticket.direction == "out" and not ticket.stale and not ticket.chunk.pinned)
-        return orphans + copied
+        return copied + sum(len(ticket.orphans) for ticket in self.in_flight)
 
     def _take_slots(self, needed: int, now: float) -> list[int]:
         """Take free slots; if they do not suffice, first reclaim those of idle chunks, the cheapest
@@ -401,8 +396,7 @@ class KVCache:
             for chunk in victims:
                 self.reclaim(chunk)
         cut = len(self.free_slots) - needed
-        taken = self.free_slots[cut:]
-        del self.free_slots[cut:]
+        taken, self.free_slots[cut:] = self.free_slots[cut:], []
         return taken
 
     def _take_place(self, chunk: Chunk, now: float) -> int | None:
