@@ -90,11 +90,11 @@ class Plan(NamedTuple):
         launches = [(shape, moved) for (shape, _), moved in zip(self.launches, items)]
         return self._replace(launches=launches, merges=merges)
 
-    def padded(self, room: "Room") -> "Plan":
-        """The same plan, filled up with zeros to that room. ValueError if it needs more."""
+    def padded(self, size: "PlanSize") -> "Plan":
+        """The same plan, filled up with zeros to that size. ValueError if it is larger."""
         planned = dict(self.launches)
-        launches = [(shape, with_zeros(planned.get(shape, NO_ITEMS), n)) for shape, n in room.items]
-        return Plan(launches, with_zeros(self.merges, room.merges), room.partial_rows)
+        launches = [(shape, with_zeros(planned.get(shape, NO_ITEMS), n)) for shape, n in size.items]
+        return Plan(launches, with_zeros(self.merges, size.merges), size.partial_rows)
 
 
 def with_zeros(array: np.ndarray, length: int) -> np.ndarray:
@@ -224,17 +224,17 @@ def list_merges(tiles: Tiles, first_partial, pieces) -> np.ndarray:
     return merges.view(np.int32).reshape(-1, len(MERGE))
 
 
-# ---- the room of a captured graph, which launches as many programs each time --------------------
+# ---- the size of a captured graph's plan: it launches as many programs each time -----------------
 
-class Room(NamedTuple):
+class PlanSize(NamedTuple):
     """How large the plans of some batches can become."""
     items: list[tuple[TileShape, int]]      # (shape, work items) of each shape that can occur
     merges: int
     partial_rows: int
 
 
-def room_for(tokens: int, longest: int, group: int, wanted: Wanted) -> Room:
-    """The room for the plan of any batch of `tokens` tokens, if no span has more than `longest`.
+def largest_plan(tokens: int, longest: int, group: int, wanted: Wanted) -> PlanSize:
+    """A size for the plan of any batch of `tokens` tokens, if no span has more than `longest`.
 
     If n items of a shape are wanted, a tile is split only if its share of them (see split_context)
     is two or more. So at most n // 2 tiles are split, into at most n pieces in all. Every other
@@ -255,4 +255,4 @@ def room_for(tokens: int, longest: int, group: int, wanted: Wanted) -> Room:
         items.append((shape, tiles + n))
         merges += min(tiles, n // 2) * tallest
         partial_rows += n * tallest
-    return Room(items, min(merges, total), partial_rows)
+    return PlanSize(items, min(merges, total), partial_rows)

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from arrays import enumerate_each, join, runs_triton, split_like, upload
 from attention_kernel import SpanTensors, multi_token_attention
-from attention_plan import NO_MERGES, Plan, make_plan, room_for, wanted_items
+from attention_plan import NO_MERGES, Plan, make_plan, largest_plan, wanted_items
 from eviction import RecomputeCost
 from graphs import Captured, Graphs, GraphSize, graph_sizes
 from kv_cache import Ticket
@@ -129,7 +129,7 @@ class Worker:
         self.padding_row = max_running
         self.slot_table[self.padding_row] = num_slots
         self.sampled = self.slot_table.new_zeros(max_running + 1)       # the last token of each row
-        self.depth = int(self.device.type == "cuda")                # batches in flight, see Engine
+        self.depth = int(self.device.type == "cuda")                # steps that the host runs ahead
         self.graphs = Graphs()
 
     def execute(self, batch: Batch) -> Result:
@@ -224,7 +224,7 @@ class Worker:
         plan = make_plan(host, self.group, wanted)
         if not size:
             return plan
-        return plan.padded(room_for(size.tokens, size.longest, self.group, wanted))
+        return plan.padded(largest_plan(size.tokens, size.longest, self.group, wanted))
 
     def compute_logits(self, inputs: Inputs, size: GraphSize | None = None) -> Tensor:
         """One forward over all spans -> logits [N, vocab] of the tokens at `sample_at`."""

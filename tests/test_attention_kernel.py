@@ -17,7 +17,7 @@ import interpreter  # noqa: F401
 from arrays import upload
 from attention_kernel import (PIECES_AT_ONCE, SpanTensors, multi_token_attention,
                               multi_token_attention_reference, plan_of)
-from attention_plan import AMPERE, FLOAT32, HOPPER, ITEM, MERGE, NO_ITEMS, make_plan, room_for
+from attention_plan import AMPERE, FLOAT32, HOPPER, ITEM, MERGE, NO_ITEMS, make_plan, largest_plan
 
 HALF, FLOAT = torch.float16, torch.float32
 GPU = torch.cuda.is_available()
@@ -181,7 +181,7 @@ def test_any_batch_fits_into_the_room_of_its_size(decodes, spans, fewer, group, 
         spans = spans + [(1, 0)] * (size - sum(tokens for tokens, _ in spans))
         q_len, history = np.array(spans).T
         plan = make_plan(np.array([range(len(spans)), q_len, history + q_len]), group, wanted)
-        room = plan.padded(room_for(size, 1 if decodes else size, group, wanted))
+        room = plan.padded(largest_plan(size, 1 if decodes else size, group, wanted))
         assert plan.partial_rows <= room.partial_rows
         planned = dict(plan.launches)
         pairs = [(planned.pop(shape, NO_ITEMS), items) for shape, items in room.launches]
@@ -193,10 +193,10 @@ def test_any_batch_fits_into_the_room_of_its_size(decodes, spans, fewer, group, 
 
 
 def test_room_of_decodes():
-    """The example of room_for."""
+    """The example of largest_plan."""
     wanted = dict.fromkeys(HOPPER, 10)
     plan = make_plan(np.array([range(64), [1] * 64, [1] * 64]), 4, wanted)
-    room = plan.padded(room_for(64, 1, 4, wanted))
+    room = plan.padded(largest_plan(64, 1, 4, wanted))
     assert [len(rows) for rows in room.arrays()] == [74, 20] and room.partial_rows == 40
 
 
