@@ -79,8 +79,7 @@ def describe(packed: Packed) -> tuple[list[np.ndarray], list[np.ndarray]]:
     token its id, position and table row, [T] each. For b31 and a0 ... a3 above, in rows 1 and 0:
 
         [1, 0], [1, 4], [32, 4]     and     [b31, a0, ...], [31, 0, 1, 2, 3], [1, 0, 0, 0, 0]"""
-    columns = [packed.table_row, packed.start, packed.end]
-    table_row, start, end = np.array(columns, dtype=np.int64)                   # [S] each
+    table_row, start, end = np.array(packed[:3], dtype=np.int64)                # [S] each
     span, nth = enumerate_each(end - start)                                     # [T] each
     of_spans = [table_row, end - start, end]
     return of_spans, [np.array(packed.tokens), start[span] + nth, table_row[span]]
@@ -203,9 +202,8 @@ class Worker:
         spans = SpanTensors.build(*of_spans, self.device)
         plan = self._plan(spans.host, size)
         for_model = [*plan.arrays(), *of_tokens]
-        sample_at = np.array(packed.sample_at, dtype=np.int64)                  # [N]
-        flat, sample_at, rows, columns, slots = upload(
-            [join(for_model), sample_at, *changes], self.device)
+        arrays = [join(for_model), np.array(packed.sample_at, dtype=np.int64), *changes]
+        flat, sample_at, rows, columns, slots = upload(arrays, self.device)
         *planned, tokens, positions, row_of_token = split_like(flat, for_model)
         key = self.group, self.kv_heads, self.head_dim, self.dtype
         spans.plans[key] = plan.with_arrays(planned)
