@@ -19,7 +19,7 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kv_cache import Conversation, KVCache, Ticket
 
@@ -46,7 +46,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     # Called with each token that does not end the reply as a stop token. True: the reply ends here.
     reached_stop: Callable[[int], bool] | None = None
-    sampling: object = None                         # the worker's business
+    sampling: Any = None                            # the worker's business
 
     # The scheduler writes all that follows.
     arrival: int = 0                                # its number in the order of submission
