@@ -303,7 +303,7 @@ class Scheduler:
         for request, start, end in batch.spans:
             conversation = request.conversation
             self.cache.computed(conversation, start, end)
-            if end == len(conversation.tokens):         # Span.samples, without a call
+            if end == len(conversation.tokens):     # span.samples; the call costs 5% of a step
                 conversation.tokens.append(PLACEHOLDER)
                 request.prefilling = False
                 batch.placeholders.append((request, end))
