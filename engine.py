@@ -221,17 +221,16 @@ class Engine:
         # A context may be long. If it holds nothing but ints, we look at two of them.
         if {*map(type, context)} == {int}:
             context = [min(context), max(context)]
-        known = f"an int from 0 to {vocabulary - 1}"
+        ids = f"an int from 0 to {vocabulary - 1}"
         for token in [*prompt, *context, *sampling.logit_bias]:
-            require(type(token) is int and 0 <= token < vocabulary, "a token id", known, token)
+            require(type(token) is int and 0 <= token < vocabulary, "a token id", ids, token)
         require(conversation is None or isinstance(conversation, str), "conversation",
                 "a string or None", conversation)
         require(max_tokens is None or type(max_tokens) is int and max_tokens >= 1, "max_tokens",
                 "an int of at least 1", max_tokens)
         most = max_tokens or self.scheduler.limit
         require(min_tokens is None or type(min_tokens) is int and 0 <= min_tokens <= most,
-                "min_tokens", f"an int from 0 to {most}, which is max_tokens or the limit",
-                min_tokens)
+                "min_tokens", f"an int from 0 to {most}, max_tokens or the limit", min_tokens)
 
     def _check_length(self, prompt, conversation, context, max_tokens):
         """TooLong if the context would exceed the limit. One that is still growing in a turn ahead

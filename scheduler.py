@@ -51,11 +51,11 @@ class Request:
 
     # The scheduler writes all that follows.
     arrival: int = 0                                # its number in the order of submission
-    # The conversation's length when the prompt joined it, and how many of these tokens had had KV.
+    # The conversation's length before the prompt joined it; how many of these tokens had had KV.
     tokens_before: int | None = None
     known_before: int = 0
     longest: int | None = None                      # its context with the longest reply, in tokens
-    prefilling: bool = False                        # it runs, and its prompt is not yet computed
+    prefilling: bool = False                        # no step since its admission samples
     admitted: float | None = None                   # when it first was, in seconds
     usage: dict[str, int] | None = None             # by SOURCES, counted at first admission
     generated: list[int] = field(default_factory=list)  # the reply so far; other threads read it
@@ -244,9 +244,9 @@ class Scheduler:
         copies or tokens that are on their way."""
         batch = self.compose(now)
         while self.unfinished and not batch and not self._awaited():
-            # No request can run, and waiting would not help. But composing may have made slots
-            # available: of chunks that are worth less than all in the full CPU tier, and so are not
-            # copied. The next try finds these slots. If there are none, a request gives way.
+            # No request can run, and waiting would not help. But if composing has given chunks up
+            # without a copy (all in the full CPU tier are worth more), the next try finds their
+            # slots. If it has not, a request gives way.
             if self.running and not self.cache.available:
                 self.give_way(now)
             batch = self.compose(now)
@@ -262,7 +262,7 @@ class Scheduler:
            long as it may become has nothing left to compute.
         2. The queue, first come first served, while the budget, the slots, and the rows of the slot
            table (one for each running request) last. Nobody overtakes the head of the queue, even
-           if a later request would fit.
+           if a later request would fit. The head is prepared without budget, too, for part 3.
         3. Swap-outs ahead of need, so that starved requests and the head find slots later.
 
         At admission a request gets the slots of its whole context. If the context is longer than
