@@ -292,9 +292,9 @@ class Engine:
 
     def stats(self) -> dict:
         """Counts since the start, and how full tiers and queue are now."""
-        return self.call(self._read_stats)
+        return self.call(self.read_stats)
 
-    def _read_stats(self) -> dict:
+    def read_stats(self) -> dict:
         cache, scheduler = self.cache, self.scheduler
         running, turns = len(scheduler.running), sum(map(len, scheduler.unfinished.values()))
         of_worker = getattr(self.worker, "stats", dict)()       # a simulated worker has none

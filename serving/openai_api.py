@@ -1,19 +1,22 @@
-"""OpenAI's wire format over one engine: the operations, and the JSON that answers them. No sockets here.
+"""OpenAI's wire format over one engine: the operations, and the JSON that answers them. No sockets
+here.
 
 A client has two ways to talk:
 
     chat completions    It sends its whole history every time. We recognise the history by its text.
     responses           It sends only its new messages, and names what they follow: a response (by
-                        previous_response_id), or a conversation. Or it sends its whole history here, too.
+                        previous_response_id), or a conversation. Or it sends its whole history
+                        here, too.
 
-A response is a turn of the history: `resp_X` is turn X. The settings of its request and its usage are kept as
-the turn's note. Two responses that follow the same response are two branches. `instructions` hold for one
-response: as long as they stay the same, they are the cached beginning of the context; when they change, the
-whole context is computed again.
+A response is a turn of the history: `resp_X` is turn X. The settings of its request and its usage
+are kept as the turn's note. Two responses that follow the same response are two branches.
+`instructions` hold for one response: as long as they stay the same, they are the cached beginning
+of the context; when they change, the whole context is computed again.
 
-Some things differ from OpenAI. The default temperature is 0, not 1, so that answers repeat. Chat completions
-are stored, too, unless `store` is false: else we could not recognise them. `cached_tokens` counts the tokens
-whose KV came from either tier. And we refuse a field that we do not serve.
+Some things differ from OpenAI. The default temperature is 0, not 1, so that answers repeat. Chat
+completions are stored, too, unless `store` is false: else we could not recognise them.
+`cached_tokens` counts the tokens whose KV came from either tier. And we refuse a field that we do
+not serve.
 """
 import json
 import time
@@ -26,18 +29,18 @@ from sampling import LIMITS
 from scheduler import SOURCES, TooLong
 from serving import live
 from serving.history import ConversationRecord, StaleTurn, Turn
-from serving.operations import (APIError, ChatBody, ConversationBody, Item, ItemReference, ItemsBody,
-                                ItemsQuery, Message, MetadataBody, ResponseBody)
+from serving.operations import (APIError, ChatBody, ConversationBody, Item, ItemReference,
+                                ItemsBody, ItemsQuery, Message, MetadataBody, ResponseBody)
 from serving.sessions import Answer, Busy, LiveTurn, Sessions
 
 
 class API:
-    """Every public method answers one operation: it returns JSON, or the writer of a reply that is still
-    being generated.
+    """Every public method answers one operation: it returns JSON, or the writer of a reply that is
+    still being generated.
 
-    prefix: the names of all conversations of one API key begin with it. A client never sees its prefix: we
-    put it before every name that the client sends. So the client reaches nothing that belongs to another key.
-    id: the client's name for something, without the prefix."""
+    prefix: the names of all conversations of one API key begin with it. A client never sees its
+    prefix: we put it before every name that the client sends. So the client reaches nothing that
+    belongs to another key. id: the client's name for something, without the prefix."""
 
     def __init__(self, sessions: Sessions, names: tuple[str, str]):
         """names: those that a client may call our model by. We use the first."""
@@ -57,8 +60,9 @@ class API:
             raise APIError(400, "top_logprobs needs logprobs: true", "top_logprobs")
         messages = [plain(message) for message in body.messages]
         first_options, *other_options = options_of_choices(options, body.n)
-        first = self.sessions.respond(messages, hint=body.hint(prefix), prefix=prefix, keep=body.store,
-                                      template_options=body.chat_template_kwargs, **first_options)
+        first = self.sessions.respond(messages, hint=body.hint(prefix), prefix=prefix,
+                                      keep=body.store, template_options=body.chat_template_kwargs,
+                                      **first_options)
         turns = [first]
         try:
             for options in other_options:
@@ -76,7 +80,8 @@ class API:
         note = body.model_dump(include=set(ECHOED), exclude_unset=True)
         turn = self.sessions.respond(**self._question(prefix, body), keep=body.store,
                                      note=dict(note, created_at=int(time.time())),
-                                     wait=False,        # the server waits, and sees if the client hangs up
+                                     # the server waits, and sees if the client hangs up
+                                     wait=False,
                                      **options)
         return ResponseWriter(turn, prefix, self.model, body.stream)
 
@@ -99,14 +104,15 @@ class API:
     def list_input_items(self, prefix: str, id: str, query: ItemsQuery) -> dict:
         """All messages before the reply, those of earlier responses included."""
         turn_id = self._finished(prefix, id).id
-        items = self.history.input_items(turn_id, query.after, query.order == "desc", query.limit + 1)
+        items = self.history.input_items(turn_id, query.after, query.order == "desc",
+                                         query.limit + 1)
         return first_items(items, query.limit)
 
     def delete_response(self, prefix: str, id: str) -> dict:
         turn = self._unfinished(prefix, id)
         if turn:
             turn.cancel()
-        if not turn or self.history.turn(turn.id):          # it may have ended before it was cancelled
+        if not turn or self.history.turn(turn.id):    # it may have ended before it was cancelled
             self.sessions.delete(self._finished(prefix, id))
         return dict(id=id, object="response", deleted=True)
 
@@ -121,7 +127,7 @@ class API:
 
     def create_conversation(self, prefix: str, body: ConversationBody) -> dict:
         id = f"conv_{self.sessions.new_id()}"
-        self.history.create(prefix + id, body.metadata, self._identified(body.items))
+        self.sessions.create(prefix + id, body.metadata, self._identified(body.items))
         return self.retrieve_conversation(prefix, id)
 
     def retrieve_conversation(self, prefix: str, id: str) -> dict:
@@ -135,9 +141,7 @@ class API:
         return self.retrieve_conversation(prefix, id)
 
     def delete_conversation(self, prefix: str, id: str) -> dict:
-        if not self.sessions.answering(prefix + id):         # it is in the history only after its first turn
-            self._conversation(prefix, id)
-        self.sessions.forget(prefix + id)
+        self.sessions.forget(self._conversation(prefix, id).name)
         return dict(id=id, object="conversation.deleted", deleted=True)
 
     def create_items(self, prefix: str, id: str, body: ItemsBody) -> dict:
@@ -185,11 +189,12 @@ class API:
         self.retrieve_model(prefix, body.model)
         name, previous = body.conversation and body.conversation.id, body.previous_response_id
         if name and (previous or not body.store):
-            raise APIError(400, f"conversation {name!r:.100} cannot be combined with previous_response_id or "
-                                "store: false: leave out one of the two", "conversation")
+            raise APIError(400, f"conversation {name!r:.100} cannot be combined with "
+                                "previous_response_id or store: false: leave out one of the two",
+                           "conversation")
         return dict(messages=[self._message(prefix, entry, name) for entry in body.input],
                     conversation=name and self._conversation(prefix, name).name,
-                    exists=True,        # a client may delete it between this look and the turn's claim
+                    exists=True,    # a client may delete it between this look and the turn's claim
                     after=previous and self._finished(prefix, previous),
                     hint=body.hint(prefix),
                     prefix=prefix,
@@ -229,7 +234,7 @@ class API:
         return turn if turn and turn.conversation.startswith(prefix) else None
 
     def _conversation(self, prefix: str, id: str) -> ConversationRecord:
-        found = self.history.record(prefix + id)
+        found = self.sessions.record(prefix + id)
         if not found:
             raise missing("conversation", id)
         return found
@@ -242,14 +247,15 @@ class API:
         head = self.history.head(found.name)
         return dict(id=id, tokens=head.length if head else 0, gpu=0, cpu=0, running=False,
                     waiting=self.sessions.answering(found.name) is not None,
-                    chunks="", idle_seconds=round(time.time() - found.active, 3))
+                    idle_seconds=round(time.time() - found.active, 3), chunks="", leaves_next=None)
 
 
 def as_api_error(error: Exception) -> APIError:
-    """The error that the client is told. An error that we did not foresee is our fault: we print it."""
+    """The error that the client is told. An error that we did not foresee is our fault: we print
+    it."""
     if isinstance(error, APIError):
         return error
-    if isinstance(error, StaleTurn):                    # somebody deleted the turn while we answered
+    if isinstance(error, StaleTurn):    # somebody deleted the turn while we answered
         return APIError(409, f"{error}: send the request again", code="cancelled")
     if isinstance(error, Busy):
         return APIError(409, str(error), code="conversation_locked")
@@ -262,7 +268,9 @@ def as_api_error(error: Exception) -> APIError:
 
 
 def missing(kind: str, id: str) -> APIError:
-    return APIError(404, f"there is no {kind} {id!r:.100} here: it was deleted, or it never existed", "id")
+    return APIError(404,
+                    f"there is no {kind} {id!r:.100} here: it was deleted, or it never existed",
+                    "id")
 
 
 def turn_id_of(response_id: str) -> str:
@@ -271,19 +279,21 @@ def turn_id_of(response_id: str) -> str:
 
 
 def options_of_choices(options: dict, n: int) -> list[dict]:
-    """The engine's options for each of n choices. With a seed, choice i draws with seed + i. Without one,
-    every choice draws with a random seed of its own."""
+    """The engine's options for each of n choices. With a seed, choice i draws with seed + i.
+    Without one, every choice draws with a random seed of its own."""
     if "seed" not in options:
         return [options] * n
     seed, largest = options["seed"], LIMITS["seed"][1]
     if seed + n - 1 > largest:
-        raise APIError(400, f"seed + n - 1 must be at most {largest}, got seed {seed} and n {n}", "seed")
+        raise APIError(400, f"seed + n - 1 must be at most {largest}, got seed {seed} and n {n}",
+                       "seed")
     return [dict(options, seed=seed + index) for index in range(n)]
 
 
 def plain(message: Message | Item) -> dict:
-    """The message as the engine knows it: its parts joined into one text. "developer" is OpenAI's newer name
-    for "system". Many chat templates do not know it: Qwen's would leave the message out."""
+    """The message as the engine knows it: its parts joined into one text. "developer" is OpenAI's
+    newer name for "system". Many chat templates do not know it: Qwen's would leave the message
+    out."""
     role = "system" if message.role == "developer" else message.role
     return dict(role=role, content="".join(part.text for part in message.content))
 
@@ -293,12 +303,12 @@ def plain(message: Message | Item) -> dict:
 
 # The fields of a request that its response repeats, with their defaults.
 ECHOED = dict(instructions=None, metadata={}, max_output_tokens=None, previous_response_id=None,
-              temperature=0.0, top_p=1.0, presence_penalty=0.0, frequency_penalty=0.0, top_logprobs=0,
-              truncation="disabled", store=True, tool_choice="none", parallel_tool_calls=False, user=None,
-              safety_identifier=None, prompt_cache_key=None)
+              temperature=0.0, top_p=1.0, presence_penalty=0.0, frequency_penalty=0.0,
+              top_logprobs=0, truncation="disabled", store=True, tool_choice="none",
+              parallel_tool_calls=False, user=None, safety_identifier=None, prompt_cache_key=None)
 # The fields that are always the same, since there is nothing to choose.
-FIXED = dict(background=False, tools=[], max_tool_calls=None, reasoning=None, service_tier="default",
-             text=dict(format=dict(type="text")))
+FIXED = dict(background=False, tools=[], max_tool_calls=None, reasoning=None,
+             service_tier="default", text=dict(format=dict(type="text")))
 # finish_reason of a turn -> status of its response, and of the item that holds the reply
 STATUS = dict(stop=("completed", "completed"), length=("incomplete", "incomplete"),
               cancelled=("cancelled", "incomplete"))
@@ -308,8 +318,10 @@ def item(message: dict, status: str = "completed", logprobs: Iterable[dict] = ()
     """message: one of the history, which has an id."""
     part = dict(type="input_text", text=message["content"])
     if message["role"] == "assistant":
-        part = dict(type="output_text", text=message["content"], annotations=[], logprobs=list(logprobs))
-    return dict(id=message["id"], type="message", role=message["role"], status=status, content=[part])
+        part = dict(type="output_text", text=message["content"], annotations=[],
+                    logprobs=list(logprobs))
+    return dict(id=message["id"], type="message", role=message["role"], status=status,
+                content=[part])
 
 
 def reply_item(turn_id: str, text: str, status: str, logprobs: Iterable[dict] = ()) -> dict:
@@ -342,8 +354,8 @@ def response_usage(usage: dict) -> dict:
 def response(turn_id: str, model: str, conversation: str | None, note: dict, status: str,
              output: list[dict] = (), usage: dict | None = None, error: dict | None = None,
              ended: float | None = None) -> dict:
-    """note: the turn's, which has the settings of the request. usage: the engine's. ended: the moment when
-    the turn settled, in seconds since 1970."""
+    """note: the turn's, which has the settings of the request. usage: the engine's. ended: the
+    moment when the turn settled, in seconds since 1970."""
     return dict(
         FIXED, id=f"resp_{turn_id}", object="response", created_at=note["created_at"], model=model,
         status=status, completed_at=int(ended) if status == "completed" else None, error=error,
@@ -354,13 +366,14 @@ def response(turn_id: str, model: str, conversation: str | None, note: dict, sta
 
 
 def logprobs_of(turn: LiveTurn, start: int = 0, end: int | None = None) -> list[dict]:
-    """The log probabilities of the turn's tokens [start, end), if the client has asked for them. Special
-    tokens, which have no text, are left out."""
+    """The log probabilities of the turn's tokens [start, end), if the client has asked for them.
+    Special tokens, which have no text, are left out."""
     pieces, token_ids, logprobs = turn.tokenizer.pieces, turn.handle.token_ids, turn.handle.logprobs or []
 
     def entry(token: int, logprob: float) -> dict:
         piece = pieces[token]
-        return dict(token=piece.decode(errors="replace"), logprob=max(logprob, -9999.0), bytes=list(piece))
+        return dict(token=piece.decode(errors="replace"), logprob=max(logprob, -9999.0),
+                    bytes=list(piece))
 
     entries = []
     for token, (logprob, most_likely) in zip(token_ids[start:end], logprobs[start:end]):
@@ -383,8 +396,9 @@ class Writer:
 
 
 class ChatWriter(Writer):
-    """Each choice is a turn. The first one goes on in the conversation, the others are branches beside it.
-    Their common prompt is computed once. The client may send any of them back, we recognise them all."""
+    """Each choice is a turn. The first one goes on in the conversation, the others are branches
+    beside it. Their common prompt is computed once. The client may send any of them back, we
+    recognise them all."""
 
     def __init__(self, turns: list[LiveTurn], prefix: str, model: str, body: ChatBody):
         self.turns, self.stream, self.options = turns, body.stream, body.stream_options
@@ -392,7 +406,8 @@ class ChatWriter(Writer):
                              conversation_id=conversation_of(turns[0], prefix))
 
     def whole(self, *replies):
-        choices = [dict(index=index, message=dict(role="assistant", content=reply.text, refusal=None),
+        choices = [dict(index=index,
+                        message=dict(role="assistant", content=reply.text, refusal=None),
                         finish_reason=finish_reason(reply), logprobs=self.logprobs(index, 0, None))
                    for index, reply in enumerate(replies)]
         return dict(self.envelope, object="chat.completion", usage=self.usage(), choices=choices)
@@ -421,24 +436,28 @@ class ChatWriter(Writer):
         choice = dict(index=index, delta=delta, finish_reason=finish_reason, logprobs=logprobs)
         usage = {}
         if self.options.include_usage:
-            usage = dict(usage=self.usage(index, end) if self.options.continuous_usage_stats else None)
+            usage = dict(usage=self.usage(index, end) if self.options.continuous_usage_stats
+                         else None)
         return dict(self.envelope, object="chat.completion.chunk", choices=[choice], **usage)
 
     def logprobs(self, index: int, start: int, end: int | None) -> dict | None:
         asked = self.turns[index].handle.logprobs is not None
-        return dict(content=logprobs_of(self.turns[index], start, end), refusal=None) if asked else None
+        if not asked:
+            return None
+        return dict(content=logprobs_of(self.turns[index], start, end), refusal=None)
 
     def usage(self, index: int = -1, end: int | None = None) -> dict | None:
-        """The usage of all that we have sent: the first `end` tokens of choice `index`, and all tokens of the
-        choices before it. The prompt counts once, with the sources that the first choice had. None before
-        the engine has admitted the first choice."""
+        """The usage of all that we have sent: the first `end` tokens of choice `index`, and all
+        tokens of the choices before it. The prompt counts once, with the sources that the first
+        choice had. None before the engine has admitted the first choice."""
         request = self.turns[0].handle.request
         if not (request and request.usage):
             return None
         prompt = sum(request.usage.values())
         generated = len(self.turns[index].handle.token_ids[:end])
         generated += sum(len(turn.handle.token_ids) for turn in self.turns[:index])
-        return dict(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated,
+        return dict(prompt_tokens=prompt, completion_tokens=generated,
+                    total_tokens=prompt + generated,
                     prompt_tokens_details=prompt_details(request.usage))
 
 
@@ -495,15 +514,18 @@ class ResponseWriter(Writer):
         yield self.part_event("output_text.done", text=part["text"], logprobs=part["logprobs"])
         yield self.part_event("content_part.done", part=part)
         yield self.event("output_item.done", output_index=0, item=item)
-        yield self.event("completed" if whole["status"] == "completed" else "incomplete", response=whole)
+        yield self.event("completed" if whole["status"] == "completed" else "incomplete",
+                         response=whole)
 
     def event(self, kind: str, **fields) -> dict:
         return dict(type=f"response.{kind}", sequence_number=next(self.numbers), **fields)
 
     def part_event(self, kind: str, **fields) -> dict:
         """An event of the item's only part."""
-        return self.event(kind, item_id=f"msg_{self.turn.id}", output_index=0, content_index=0, **fields)
+        return self.event(kind, item_id=f"msg_{self.turn.id}", output_index=0, content_index=0,
+                          **fields)
 
-    def response(self, status: str, output: list[dict] = (), usage: dict | None = None, **ending) -> dict:
-        return response(self.turn.id, self.model, self.conversation, self.note, status, output, usage,
-                        **ending)
+    def response(self, status: str, output: list[dict] = (), usage: dict | None = None,
+                 **ending) -> dict:
+        return response(self.turn.id, self.model, self.conversation, self.note, status, output,
+                        usage, **ending)

@@ -93,7 +93,7 @@ def test_too_many_connections(server):
 def test_one_deadline_for_a_whole_request(server, monkeypatch):
     """A byte now and then does not prolong it."""
     monkeypatch.setattr(sockets, "REQUEST_SECONDS", 0.4)
-    for request in (b"GET /health HTTP/1.1\r\n" + b"X: y\r\n" * 50, posting(LONG)):
+    for request in (b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 50, posting(LONG)):
         with socket.create_connection(server.server_address, timeout=30) as connection:
             begin = time.monotonic()
             with pytest.raises(OSError):
@@ -297,6 +297,18 @@ def test_a_new_watcher_hears_of_no_old_move(server):
     server.broadcast.recent.append(move)        # as when the last watcher leaves before it is told
     events = server.broadcast.follow("", lambda: False)
     assert json.loads(next(events))["transfers"] == []
+    events.close()
+
+
+def test_a_late_watcher_gets_the_latest_picture_alone(server, client):
+    events = server.broadcast.follow("", lambda: False)
+    first = json.loads(next(events))["stats"]["finished"]
+    for n in range(5):
+        ask(client, [user(f"late {n}")], max_tokens=2)
+        time.sleep(0.3)                                     # a picture, at least
+    queue, = server.broadcast.queues
+    eventually(lambda: queue.full() and json.loads(queue.queue[0])["stats"]["finished"] == first + 5)
+    assert queue.qsize() == 1
     events.close()
 
 

@@ -356,6 +356,25 @@ def test_keyboard_and_words(page, url):
     assert all(page.run(labelled, box) for box in page.find("textarea, input"))
 
 
+@pytest.fixture(params=[("lru", "left end"), ("conversation", "whole chat")])
+def another_policy(request, tmp_path):
+    """A server's address, and what its page must say."""
+    policy, rule = request.param
+    with program(ROOT / "tiny_chat", tmp_path / "history", "--policy", policy) as (_, url, _):
+        yield url, rule
+
+
+def test_the_words_are_those_of_the_policy(another_policy, page):
+    """Only the policy "retention" has a retention value."""
+    url, rule = another_policy
+    page.open(url)
+    page.say(0, FACTS[0][0])
+    page.find(".strip")[0].send_keys(Keys.HOME)
+    eventually(lambda: "s idle" in page.find("#worth")[0].text)
+    told = page.run("return document.getElementById('picture').textContent")
+    assert rule in told and "retention value" not in told
+
+
 def test_nobody_watches(page, url):
     """In a hidden tab the picture stands still."""
     def show(hidden):
