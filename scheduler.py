@@ -55,7 +55,7 @@ class Request:
     tokens_before: int | None = None
     known_before: int = 0
     longest: int | None = None                      # its context with the longest reply, in tokens
-    prefilling: bool = False                        # no step since its admission samples
+    prefilling: bool = False                        # admitted, and no step since then samples
     admitted: float | None = None                   # when it first was, in seconds
     usage: dict[str, int] | None = None             # by SOURCES, counted at first admission
     generated: list[int] = field(default_factory=list)  # the reply so far; other threads read it
