@@ -203,8 +203,8 @@ class Scheduler:
         self.ended: deque[Request] = deque()    # the engine takes them out and tells their readers
         self.arrivals = count()
         self.steps = 0
-        self.stats = Counter(generated_tokens=0, suspensions=0, finished=0, cancelled=0,
-                             **{f"prompt_tokens_{source}": 0 for source in SOURCES})
+        self.stats = Counter(**{f"prompt_tokens_{source}": 0 for source in SOURCES},
+                             generated_tokens=0, suspensions=0, finished=0, cancelled=0)
 
     # ---- in and out
 
