@@ -85,11 +85,13 @@ class Policy:
     the same, the longest idle leaves first, then the one whose `nth_to_leave` is lowest, then that
     of the oldest conversation.
 
-    So there are two kinds of preference. Across conversations the value decides. Within one give
-    all chunks the same value, as LeastRecentlyUsed does: they have been idle for as long (if they
-    are not shared), and `nth_to_leave` decides. To prefer a chunk by its value multiply, and do not
-    add: 1 + 1 / idle never falls below 1, so a conversation that nobody continues would stay for
-    ever, but 2 / idle falls."""
+    So there are two kinds of preference. Across conversations the value decides. Within one, all
+    chunks have the same value under LeastRecentlyUsed (they have been idle for as long, if they are
+    not shared), and `nth_to_leave` decides. To move one chunk among others of different values,
+    give it the key of another chunk: with `return index or len(conversation.chunks) - 1`, chunk 0
+    is worth as much as the last one, and `nth_to_leave` decides between the two. To make a chunk
+    worth more, multiply its value and do not add: 1 + 1 / idle never falls below 1, so a
+    conversation that nobody continues would stay for ever, but 2 / idle falls."""
     part = 0.0      # 0: each chunk leaves alone; 0.5: with half of its conversation's; 1: with all
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
@@ -104,9 +106,9 @@ class Policy:
         """The key of chunk number `index` of the conversation. VictimIndex has a heap for each key,
         so a few hundred different keys are fine, and one per conversation is not.
 
-        The key may depend on what changes only while the conversation runs: its tokens, how many
-        chunks it has, its turns. It must not depend on the time or on other conversations: nobody
-        asks again when those change. If several share the chunk, we ask with the first of them
+        We ask again for all its chunks when a conversation has run or been cut. So the key may
+        depend on its tokens, its turns, and how many chunks it has, but not on the time or on other
+        conversations. If several share the chunk, we ask with the first of them
         alone; `worth` counts the others."""
         return 0
 
