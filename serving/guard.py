@@ -96,9 +96,9 @@ class Guard:
 
         APIError if the client needs a key for this path and sends none of ours."""
         scheme, _, key = headers.get("Authorization", "").partition(" ")
-        key = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+        sent = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
         keys = self.metrics_keys if path == "/metrics" else self.keys
-        prefixes = [prefix for wanted, prefix in keys if hmac.compare_digest(key, wanted)]
+        prefixes = [prefix for key, prefix in keys if hmac.compare_digest(sent, key)]
         if self.keys and not prefixes:
             raise APIError(401,
                            "the API key is missing or wrong: send the header Authorization: "

@@ -37,8 +37,8 @@ import stat
 import threading
 import time
 from array import array
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from itertools import dropwhile, islice
 from pathlib import Path
 from typing import NamedTuple
@@ -122,7 +122,8 @@ class History:
         to a server that is running, or if it is not a history. Then the file stays as it was."""
         self._root_hash = digest(b"", fingerprint)
         self._open = ExitStack()        # closes all that we open, in reverse order
-        self._path, self._file = path, None    # the descriptor, unless the history is in memory
+        self._path = path
+        self._file: int | None = None   # the descriptor, unless the history is in memory
         try:
             if path != ":memory:":
                 self._take_file(path, fingerprint)
@@ -160,7 +161,8 @@ class History:
                         "busy_timeout = 20"):
             self._db.execute(f"PRAGMA {setting}")
         count_bytes(self._db)
-        self._reader, self._read_lock = self._db, self._write_lock
+        self._reader = self._db
+        self._read_lock: AbstractContextManager = self._write_lock
         if path != ":memory:":
             self._reader, self._read_lock = connect(), threading.Lock()
             self._reader.execute("PRAGMA query_only = ON")
@@ -314,7 +316,8 @@ class History:
         with self._reading() as db:
             return find_record(db, conversation)
 
-    def update(self, conversation: str, metadata: dict | None = None, new: list[dict] = ()) -> bool:
+    def update(self, conversation: str, metadata: dict | None = None,
+               new: Sequence[dict] = ()) -> bool:
         """Replace the metadata, unless it is None; append messages to those that wait for the next
         turn. From now on the conversation counts as created by name. False if it does not exist."""
         with self._writing() as db:
@@ -454,8 +457,7 @@ class History:
                 return                          # with the lock
             except BaseException as error:
                 self._write_lock.release()
-                is_busy = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
-                if not is_busy or time.monotonic() > deadline:
+                if str(error) != "database is locked" or time.monotonic() > deadline:
                     raise
             time.sleep(0.02)
 
@@ -580,9 +582,9 @@ def find_record(db: sqlite3.Connection, conversation: str) -> ConversationRecord
     row = db.execute("SELECT * FROM conversation WHERE name = ?", (conversation,)).fetchone()
     if row is None:
         return None
-    record = ConversationRecord(*row)
-    return record._replace(metadata=json.loads(record.metadata or "null"),
-                           waiting=json.loads(record.waiting))
+    name, head, metadata, waiting, created, active = row
+    return ConversationRecord(name, head, json.loads(metadata or "null"), json.loads(waiting),
+                              created, active)
 
 
 def last_visible(db: sqlite3.Connection, turn_id: str | None) -> str | None:

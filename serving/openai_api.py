@@ -21,7 +21,8 @@ not serve.
 import json
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count
 
@@ -121,7 +122,7 @@ class API:
         if not turn:
             return self.retrieve_response(prefix, id)
         turn.cancel()
-        return ResponseWriter(turn, prefix, self.model).whole(turn.result())
+        return ResponseWriter(turn, prefix, self.model).whole([turn.result()])
 
     # ---- conversations
 
@@ -187,7 +188,8 @@ class API:
     def _question(self, prefix: str, body: ResponseBody) -> dict:
         """The messages to answer, and the turn that they follow, as keywords of Sessions.plan."""
         self.retrieve_model(prefix, body.model)
-        name, previous = body.conversation and body.conversation.id, body.previous_response_id
+        name = body.conversation.id if body.conversation else None
+        previous = body.previous_response_id
         if name and (previous or not body.store):
             raise APIError(400, f"conversation {name!r:.100} cannot be combined with "
                                 "previous_response_id or store: false: leave out one of the two",
@@ -352,7 +354,7 @@ def response_usage(usage: dict) -> dict:
 
 
 def response(turn_id: str, model: str, conversation: str | None, note: dict, status: str,
-             output: list[dict] = (), usage: dict | None = None, error: dict | None = None,
+             output: Sequence[dict] = (), usage: dict | None = None, error: dict | None = None,
              ended: float | None = None) -> dict:
     """note: the turn's, which has the settings of the request. usage: the engine's. ended: the
     moment when the turn settled, in seconds since 1970."""
@@ -383,16 +385,23 @@ def logprobs_of(turn: LiveTurn, start: int = 0, end: int | None = None) -> list[
     return entries
 
 
-class Writer:
-    """Writes the answer of one turn or several while they are generated.
-
-    whole(*replies)     the answer in one piece
-    events(finish)      the answer as a stream; finish(turn) waits until the history has stored the turn, and
-                        returns its reply
-    failure(error)      the last event of a stream in which something went wrong
-    """
+class Writer(ABC):
+    """Writes the answer of one turn or several while they are generated."""
     turns: list[LiveTurn]
     stream: bool
+
+    @abstractmethod
+    def whole(self, replies: list[Answer]) -> dict:
+        """The answer in one piece. replies: of the turns, in order."""
+
+    @abstractmethod
+    def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str]:
+        """The answer as a stream. finish(turn) waits until the history has stored the turn, and
+        returns its reply."""
+
+    @abstractmethod
+    def failure(self, error: APIError) -> dict:
+        """The last event of a stream in which something went wrong."""
 
 
 class ChatWriter(Writer):
@@ -405,7 +414,7 @@ class ChatWriter(Writer):
         self.envelope = dict(id=f"chatcmpl-{turns[0].id}", created=int(time.time()), model=model,
                              conversation_id=conversation_of(turns[0], prefix))
 
-    def whole(self, *replies):
+    def whole(self, replies):
         choices = [dict(index=index,
                         message=dict(role="assistant", content=reply.text, refusal=None),
                         finish_reason=finish_reason(reply), logprobs=self.logprobs(index, 0, None))
@@ -482,7 +491,8 @@ class ResponseWriter(Writer):
         self.note = dict(created_at=int(time.time())) | turn.plan.note
         self.numbers = count()
 
-    def whole(self, reply):
+    def whole(self, replies):
+        reply, = replies
         status, item_status = STATUS[reply.finish_reason]
         item = reply_item(self.turn.id, reply.text, item_status, logprobs_of(self.turn))
         return self.response(status, [item], reply.usage, ended=self.turn.settled)
@@ -494,7 +504,7 @@ class ResponseWriter(Writer):
             logprobs = logprobs_of(self.turn, start, end)
             yield self.part_event("output_text.delta", delta=text, logprobs=logprobs)
             start = end
-        yield from self.closing(self.whole(finish(self.turn)))
+        yield from self.closing(self.whole([finish(self.turn)]))
 
     def failure(self, error):
         code = error.code or ("server_error" if error.status >= 500 else "invalid_prompt")
@@ -525,7 +535,7 @@ class ResponseWriter(Writer):
         return self.event(kind, item_id=f"msg_{self.turn.id}", output_index=0, content_index=0,
                           **fields)
 
-    def response(self, status: str, output: list[dict] = (), usage: dict | None = None,
+    def response(self, status: str, output: Sequence[dict] = (), usage: dict | None = None,
                  **ending) -> dict:
         return response(self.turn.id, self.model, self.conversation, self.note, status, output,
                         usage, **ending)

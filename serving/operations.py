@@ -27,10 +27,10 @@ from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import unquote
 
-from pydantic import (BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag,
-                      ValidationError, model_validator)
-from pydantic.json_schema import models_json_schema
-from pydantic_core import PydanticCustomError
+from pydantic import (BaseModel, BeforeValidator, ConfigDict, Discriminator, Field,
+                      GetCoreSchemaHandler, Tag, ValidationError, model_validator)
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
+from pydantic_core import ErrorDetails, PydanticCustomError, core_schema
 
 from sampling import BIAS, LIMITS
 from serving import answers
@@ -87,22 +87,30 @@ class Fields(BaseModel):
     _leave_out_empty = model_validator(mode="before")(without_empty)
 
 
-def string_or(kind: type, name: str, wrap: Callable[[str], Any]) -> type:
-    """The type of a field for which a client sends either a `kind` or a string. A string stands for
-    wrap(string): `stop: "x"` for `stop: ["x"]`. name: the kind's in error messages."""
-    def validate(value):
+class OrString(NamedTuple):
+    """In an Annotated type: a client may send a string, too. It stands for wrap(string), such as
+    `stop: "x"` for `stop: ["x"]`. kind: what else a client may send, for error messages."""
+    kind: str
+    wrap: Callable[[str], Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler):
+        schema = handler(source)
+        either = core_schema.union_schema([core_schema.str_schema(), schema])
+        return core_schema.no_info_before_validator_function(self.wrapped, schema,
+                                                             json_schema_input_schema=either)
+
+    def wrapped(self, value: Any) -> Any:
         if isinstance(value, str):
-            return wrap(value)
+            return self.wrap(value)
         if not isinstance(value, (list, dict)):
-            raise PydanticCustomError("string_or", f"Input should be a string or {name}")
+            raise PydanticCustomError("string_or", f"Input should be a string or {self.kind}")
         return value
-    return Annotated[kind, BeforeValidator(validate, json_schema_input_type=str | kind)]
 
 
-def list_of(kind: type, most: int, least: int = 0) -> type:
-    """The type of a list. pydantic would describe the fault of every member; ours stops at the
-    first."""
-    return Annotated[list[kind], Field(min_length=least, max_length=most, fail_fast=True)]
+def members(most: int, least: int = 0):
+    """How many members a list may have. pydantic would describe the fault of every member; ours
+    stops at the first."""
+    return Field(min_length=least, max_length=most, fail_fast=True)
 
 
 def limited(name: str):
@@ -135,37 +143,38 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 StopString = Annotated[str, Field(min_length=1, max_length=100)]
 TokenId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=BIAS[0], le=BIAS[1])]
-Key, Value = Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]
+Key = Annotated[str, Field(max_length=64)]
+Value = Annotated[str, Field(max_length=512)]
 TopK = Annotated[int, BeforeValidator(lambda given: 0 if given == -1 else given)]
 Option = Annotated[bool | int | float | Value, BeforeValidator(simple)]
 TemplateOptions = Annotated[dict[Key, Option], Field(max_length=16), BeforeValidator(without_empty)]
 Metadata = Annotated[dict[Key, Value], Field(max_length=16), BeforeValidator(without_empty)]
 
 
-class TextPart(Fields):
+class ItemPart(Fields):
     """Part of a message's content. A client that gives our own parts back sends the last two
     fields."""
-    type: Literal["text"]
-    text: Text
-    annotations: list_of(Any, 0) = []
-    logprobs: list_of(Any, MOST_TOKENS) = []
-
-
-class ItemPart(TextPart):
     type: Literal["input_text", "output_text", "text"]
+    text: Text
+    annotations: Annotated[list, members(0)] = []
+    logprobs: Annotated[list, members(MOST_TOKENS)] = []
+
+
+class TextPart(ItemPart):
+    type: Literal["text"]
 
 
 class Message(Fields):
     """A message of a chat."""
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: string_or(list_of(TextPart, 1000), "a list of parts", text_part)
+    content: Annotated[list[TextPart], members(1000), OrString("a list of parts", text_part)]
 
 
 class Item(Fields):
     """A message of a conversation."""
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: string_or(list_of(ItemPart, 1000), "a list of parts", text_part)
+    content: Annotated[list[ItemPart], members(1000), OrString("a list of parts", text_part)]
     id: Name = None
     status: Text = None
     phase: Text = None          # of an agent's work; it changes nothing
@@ -225,7 +234,7 @@ class EngineOptions(Fields):
     seed: int = limited("seed")
     ignore_eos: bool = False
     min_tokens: int = Field(None, ge=0)
-    stop: string_or(list_of(StopString, 4), "a list", lambda text: [text]) = None
+    stop: Annotated[list[StopString], members(4), OrString("a list", lambda text: [text])] = None
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=1024),
                           BeforeValidator(without_empty)] = None
 
@@ -270,30 +279,31 @@ class ReplyBody(EngineOptions):
 
 
 class ChatBody(ReplyBody):
-    messages: list_of(Message, 10_000, least=1)
+    messages: Annotated[list[Message], members(10_000, least=1)]
     max_tokens: int = Field(None, ge=1)
     max_completion_tokens: int = Field(None, ge=1)          # the newer name of max_tokens
     stream_options: ChatStreamOptions = ChatStreamOptions()
     n: int = Field(1, ge=1, le=16)
     logprobs: bool = False
     response_format: TextFormat = None
-    modalities: list_of(Literal["text"], 10) = None
+    modalities: Annotated[list[Literal["text"]], members(10)] = None
 
 
 class ResponseBody(ReplyBody):
-    input: string_or(list_of(InputItem, 10_000), "a list", user_message)
+    input: Annotated[list[InputItem], members(10_000), OrString("a list", user_message)]
     instructions: Text = None
     previous_response_id: Name = None
-    conversation: string_or(ConversationId, "an object with an id", lambda id: dict(id=id)) = None
+    conversation: Annotated[ConversationId,
+                            OrString("an object with an id", lambda id: dict(id=id))] = None
     max_output_tokens: int = Field(None, ge=1)
     truncation: Literal["disabled", "auto"] = "disabled"
-    include: list_of(Text, 100) = []    # what we do not have is never part of a response
+    include: Annotated[list[Text], members(100)] = []   # what we do not have is never part of a response
     text: TextOptions = None
     stream_options: StreamOptions = None
 
 
 class ConversationBody(Fields):
-    items: list_of(Item, 20) = []
+    items: Annotated[list[Item], members(20)] = []
     metadata: Metadata = {}
 
 
@@ -302,7 +312,7 @@ class MetadataBody(Fields):
 
 
 class ItemsBody(Fields):
-    items: list_of(Item, 20, least=1)
+    items: Annotated[list[Item], members(20, least=1)]
 
 
 class ItemsQuery(Fields):
@@ -394,14 +404,13 @@ MARKS = "[key]", "[message]", "[reference]"
 CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unsupported_parameter"}
 
 
-def refusal(faults: list[dict]) -> APIError:
-    """faults: pydantic's."""
+def refusal(faults: list[ErrorDetails]) -> APIError:
     first = faults[0]
     sentences = [sentence(fault) for fault in faults[:MAX_FAULTS]]
     return APIError(400, "; ".join(sentences), place(first) or None, CODES.get(first["type"]))
 
 
-def sentence(fault: dict) -> str:
+def sentence(fault: ErrorDetails) -> str:
     """What is wrong, and how to mend it."""
     where = place(fault) or "the body"
     if fault["type"] == "missing":
@@ -414,7 +423,7 @@ def sentence(fault: dict) -> str:
     return f"{where} should {rule}, got {reprlib.repr(fault['input'])}"
 
 
-def place(fault: dict) -> str:
+def place(fault: ErrorDetails) -> str:
     """The path of the field at fault, such as messages[0].role."""
     steps = [f"[{step}]" if isinstance(step, int) else f".{step[:100]}" for step in fault["loc"]
              if step not in MARKS]
@@ -424,9 +433,11 @@ def place(fault: dict) -> str:
 @cache
 def openapi() -> str:
     """All operations as an OpenAPI document, in JSON."""
-    models = [(operation.fields, "validation") for operation in OPERATIONS]
-    models += [(operation.answer, "serialization") for operation in OPERATIONS
-               if not isinstance(operation.answer, str)]
+    models: list[tuple[type[BaseModel], JsonSchemaMode]] = []
+    for operation in OPERATIONS:
+        models.append((operation.fields, "validation"))
+        if not isinstance(operation.answer, str):
+            models.append((operation.answer, "serialization"))
     references, definitions = models_json_schema(models,
                                                  ref_template="#/components/schemas/{model}")
     paths = {}

@@ -22,8 +22,8 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict
+from contextlib import contextmanager, suppress
+from email.message import Message as Headers
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -114,7 +114,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        host, port, *_ = self.server_address
+        host, port, *_ = self.socket.getsockname()
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     # ---- limits, and the end
@@ -176,13 +176,15 @@ class Server(ThreadingHTTPServer):
         """To read a large body keeps the interpreter from all other threads. So we read one at a
         time, and then rest RESTS times as long: however many come, the others have most of the
         time."""
-        with self.reading if len(body) > LARGE_BYTES else nullcontext():
+        if len(body) <= LARGE_BYTES:
+            yield
+            return
+        with self.reading:
             begin = time.thread_time()
             try:
                 yield
             finally:
-                if len(body) > LARGE_BYTES:
-                    time.sleep(RESTS * (time.thread_time() - begin))
+                time.sleep(RESTS * (time.thread_time() - begin))
 
     def drain(self):
         """From now on the server refuses every request. It stops when the turns at work are done,
@@ -247,7 +249,7 @@ class Server(ThreadingHTTPServer):
         try:
             again = self.stateless.submit(
                 plan.prompt, base=base, stop=turn.stream.stop, max_tokens=most, ignore_eos=True,
-                min_tokens=min(turn.min_tokens, most), **asdict(turn.handle.request.sampling))
+                min_tokens=min(turn.min_tokens, most), **vars(turn.handle.request.sampling))
             answer = again.result()
         except (StaleTurn, RuntimeError):    # RuntimeError: its engine has failed, or is closed
             return None
@@ -264,7 +266,8 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = default_request_version = "HTTP/1.1"
     timeout = WRITE_SECONDS
     disable_nagle_algorithm = True
-    headers = None                                      # until we have read them
+    headers: Headers = None     # until we have read them
+    rfile: Any                  # the client's bytes; while we read a head, a HeadReader of them
     server: Server
 
     # ---- a request comes in
@@ -280,25 +283,25 @@ class Handler(BaseHTTPRequestHandler):
 
     def handle_one_request(self):
         self.server.deadlines[self.connection] = time.monotonic() + REQUEST_SECONDS
+        self.headers = None
         super().handle_one_request()
 
     def parse_request(self) -> bool:
         """http.server reads the head through a HeadReader. False if we have refused it."""
-        file, self.rfile, self.headers = self.rfile, HeadReader(self.rfile), None
+        file, self.rfile = self.rfile, HeadReader(self.rfile)
         try:
             parsed = super().parse_request()
             if parsed and self.request_version == "HTTP/1.1" and "Host" not in self.headers:
                 raise APIError(400, "a request of HTTP/1.1 needs the header Host")
             return parsed
         except APIError as error:
-            self.send(error.status, error.body)
+            self.refuse(error)
             return False
         finally:
             self.rfile = file
 
     def answer_request(self):
-        """Answers a request of any method. After a refusal we close the connection, since there may
-        be a body that we have not read."""
+        """Answers a request of any method."""
         has_body = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
         if has_body and self.command != "POST":
             self.close_connection = True                # since we read the body of a POST alone
@@ -325,8 +328,7 @@ class Handler(BaseHTTPRequestHandler):
         except HUNG_UP:
             raise
         except Exception as error:
-            error = as_api_error(error)
-            self.send(error.status, error.body, headers=error.headers)
+            self.refuse(as_api_error(error))
 
     do_GET = do_POST = do_HEAD = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = answer_request
 
@@ -370,9 +372,8 @@ class Handler(BaseHTTPRequestHandler):
         except (ValueError, RecursionError) as error:
             raise APIError(400, f"the body is not valid JSON: {error}") from error
         if issubclass(operation.fields, ReplyBody) and isinstance(given, dict):
-            names = [given.get("session_id"),
-                     *(self.headers.get(name) or None for name in SESSION_HEADERS)]
-            given["session_id"] = next((name for name in names if name is not None), None)
+            if given.get("session_id") is None:
+                given["session_id"] = next(filter(None, map(self.headers.get, SESSION_HEADERS)), None)
         return given
 
     def read_body(self, operation: Operation) -> bytes:
@@ -496,7 +497,7 @@ class Handler(BaseHTTPRequestHandler):
         finish = partial(self.server.finish_turn, prefix)
         with self.watched(writer, free_one):
             if not writer.stream:
-                return self.send(200, writer.whole(*map(finish, writer.turns)))
+                return self.send(200, writer.whole(list(map(finish, writer.turns))))
             self.begin_stream()
             try:
                 for event in writer.events(finish):
@@ -540,6 +541,13 @@ class Handler(BaseHTTPRequestHandler):
             over.set()
             cancel()
 
+    def refuse(self, error: APIError):
+        """Sends the error and closes the connection. (There may be a body that we have not read.)"""
+        self.close_connection = True
+        self.log_message('"%s" %d %s', self.requestline, error.status, error)
+        again = {"Retry-After": "1"} if error.status in (429, 503) else {}
+        self.send(error.status, error.body, headers=error.headers | again)
+
     def send(self, status: int, content: dict | str, content_type: str = "application/json",
              headers: dict[str, str] | None = None):
         body = (content if isinstance(content, str) else json.dumps(content)).encode()
@@ -548,11 +556,6 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         for name, value in (headers or {}).items():
             self.send_header(name, value)
-        if status in (429, 503):
-            self.send_header("Retry-After", "1")
-        if status >= 400:
-            self.close_connection = True
-            self.log_message('"%s" %d %s', self.requestline, status, content["error"]["message"])
         self.end_headers()
         if self.command != "HEAD":
             for start in range(0, len(body), PIECE_BYTES):      # each in time, not all of them
@@ -560,7 +563,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def send_error(self, code, message=None, explain=None):
         """http.server calls this for a request that it refuses itself."""
-        self.send(code, APIError(code, message or "we cannot read this request").body)
+        self.refuse(APIError(code, message or "we cannot read this request"))
 
     def send_preflight(self):
         """Answers a browser that asks whether the page of another site may send its request. The

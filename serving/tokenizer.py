@@ -103,10 +103,8 @@ class Tokenizer:
         self.special = {token["content"]: token["id"] for token in spec["added_tokens"]
                         if token["special"]}
         self.pieces, self.drops_first_space = token_bytes(spec)
-        if ids_in_merge_order(spec):
-            self._backend = TiktokenBackend(self.special, self.pieces)
-        else:
-            self._backend = LibraryBackend(spec)
+        self._backend = (TiktokenBackend(self.special, self.pieces) if ids_in_merge_order(spec)
+                         else LibraryBackend(spec))
         longest = max(map(len, [b"", *self.pieces.values(), *map(str.encode, self.special)]))
         shrinks = 4 if spec["normalizer"] else 1        # NFC makes 3 bytes of some 9
         self._limit, self._most_bytes = most_tokens, (most_tokens or math.inf) * longest * shrinks
