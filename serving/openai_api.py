@@ -81,8 +81,7 @@ class API:
         note = body.model_dump(include=set(ECHOED), exclude_unset=True)
         turn = self.sessions.respond(**self._question(prefix, body), keep=body.store,
                                      note=dict(note, created_at=int(time.time())),
-                                     # the server waits, and sees if the client hangs up
-                                     wait=False,
+                                     wait=False,    # the server waits, see Handler.when_free
                                      **options)
         return ResponseWriter(turn, prefix, self.model, body.stream)
 
@@ -105,9 +104,7 @@ class API:
     def list_input_items(self, prefix: str, id: str, query: ItemsQuery) -> dict:
         """All messages before the reply, those of earlier responses included."""
         turn_id = self._finished(prefix, id).id
-        items = self.history.input_items(turn_id, query.after, query.order == "desc",
-                                         query.limit + 1)
-        return first_items(items, query.limit)
+        return listed(self.history.input_items, turn_id, query)
 
     def delete_response(self, prefix: str, id: str) -> dict:
         turn = self._unfinished(prefix, id)
@@ -155,9 +152,7 @@ class API:
         return [dict(plain(message), id=f"msg_{self.sessions.new_id()}") for message in messages]
 
     def list_items(self, prefix: str, id: str, query: ItemsQuery) -> dict:
-        name = self._conversation(prefix, id).name
-        items = self.history.items(name, query.after, query.order == "desc", query.limit + 1)
-        return first_items(items, query.limit)
+        return listed(self.history.items, self._conversation(prefix, id).name, query)
 
     def retrieve_item(self, prefix: str, id: str, item_id: str) -> dict:
         found = self.history.item(self._conversation(prefix, id).name, item_id)
@@ -270,9 +265,8 @@ def as_api_error(error: Exception) -> APIError:
 
 
 def missing(kind: str, id: str) -> APIError:
-    return APIError(404,
-                    f"there is no {kind} {id!r:.100} here: it was deleted, or it never existed",
-                    "id")
+    return APIError(404, f"there is no {kind} {id!r:.100} here: it was deleted, or it never "
+                         "existed", "id")
 
 
 def turn_id_of(response_id: str) -> str:
@@ -300,7 +294,7 @@ def plain(message: Message | Item) -> dict:
     return dict(role=role, content="".join(part.text for part in message.content))
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The JSON of answers.
 
 # The fields of a request that its response repeats, with their defaults.
@@ -335,9 +329,12 @@ def listing(data: list[dict], has_more: bool = False) -> dict:
     return dict(object="list", data=data, has_more=has_more, first_id=first_id, last_id=last_id)
 
 
-def first_items(messages: list[dict], limit: int) -> dict:
-    """At most `limit` of the messages. One message more tells us that there are more."""
-    return listing([item(message) for message in messages[:limit]], has_more=len(messages) > limit)
+def listed(read: Callable, name: str, query: ItemsQuery) -> dict:
+    """The messages that read(name, ...) finds, at most query.limit of them. We ask for one message
+    more, which tells us whether there are more."""
+    messages = read(name, query.after, query.order == "desc", query.limit + 1)
+    return listing([item(message) for message in messages[:query.limit]],
+                   has_more=len(messages) > query.limit)
 
 
 def prompt_details(usage: dict) -> dict:
@@ -370,7 +367,8 @@ def response(turn_id: str, model: str, conversation: str | None, note: dict, sta
 def logprobs_of(turn: LiveTurn, start: int = 0, end: int | None = None) -> list[dict]:
     """The log probabilities of the turn's tokens [start, end), if the client has asked for them.
     Special tokens, which have no text, are left out."""
-    pieces, token_ids, logprobs = turn.tokenizer.pieces, turn.handle.token_ids, turn.handle.logprobs or []
+    pieces, handle = turn.tokenizer.pieces, turn.handle
+    chosen = zip(handle.token_ids[start:end], (handle.logprobs or [])[start:end])
 
     def entry(token: int, logprob: float) -> dict:
         piece = pieces[token]
@@ -378,7 +376,7 @@ def logprobs_of(turn: LiveTurn, start: int = 0, end: int | None = None) -> list[
                     bytes=list(piece))
 
     entries = []
-    for token, (logprob, most_likely) in zip(token_ids[start:end], logprobs[start:end]):
+    for token, (logprob, most_likely) in chosen:
         if token in pieces:
             top = [entry(*other) for other in most_likely if other[0] in pieces]
             entries.append(dict(entry(token, logprob), top_logprobs=top))
@@ -429,8 +427,7 @@ class ChatWriter(Writer):
             for text, end in turn.progress():
                 yield self.chunk(index, dict(content=text), start, end)
                 start = end
-            last = self.chunk(index, {}, start, None, finish_reason(finish(turn)))
-            yield last
+            yield (last := self.chunk(index, {}, start, None, finish_reason(finish(turn))))
         if self.options.include_usage:
             yield dict(last, choices=[], usage=self.usage())
         yield "[DONE]"
@@ -450,10 +447,11 @@ class ChatWriter(Writer):
         return dict(self.envelope, object="chat.completion.chunk", choices=[choice], **usage)
 
     def logprobs(self, index: int, start: int, end: int | None) -> dict | None:
-        asked = self.turns[index].handle.logprobs is not None
-        if not asked:
+        """None if the client has not asked for them."""
+        turn = self.turns[index]
+        if turn.handle.logprobs is None:
             return None
-        return dict(content=logprobs_of(self.turns[index], start, end), refusal=None)
+        return dict(content=logprobs_of(turn, start, end), refusal=None)
 
     def usage(self, index: int = -1, end: int | None = None) -> dict | None:
         """The usage of all that we have sent: the first `end` tokens of choice `index`, and all

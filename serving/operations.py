@@ -5,9 +5,9 @@ pydantic does three things with the fields: it checks what a client sends, says 
 it, and describes it in /openapi.json. We refuse every field of a body that is not here by its name,
 because a server that silently ignores an option gives a wrong answer:
 
-    {"messages": [...], "temperature": 3}     400  temperature should be less than or equal to 2, got 3
-    {"messages": [...], "tools": [{...}]}     400  tools is not supported here: leave it out
-    {"messages": [...], "tools": []}          200  an empty field asks for nothing
+    {"messages": [...], "temperature": 3}    400  temperature should be less than or equal to 2, ...
+    {"messages": [...], "tools": [{...}]}    400  tools is not supported here: leave it out
+    {"messages": [...], "tools": []}         200  an empty field asks for nothing
 
 openai_api.py answers most operations; sockets.py those about the server itself (health, metrics,
 cache ...).
@@ -52,7 +52,7 @@ class APIError(Exception):
         self.body = dict(error=dict(message=message, type=kind, param=param, code=code))
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Kinds of fields.
 
 def says_nothing(value: Any) -> bool:
@@ -124,17 +124,8 @@ def simple(value: Any) -> Any:
     kind.)"""
     if isinstance(value, bool | int | float) or isinstance(value, str) and len(value) <= 512:
         return value
-    raise PydanticCustomError("simple",
-                              "Input should be a boolean, a number or a string of at most 512 "
-                                        "characters")
-
-
-def text_part(text: str) -> list[dict]:
-    return [dict(type="text", text=text)]
-
-
-def user_message(text: str) -> list[dict]:
-    return [dict(role="user", content=text)]
+    raise PydanticCustomError("simple", "Input should be a boolean, a number or a string of at "
+                                        "most 512 characters")
 
 
 MOST_TOKENS = 2**20         # whose log probabilities a client gives back
@@ -145,6 +136,9 @@ TokenId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=BIAS[0], le=BIAS[1])]
 Key = Annotated[str, Field(max_length=64)]
 Value = Annotated[str, Field(max_length=512)]
+OrText = OrString("a list of parts", lambda text: [dict(type="text", text=text)])
+OrMessage = OrString("a list", lambda text: [dict(role="user", content=text)])
+OrId = OrString("an object with an id", lambda id: dict(id=id))
 TopK = Annotated[int, BeforeValidator(lambda given: 0 if given == -1 else given)]
 Option = Annotated[bool | int | float | Value, BeforeValidator(simple)]
 TemplateOptions = Annotated[dict[Key, Option], Field(max_length=16), BeforeValidator(without_empty)]
@@ -167,14 +161,14 @@ class TextPart(ItemPart):
 class Message(Fields):
     """A message of a chat."""
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart], members(1000), OrString("a list of parts", text_part)]
+    content: Annotated[list[TextPart], members(1000), OrText]
 
 
 class Item(Fields):
     """A message of a conversation."""
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[ItemPart], members(1000), OrString("a list of parts", text_part)]
+    content: Annotated[list[ItemPart], members(1000), OrText]
     id: Name = None
     status: Text = None
     phase: Text = None          # of an agent's work; it changes nothing
@@ -219,7 +213,7 @@ class ConversationId(Fields):
     id: Name
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Bodies and queries.
 
 class EngineOptions(Fields):
@@ -242,8 +236,8 @@ class EngineOptions(Fields):
         """Those that the client has given."""
         options = self.model_dump(include=set(EngineOptions.model_fields), exclude_unset=True)
         if "logit_bias" in options:
-            options["logit_bias"] = {int(token): bias for token,
-                                     bias in options["logit_bias"].items()}
+            biases = options["logit_bias"].items()
+            options["logit_bias"] = {int(token): bias for token, bias in biases}
         return options
 
 
@@ -290,25 +284,24 @@ class ChatBody(ReplyBody):
 
 
 class ResponseBody(ReplyBody):
-    input: Annotated[list[InputItem], members(10_000), OrString("a list", user_message)]
+    input: Annotated[list[InputItem], members(10_000), OrMessage]
     instructions: Text = None
     previous_response_id: Name = None
-    conversation: Annotated[ConversationId,
-                            OrString("an object with an id", lambda id: dict(id=id))] = None
+    conversation: Annotated[ConversationId, OrId] = None
     max_output_tokens: int = Field(None, ge=1)
     truncation: Literal["disabled", "auto"] = "disabled"
-    include: Annotated[list[Text], members(100)] = []   # what we do not have is never part of a response
+    # What we do not have is never part of a response.
+    include: Annotated[list[Text], members(100)] = []
     text: TextOptions = None
     stream_options: StreamOptions = None
 
 
-class ConversationBody(Fields):
-    items: Annotated[list[Item], members(20)] = []
-    metadata: Metadata = {}
-
-
 class MetadataBody(Fields):
     metadata: Metadata = {}
+
+
+class ConversationBody(MetadataBody):
+    items: Annotated[list[Item], members(20)] = []
 
 
 class ItemsBody(Fields):
@@ -321,7 +314,7 @@ class ItemsQuery(Fields):
     after: Name = None
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Operations.
 
 class Operation(NamedTuple):
@@ -377,7 +370,7 @@ def find_operation(method: str, path: str) -> tuple[Operation, list[str]]:
     none."""
     methods = []
     for operation in OPERATIONS:
-        # owner/model, as on the Hub
+        # A model's name may be owner/model, as on the Hub.
         name = "(.+)" if operation.name == "retrieve_model" else "([^/]+)"
         pattern = re.sub(r"\\{\w+\\}", name, re.escape(operation.path))
         if match := re.fullmatch(pattern, path):
@@ -398,9 +391,9 @@ def parse(operation: Operation, given: Any) -> Fields:
         raise refusal(error.errors(include_url=False)) from error
 
 
-# pydantic's of a dict's key, and ours of items: no fields
+# Steps of a fault's path that are no fields: pydantic's mark of a key, and our tags of items.
 MARKS = "[key]", "[message]", "[reference]"
-# OpenAI's
+# OpenAI's words for some kinds of faults.
 CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unsupported_parameter"}
 
 
@@ -419,7 +412,9 @@ def sentence(fault: ErrorDetails) -> str:
         return f"{where} is not supported here: leave it out"
     if fault["type"] == "int_parsing_size":
         return f"{where} has too many digits"
-    rule = "be a JSON object" if fault["type"] == "model_type" else fault["msg"].partition(" should ")[2]
+    rule = fault["msg"].partition(" should ")[2]
+    if fault["type"] == "model_type":
+        rule = "be a JSON object"
     return f"{where} should {rule}, got {reprlib.repr(fault['input'])}"
 
 

@@ -45,10 +45,8 @@ RESTS = 3                   # seconds of rest for each second of reading large b
 HEADER_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\0]*\r?\n")
 SURROGATE = re.compile(rb"(?i)\\ud[89a-f]")          # in JSON
 DECODERS = dict(gzip=31, deflate=15)        # Content-Encoding -> zlib's name for it
-# from the answer before, or the connection, until a whole request has arrived
-REQUEST_SECONDS = 30
-# for a client to take a piece of our answer, or to send us more of its request
-WRITE_SECONDS = 30
+REQUEST_SECONDS = 30        # for a request to arrive, from the connection or the last answer on
+WRITE_SECONDS = 30          # for a client to take a piece of our answer, or to send us more bytes
 PIECE_BYTES = 2**16         # of an answer
 STUCK_SECONDS = 10          # without a step, though there is something to do
 KEEPALIVE_SECONDS = 15      # of silence in a stream
@@ -58,8 +56,8 @@ LINGER_SECONDS = 2          # for a client that still sends when we have answere
 TURNS_SHOWN = 100           # at /cache
 MAX_WATCHERS = 32           # of the live picture
 SESSION_HEADERS = "X-Session-ID", "X-Session-Affinity", "session_id"     # vLLM's, routers', agents'
-TOO_MANY_CONNECTIONS = (b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n"
-                        b"Connection: close\r\n\r\n")
+TOO_MANY_CONNECTIONS = (b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n"
+                        b"Content-Length: 0\r\nConnection: close\r\n\r\n")
 HUNG_UP = ConnectionError, TimeoutError     # there is no client left to answer
 
 
@@ -101,8 +99,7 @@ class Server(ThreadingHTTPServer):
         self.connections = threading.BoundedSemaphore(max_connections)
         self.deadlines: dict[socket.socket, float] = {}     # of the requests that are arriving
         self.stop_at: float | None = None                   # set when the server begins to drain
-        # of the engine: how many, and when we saw the last
-        self.steps, self.last_step = 0, time.monotonic()
+        self.steps, self.last_step = 0, time.monotonic()    # of the engine; when we saw the last
         self.stateless: Sessions | None = None    # --demo: it answers our turns without memory
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         try:
@@ -227,7 +224,7 @@ class Server(ThreadingHTTPServer):
         reply = turn.result()
         if reply.finish_reason == "cancelled":
             return reply
-        # it may be one and the same
+        # A set, since both may be the same object.
         for metrics in {self.metrics[prefix], self.metrics[ALL_KEYS]}:
             metrics.count(turn, reply)
         milliseconds = first_token_ms(turn)
@@ -312,9 +309,11 @@ class Handler(BaseHTTPRequestHandler):
                 raise APIError(503, f"the server is stopping: {reason}")
             self.server.guard.check_site(self.headers)
             if self.command == "OPTIONS" and "Access-Control-Request-Method" in self.headers:
-                return self.send_preflight()
-            open_to_all = path in ("/", "/health")
-            prefix = "" if open_to_all else self.server.guard.prefix(self.headers, path)
+                # A browser asks whether the page of another site may send its request. The headers
+                # say so, see end_headers.
+                self.send_response(204)
+                return self.end_headers()
+            prefix = self.server.guard.prefix(self.headers, path)
             method = "GET" if self.command == "HEAD" else self.command
             operation, names = find_operation(method, path)
             if self.command == "POST":
@@ -371,9 +370,10 @@ class Handler(BaseHTTPRequestHandler):
                     json.dumps(given, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             raise APIError(400, f"the body is not valid JSON: {error}") from error
-        if issubclass(operation.fields, ReplyBody) and isinstance(given, dict):
-            if given.get("session_id") is None:
-                given["session_id"] = next(filter(None, map(self.headers.get, SESSION_HEADERS)), None)
+        takes_name = issubclass(operation.fields, ReplyBody) and isinstance(given, dict)
+        if takes_name and given.get("session_id") is None:
+            sent = map(self.headers.get, SESSION_HEADERS)
+            given["session_id"] = next(filter(None, sent), None)
         return given
 
     def read_body(self, operation: Operation) -> bytes:
@@ -398,13 +398,13 @@ class Handler(BaseHTTPRequestHandler):
         while size != 0:
             head = self.rfile.readline(1000)
             if not (match := re.fullmatch(rb"([0-9a-fA-F]{1,8})[ \t]*(;.*)?\r\n", head)):
-                raise APIError(400,
-                               f"a chunk of the body must begin with its size, got {head!r:.100}")
+                raise APIError(400, "a chunk of the body must begin with its size, "
+                                    f"got {head!r:.100}")
             size = int(match[1], 16)
             body += self.read_bytes(size, len(body))
             if size and self.read_bytes(2) != b"\r\n":
-                raise APIError(400,
-                               f"a chunk of the body has not the size that it names, {size} bytes")
+                raise APIError(400, "a chunk of the body has not the size that it names, "
+                                    f"{size} bytes")
         trailer = HeadReader(self.rfile)
         while trailer.readline() not in (b"\r\n", b"\n"):
             pass
@@ -416,8 +416,8 @@ class Handler(BaseHTTPRequestHandler):
         if coding in ("", "identity"):
             return body
         if coding not in DECODERS:
-            raise APIError(415,
-                           f"Content-Encoding: we read {' and '.join(DECODERS)}, not {coding!r:.100}")
+            raise APIError(415, f"Content-Encoding: we read {' and '.join(DECODERS)}, "
+                                f"not {coding!r:.100}")
         try:
             decoder = zlib.decompressobj(DECODERS[coding])
             body = decoder.decompress(body, MAX_BODY_BYTES + 1)
@@ -432,12 +432,12 @@ class Handler(BaseHTTPRequestHandler):
     def read_bytes(self, length: int, before: int = 0) -> bytes:
         """So many bytes of a body, of which we have read `before` bytes."""
         if before + length > MAX_BODY_BYTES:
-            raise APIError(413,
-                           f"the body has {before + length} bytes; we accept at most {MAX_BODY_BYTES}")
+            raise APIError(413, f"the body has {before + length} bytes; we accept at most "
+                                f"{MAX_BODY_BYTES}")
         data = self.rfile.read(length)
         if len(data) < length:
-            raise APIError(400,
-                           f"the body ended after {before + len(data)} of {before + length} bytes")
+            raise APIError(400, f"the body ended after {before + len(data)} of {before + length} "
+                                "bytes")
         return data
 
     def read_target(self) -> tuple[str, str]:
@@ -542,7 +542,7 @@ class Handler(BaseHTTPRequestHandler):
             cancel()
 
     def refuse(self, error: APIError):
-        """Sends the error and closes the connection. (There may be a body that we have not read.)"""
+        """Sends the error and closes the connection, since we may not have read the body."""
         self.close_connection = True
         self.log_message('"%s" %d %s', self.requestline, error.status, error)
         again = {"Retry-After": "1"} if error.status in (429, 503) else {}
@@ -564,12 +564,6 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, code, message=None, explain=None):
         """http.server calls this for a request that it refuses itself."""
         self.refuse(APIError(code, message or "we cannot read this request"))
-
-    def send_preflight(self):
-        """Answers a browser that asks whether the page of another site may send its request. The
-        headers say so, see end_headers."""
-        self.send_response(204)
-        self.end_headers()
 
     def end_headers(self):
         if self.headers:
