@@ -238,8 +238,9 @@ class History:
                                       carried=carried))
             db.execute("""
                 INSERT INTO conversation VALUES (:conversation, :id, NULL, '[]', :created, :created)
-                ON CONFLICT (name) DO UPDATE SET head = :id, active = :created,
-                                                 waiting = CASE WHEN :raw THEN waiting ELSE '[]' END""",
+                ON CONFLICT (name) DO UPDATE SET
+                    head = :id, active = :created,
+                    waiting = CASE WHEN :raw THEN waiting ELSE '[]' END""",
                 turn._asdict() | dict(raw=text is None))
         return turn
 
@@ -385,7 +386,8 @@ class History:
             db.execute("""
                 UPDATE conversation
                 SET head = ?, waiting = ?, metadata = coalesce(metadata, '{}'), active = ?
-                WHERE name = ?""", (last_visible(db, head), json.dumps(remaining), time.time(), conversation))
+                WHERE name = ?""",
+                (last_visible(db, head), json.dumps(remaining), time.time(), conversation))
             delete_unneeded(db, record.head)
             return True
 
@@ -683,8 +685,9 @@ def rolled(start: bytes, messages: list[dict]) -> list[bytes]:
 
 
 def said(message: dict) -> str:
-    """The content without the thoughts that a reply begins with: <think>2 + 2</think> 4  ->  4. Many clients
-    and chat templates do not send the thoughts back, and we must recognise the reply all the same."""
+    """The content without the thoughts that a reply begins with: <think>2 + 2</think> 4  ->  4.
+    Many clients and chat templates do not send the thoughts back, and we must recognise the reply
+    all the same."""
     _, end_of_thoughts, answer = message["content"].rpartition("</think>")
     if message["role"] == "assistant" and end_of_thoughts:
         return answer.lstrip()

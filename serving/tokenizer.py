@@ -191,8 +191,8 @@ class Tokenizer:
         # UnicodeEncodeError, a ValueError, for a lone surrogate
         size = len(guarded.encode()) - len(GUARD.encode()) * guarded.count(GUARD)
         if size > self._most_bytes:
-            raise TextTooLong(f"the text has {size} bytes, more than any text whose tokens are within "
-                              f"the limit of {self._limit}")
+            raise TextTooLong(f"the text has {size} bytes, more than any text whose tokens are "
+                              f"within the limit of {self._limit}")
         return self._backend.encode(guarded)
 
 
@@ -367,7 +367,8 @@ def ids_in_merge_order(spec: dict) -> bool:
     model, split, words = spec["model"], spec["pre_tokenizer"] or {}, vocabulary(spec)
     extras = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
     plain_bpe = model["type"] == "BPE" and not any(map(model.get, extras))
-    gpt2_split = split.get("type") == "ByteLevel" and split["use_regex"] and not split["add_prefix_space"]
+    gpt2_split = (split.get("type") == "ByteLevel" and split["use_regex"]
+                  and not split["add_prefix_space"])
     plain_added = all(token["special"]
                       and not (token["lstrip"] or token["rstrip"] or token["single_word"])
                       for token in spec["added_tokens"])
