@@ -412,14 +412,14 @@ class ChatWriter(Writer):
         self.envelope = dict(id=f"chatcmpl-{turns[0].id}", created=int(time.time()), model=model,
                              conversation_id=conversation_of(turns[0], prefix))
 
-    def whole(self, replies):
+    def whole(self, replies: list[Answer]) -> dict:
         choices = [dict(index=index,
                         message=dict(role="assistant", content=reply.text, refusal=None),
                         finish_reason=finish_reason(reply), logprobs=self.logprobs(index, 0, None))
                    for index, reply in enumerate(replies)]
         return dict(self.envelope, object="chat.completion", usage=self.usage(), choices=choices)
 
-    def events(self, finish):
+    def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str]:
         """All choices are generated at once, but sent one after another."""
         for index, turn in enumerate(self.turns):
             yield self.chunk(index, dict(role="assistant", content=""), 0, 0)
@@ -432,7 +432,7 @@ class ChatWriter(Writer):
             yield dict(last, choices=[], usage=self.usage())
         yield "[DONE]"
 
-    def failure(self, error):
+    def failure(self, error: APIError) -> dict:
         return error.body
 
     def chunk(self, index: int, delta: dict, start: int, end: int | None,
@@ -489,13 +489,13 @@ class ResponseWriter(Writer):
         self.note = dict(created_at=int(time.time())) | turn.plan.note
         self.numbers = count()
 
-    def whole(self, replies):
+    def whole(self, replies: list[Answer]) -> dict:
         reply, = replies
         status, item_status = STATUS[reply.finish_reason]
         item = reply_item(self.turn.id, reply.text, item_status, logprobs_of(self.turn))
         return self.response(status, [item], reply.usage, ended=self.turn.settled)
 
-    def events(self, finish):
+    def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str]:
         yield from self.opening()
         start = 0
         for text, end in self.turn.progress():
@@ -504,7 +504,7 @@ class ResponseWriter(Writer):
             start = end
         yield from self.closing(self.whole([finish(self.turn)]))
 
-    def failure(self, error):
+    def failure(self, error: APIError) -> dict:
         code = error.code or ("server_error" if error.status >= 500 else "invalid_prompt")
         told = dict(code=code, message=str(error))
         return self.event("failed", response=self.response("failed", error=told))

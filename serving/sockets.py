@@ -78,14 +78,13 @@ class Server(ThreadingHTTPServer):
         api_keys, allow_origins, metrics_key: see Guard. ValueError for a key or an origin that
         cannot be used, OSError if we cannot listen at the address."""
         self.sessions, self.engine = sessions, sessions.engine
-        config = sessions.engine.config
+        config = self.engine.config
         self.guard = Guard(address[0], api_keys, allow_origins, metrics_key)
         self.model_names = Path(config.model).resolve().name, config.model
         self.api = API(sessions, self.model_names)
         self.private = len(self.guard.keys) > 1             # no key may learn about another's turns
         self.bytes_of_each_key = history_max_bytes / len(self.guard.prefixes)   # in the history
-        read_stats = partial(self.look, self.engine.read_stats)
-        whole = Metrics(read_stats, self.model_names[0])
+        whole = Metrics(partial(self.look, self.engine.read_stats), self.model_names[0])
         self.metrics = {prefix: Metrics(None, self.model_names[0]) if self.private else whole
                         for prefix in self.guard.prefixes} | {ALL_KEYS: whole}
         self.broadcast = live.Broadcast(self.engine, self.private)
@@ -105,13 +104,12 @@ class Server(ThreadingHTTPServer):
         try:
             super().__init__(address, Handler)
         except OSError as error:
-            place = "{}:{}".format(*address)
-            raise OSError(f"we cannot listen at {place}: {error.strerror}; "
+            raise OSError(f"we cannot listen at {address[0]}:{address[1]}: {error.strerror}; "
                           "use another --host or --port") from error
 
     @property
     def url(self) -> str:
-        host, port, *_ = self.socket.getsockname()
+        host, port, *_ = map(str, self.server_address)
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     # ---- limits, and the end
@@ -320,8 +318,7 @@ class Handler(BaseHTTPRequestHandler):
                 given = self.read_json(operation)
             else:
                 given = dict(parse_qsl(query, keep_blank_values=True))
-                # as in a body: what we do not have is never in an answer
-                given.pop("include[]", None)
+                given.pop("include[]", None)    # what we do not have is never in an answer
             self.server.deadlines.pop(self.connection, None)
             self.perform(prefix, operation, names, given)
         except HUNG_UP:
