@@ -126,9 +126,9 @@ class Ranks(Alone):
         if sizes[0] < 0:
             return []
         end = STEP_ARRAYS + sum(sizes)
-        missing = end - FIRST_SIZE
-        if missing > 0:
-            dist.broadcast(rest := torch.zeros(missing, dtype=torch.int32), src=0)
+        if end > FIRST_SIZE:
+            rest = torch.zeros(end - FIRST_SIZE, dtype=torch.int32)
+            dist.broadcast(rest, src=0)
             message = torch.cat([message, rest])
         return np.split(message[STEP_ARRAYS:end].numpy(), np.cumsum(sizes)[:-1])
 

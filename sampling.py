@@ -1,9 +1,7 @@
-"""From logits to tokens: every row of a batch as its own request wants it, in one pass of tensor
-operations.
+"""From logits to tokens: every row of a batch as its request wants it, by tensor operations.
 
-    logits -> repetition penalty -> reply penalties -> bias -> temperature -> top_k -> top_p ->
-    min_p
-           -> noise -> argmax
+    logits -> repetition penalty -> reply penalties -> bias -> temperature
+           -> top_k -> top_p -> min_p -> noise -> argmax
 
 Each stage changes the rows [n, vocab] whose requests ask for it. A stage that nobody asks for costs
 nothing: a greedy batch is little more than an argmax. All that the stages must know is uploaded in
