@@ -238,8 +238,7 @@ class History:
                                       carried=carried))
             db.execute("""
                 INSERT INTO conversation VALUES (:conversation, :id, NULL, '[]', :created, :created)
-                ON CONFLICT (name) DO UPDATE SET
-                    head = :id, active = :created,
+                ON CONFLICT (name) DO UPDATE SET head = :id, active = :created,
                     waiting = CASE WHEN :raw THEN waiting ELSE '[]' END""",
                 turn._asdict() | dict(raw=text is None))
         return turn

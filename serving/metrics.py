@@ -22,9 +22,8 @@ from itertools import pairwise
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily as Counter
-from prometheus_client.core import GaugeMetricFamily as Gauge
-from prometheus_client.core import Metric
+from prometheus_client.core import (CounterMetricFamily as Counter, GaugeMetricFamily as Gauge,
+                                    Metric)
 from prometheus_client.registry import Collector
 
 from scheduler import SOURCES

@@ -440,10 +440,8 @@ class ChatWriter(Writer):
         """With the log probabilities of the tokens [start, end)."""
         logprobs = self.logprobs(index, start, end)
         choice = dict(index=index, delta=delta, finish_reason=finish_reason, logprobs=logprobs)
-        usage = {}
-        if self.options.include_usage:
-            usage = dict(usage=self.usage(index, end) if self.options.continuous_usage_stats
-                         else None)
+        so_far = self.usage(index, end) if self.options.continuous_usage_stats else None
+        usage = dict(usage=so_far) if self.options.include_usage else {}
         return dict(self.envelope, object="chat.completion.chunk", choices=[choice], **usage)
 
     def logprobs(self, index: int, start: int, end: int | None) -> dict | None:

@@ -428,11 +428,10 @@ def place(fault: ErrorDetails) -> str:
 @cache
 def openapi() -> str:
     """All operations as an OpenAPI document, in JSON."""
-    models: list[tuple[type[BaseModel], JsonSchemaMode]] = []
-    for operation in OPERATIONS:
-        models.append((operation.fields, "validation"))
-        if not isinstance(operation.answer, str):
-            models.append((operation.answer, "serialization"))
+    models: list[tuple[type[BaseModel], JsonSchemaMode]] = [
+        (operation.fields, "validation") for operation in OPERATIONS]
+    models += [(operation.answer, "serialization") for operation in OPERATIONS
+               if not isinstance(operation.answer, str)]
     references, definitions = models_json_schema(models,
                                                  ref_template="#/components/schemas/{model}")
     paths = {}

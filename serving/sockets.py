@@ -309,8 +309,7 @@ class Handler(BaseHTTPRequestHandler):
             if self.command == "OPTIONS" and "Access-Control-Request-Method" in self.headers:
                 # A browser asks whether the page of another site may send its request. The headers
                 # say so, see end_headers.
-                self.send_response(204)
-                return self.end_headers()
+                return self.send_head(204, {})
             prefix = self.server.guard.prefix(self.headers, path)
             method = "GET" if self.command == "HEAD" else self.command
             operation, names = find_operation(method, path)
@@ -548,12 +547,8 @@ class Handler(BaseHTTPRequestHandler):
     def send(self, status: int, content: dict | str, content_type: str = "application/json",
              headers: dict[str, str] | None = None):
         body = (content if isinstance(content, str) else json.dumps(content)).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.end_headers()
+        self.send_head(status, {"Content-Type": content_type, "Content-Length": str(len(body))}
+                       | (headers or {}))
         if self.command != "HEAD":
             for start in range(0, len(body), PIECE_BYTES):      # each in time, not all of them
                 self.wfile.write(body[start:start + PIECE_BYTES])
@@ -562,7 +557,14 @@ class Handler(BaseHTTPRequestHandler):
         """http.server calls this for a request that it refuses itself."""
         self.refuse(APIError(code, message or "we cannot read this request"))
 
+    def send_head(self, status: int, headers: dict[str, str]):
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
     def end_headers(self):
+        """http.server calls this, too."""
         if self.headers:
             for name, value in self.server.guard.cors(self.headers).items():
                 self.send_header(name, value)
@@ -571,15 +573,13 @@ class Handler(BaseHTTPRequestHandler):
         super().end_headers()
 
     def begin_stream(self):
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Cache-Control", "no-cache")
-        self.send_header("X-Accel-Buffering", "no")     # nginx would hold the events back
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache",
+                   "X-Accel-Buffering": "no"}           # nginx would hold the events back
         if self.request_version == "HTTP/1.1":          # an older client sees the end when we close
-            self.send_header("Transfer-Encoding", "chunked")
+            headers["Transfer-Encoding"] = "chunked"
         else:
             self.close_connection = True
-        self.end_headers()
+        self.send_head(200, headers)
 
     def send_event(self, event: dict | str):
         """Sends an event of a stream: an object, or a string as it is."""
