@@ -70,8 +70,8 @@ class Merge(NamedTuple):
 
 ITEM = np.dtype([(name, np.int32) for name in WorkItem._fields])
 MERGE = np.dtype([(name, np.int32) for name in Merge._fields])
-NO_ITEMS = np.zeros((0, len(ITEM)), np.int32)
-NO_MERGES = np.zeros((0, len(MERGE)), np.int32)
+NO_ITEMS = np.zeros((0, len(WorkItem._fields)), np.int32)
+NO_MERGES = np.zeros((0, len(Merge._fields)), np.int32)
 
 
 class Plan(NamedTuple):
@@ -112,9 +112,8 @@ def wanted_items(kv_heads: int, D: int, dtype: torch.dtype, device: torch.device
     """
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     processors = gpu.multi_processor_count if gpu else 100      # about as many as a GPU has
-    if dtype == torch.float32 or D > 128:
-        shapes = FLOAT32
-    else:
+    shapes: tuple[TileShape, ...] = FLOAT32
+    if dtype != torch.float32 and D <= 128:
         shapes = HOPPER if gpu and gpu.major == 9 else AMPERE
     return {shape: max(1, processors * shape.resident // kv_heads) for shape in shapes}
 
@@ -210,7 +209,7 @@ def list_items(tiles: Tiles, first_partial, pieces, length) -> np.ndarray:
     items["kv_start"] = nth * length[tile]
     items["kv_end"] = np.minimum(items["kv_start"] + length[tile], tiles.kv_end[tile])
     longest_first = np.argsort(items["kv_start"] - items["kv_end"], kind="stable")
-    return items.view(np.int32).reshape(-1, len(ITEM))[longest_first]
+    return items.view(np.int32).reshape(-1, len(WorkItem._fields))[longest_first]
 
 
 def list_merges(tiles: Tiles, first_partial, pieces) -> np.ndarray:
@@ -221,7 +220,7 @@ def list_merges(tiles: Tiles, first_partial, pieces) -> np.ndarray:
     merges["first_partial"] = first_partial[tile] + nth
     merges["stride"] = tiles.rows()[tile]
     merges["pieces"] = pieces[tile]
-    return merges.view(np.int32).reshape(-1, len(MERGE))
+    return merges.view(np.int32).reshape(-1, len(Merge._fields))
 
 
 # ---- the size of a captured graph's plan: it launches as many programs each time -----------------

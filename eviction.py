@@ -27,7 +27,7 @@ import math
 from bisect import bisect_right
 from functools import cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MIN_IDLE = 1e-3     # seconds; no conversation counts as idle for less
 
@@ -194,7 +194,7 @@ class Member(NamedTuple):
     key: int                # the policy's
     users: int              # conversations that use the chunk: one, unless sharing.py shares it
     move: str               # how it would leave: each index is for one move, see kv_cache.py
-    chunk: object
+    chunk: Any
 
     @property
     def group(self) -> tuple[int, int]:

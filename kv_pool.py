@@ -18,11 +18,11 @@ slot away that a copy still reads or writes.) Without CUDA the same code runs in
 has ended when the call returns.
 """
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,8 +39,8 @@ class Flight:
     direction: str                  # "in" or "out"
     tickets: list[Ticket]
     nbytes: int
-    begin: object
-    end: object = None
+    begin: Any
+    end: Any = None
     arrived: list = field(default_factory=list)     # one for each layer, on the way in
     # (reached, arrived) of each layer: the model's stream reached the layer; the layer had arrived.
     waits: list = field(default_factory=list)
@@ -64,7 +64,11 @@ class KVPool:
         # them in order, so whoever waits for the latest has waited for those before.
         self.arriving: Flight | None = None
         self.metrics = SwapMetrics()
-        # stream(): the current stream; on(s): in this block s is; event(): a new event.
+        self.stream: Callable           # stream(): the current stream
+        self.on: Callable               # on(s): in this block s is the current one
+        self.event: Callable            # event(): a new event
+        self.stream_in: Any
+        self.stream_out: Any
         if cuda:
             self.cpu = page_locked(cpu_shape, dtype, self)
             self.stream, self.on = torch.cuda.current_stream, torch.cuda.stream
@@ -219,8 +223,8 @@ class SwapMetrics:
     """Bytes and seconds of the copies that have ended."""
 
     def __init__(self):
-        self.totals = Counter(swap_in_bytes=0, swap_out_bytes=0, swap_in_seconds=0.0,
-                              swap_out_seconds=0.0)
+        self.totals: dict[str, float] = dict(swap_in_bytes=0, swap_out_bytes=0,
+                                             swap_in_seconds=0.0, swap_out_seconds=0.0)
         self.overhead_seconds = 0.0     # the host was busy swapping, or the model's stream waited
 
     @contextmanager

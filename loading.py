@@ -18,6 +18,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -214,7 +215,7 @@ def fuse(model: Model, compiler: Callable = INDUCTOR):
 
     # With `model` in it, the function would be part of a cycle, and a model that nobody needs would
     # stay in memory until a garbage collection.
-    layers, norm = model.layers, model.norm
+    layers, norm = list[Any](model.layers), model.norm
 
     def fused_layers(x: Tensor, attend: Attend) -> Tensor:  # computes what plain_layers does
         q_k_v = layers[0].before_attention(x)

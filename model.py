@@ -19,14 +19,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 Attend = Callable[..., Tensor]          # see Model.forward
-ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "gelu_new": partial(F.gelu, approximate="tanh"),
-               "silu": F.silu}
+ACTIVATIONS: dict[str, Callable] = {
+    "relu": F.relu, "gelu": F.gelu, "gelu_new": partial(F.gelu, approximate="tanh"), "silu": F.silu}
 NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 
@@ -153,7 +154,7 @@ def embedding(rows: int, width: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(rows, width))
 
 
-def plain_layers(layers: nn.ModuleList, norm: nn.Module, x: Tensor, attend: Attend) -> Tensor:
+def plain_layers(layers: Any, norm: nn.Module, x: Tensor, attend: Attend) -> Tensor:
     """Embeddings -> hidden states, both [T, width]. attend(layer, q, k, v): that of Model.forward,
     with the rotation already given."""
     for number, layer in enumerate(layers):

@@ -198,8 +198,8 @@ class Worker:
             | flat                                     |"""
         if size:
             packed = packed.padded(size.tokens, self.padding_row)
-        of_spans, of_tokens = describe(packed)
-        spans = SpanTensors.build(*of_spans, self.device)
+        (row, q_len, kv_len), of_tokens = describe(packed)
+        spans = SpanTensors.build(row, q_len, kv_len, self.device)
         plan = self._plan(spans.host, size)
         for_model = [*plan.arrays(), *of_tokens]
         arrays = [join(for_model), np.array(packed.sample_at, dtype=np.int64), *changes]
