@@ -38,7 +38,7 @@ import threading
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from itertools import dropwhile, islice
 from pathlib import Path
 from typing import NamedTuple
@@ -161,10 +161,9 @@ class History:
                         "busy_timeout = 20"):
             self._db.execute(f"PRAGMA {setting}")
         count_bytes(self._db)
-        self._reader = self._db
-        self._read_lock: AbstractContextManager = self._write_lock
+        self._reader, self._read_lock = self._db, self._write_lock
         if path != ":memory:":
-            self._reader, self._read_lock = connect(), threading.Lock()
+            self._reader, self._read_lock = connect(), threading.RLock()
             self._reader.execute("PRAGMA query_only = ON")
 
     # ---- turns

@@ -21,7 +21,6 @@ not serve.
 import json
 import time
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count
@@ -383,26 +382,7 @@ def logprobs_of(turn: LiveTurn, start: int = 0, end: int | None = None) -> list[
     return entries
 
 
-class Writer(ABC):
-    """Writes the answer of one turn or several while they are generated."""
-    turns: list[LiveTurn]
-    stream: bool
-
-    @abstractmethod
-    def whole(self, replies: list[Answer]) -> dict:
-        """The answer in one piece. replies: of the turns, in order."""
-
-    @abstractmethod
-    def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str]:
-        """The answer as a stream. finish(turn) waits until the history has stored the turn, and
-        returns its reply."""
-
-    @abstractmethod
-    def failure(self, error: APIError) -> dict:
-        """The last event of a stream in which something went wrong."""
-
-
-class ChatWriter(Writer):
+class ChatWriter:
     """Each choice is a turn. The first one goes on in the conversation, the others are branches
     beside it. Their common prompt is computed once. The client may send any of them back, we
     recognise them all."""
@@ -478,7 +458,7 @@ def finish_reason(reply: Answer) -> str:
     return reply.finish_reason
 
 
-class ResponseWriter(Writer):
+class ResponseWriter:
     """A response is one turn. Its events are numbered."""
 
     def __init__(self, turn: LiveTurn, prefix: str, model: str, stream: bool = False):
@@ -535,3 +515,12 @@ class ResponseWriter(Writer):
                  **ending) -> dict:
         return response(self.turn.id, self.model, self.conversation, self.note, status, output,
                         usage, **ending)
+
+
+# A writer writes the answer of its `turns` while they are generated.
+#
+#     whole(replies)     the answer in one piece; replies: of the turns, in order
+#     events(finish)     the answer as a stream; finish(turn) waits until the history has stored
+#                        the turn, and returns its reply
+#     failure(error)     the last event of a stream in which something went wrong
+Writer = ChatWriter | ResponseWriter
