@@ -344,13 +344,13 @@ class Engine:
 
 
 def demo():
-    """Three conversations, 32 GPU slots, 3 CPU places of 4 tokens, at most 16 tokens in a step. The
+    """Three conversations, 32 GPU slots, 4 CPU places of 4 tokens, at most 16 tokens in a step. The
     clock is one second later at each look. The costs are invented seconds: the attention of a chunk
-    costs 1 s at context 4 and 8 s at 32; all else costs 1.1 s. chapter_one.py does the same."""
-    engine = Engine("tiny_chat", gpu_cache_tokens=32, cpu_cache_tokens=12, chunk_size=4,
+    costs 1 s at context 4 and 8 s at 32; all else costs 1 s. chapter_one.py does the same."""
+    engine = Engine("tiny_chat", gpu_cache_tokens=32, cpu_cache_tokens=16, chunk_size=4,
                     max_batch_tokens=16, debug=True, clock=count().__next__,
-                    cost=RecomputeCost({4: 1.0, 32: 8.0}, rest=1.1))
-    for turns in ({"a": 6, "b": 7}, {"c": 7, "a": 10, "b": 4}, {"c": 7}, {"b": 4}):
+                    cost=RecomputeCost({4: 1.0, 32: 8.0}, rest=1.0))
+    for turns in ({"a": 11, "b": 11}, {"c": 11}, {"a": 4}):
         handles = [engine.submit(list(range(65, 65 + length)), name, max_tokens=3, ignore_eos=True)
                    for name, length in turns.items()]
         while not all(handle.reply for handle in handles):
