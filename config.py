@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, fields
 from eviction import POLICIES
 
 
-def require(ok: bool, name: str, description: str, value):
-    """ValueError unless ok: `name` must be `description`, got `value`."""
+def require(ok: object, name: str, description: str, value):
+    """ValueError unless `ok` counts as true: `name` must be `description`, got `value`."""
     if not ok:
         raise ValueError(f"{name} must be {description}, got {value!r:.100}")
 
@@ -58,7 +58,7 @@ class Config:
         return {entry.name for entry in fields(cls)}
 
     @classmethod
-    def add_flags(cls, parser: argparse.ArgumentParser):
+    def add_flags(cls, parser: argparse.ArgumentParser | argparse._ArgumentGroup):
         """Add a flag for every field."""
         for entry in fields(cls):
             name, text = "--" + entry.name.replace("_", "-"), entry.metadata["help"]
