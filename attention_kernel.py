@@ -15,8 +15,8 @@ the KV-token of that position lies.
 
 Invariant: the KV-token of every position that a span sees is in the cache when attention starts.
 
-The first half says what is computed, in plain torch. The second half, the kernels, computes the
-same on a GPU: read it after attention_plan.py.
+Up to the mark `second day`, this file says what is computed, in plain torch. Behind the mark,
+multi_token_attention does the same: on a CPU by calling this, on a GPU with kernels.
 """
 from __future__ import annotations      # where triton is absent, `tl.constexpr` is, too
 
@@ -30,11 +30,32 @@ from torch import Tensor
 from arrays import jit, runs_triton, tl, triton, upload
 from attention_plan import Merge, Plan, WorkItem, make_plan, wanted_items
 
-LOG2_E = 1.4426950408889634
-PIECES_AT_ONCE = 32         # partial results that are merged at a time
 
+@dataclass(eq=False)
+class SpanTensors:
+    """The spans of a batch, for all layers of a step. Make one with `build`."""
+    host: np.ndarray                # [3, S] int64: table row, q_len and kv_len of each span
+    device: torch.device
+    num_tokens: int                 # T, the sum of all q_len
+    max_row: int                    # the largest table row; for check_arguments
+    max_kv_len: int                 # for check_arguments
+    plans: dict = field(default_factory=dict)   # second day: see plan_of
 
-# ---- the specification ---------------------------------------------------------------------------
+    @staticmethod
+    def build(row, q_len, kv_len, device="cpu") -> SpanTensors:
+        """Three sequences of ints with one entry per span: its row of the slot table, how many
+        queries it has, and how many positions its last query sees. ValueError unless row >= 0 and
+        1 <= q_len <= kv_len."""
+        host = np.array([row, q_len, kv_len], dtype=np.int64)
+        row, q_len, kv_len = host
+        bad = (row < 0) | (q_len < 1) | (q_len > kv_len)
+        if bad.any():
+            first = int(bad.argmax())
+            raise ValueError(f"a span of row {row[first]}, q_len {q_len[first]}, kv_len "
+                             f"{kv_len[first]}: needs row >= 0 and 1 <= q_len <= kv_len")
+        return SpanTensors(host, torch.device(device), int(q_len.sum()), int(row.max(initial=0)),
+                           int(kv_len.max(initial=0)))
+
 
 def multi_token_attention_reference(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, slot_table: Tensor, spans: SpanTensors,
@@ -59,7 +80,7 @@ def multi_token_attention_reference(
 
     Returns out. ValueError if shapes, strides or types do not fit together.
     """
-    check_arguments(q, k_cache, v_cache, slot_table, spans, scale, out)
+    check_arguments(q, k_cache, v_cache, slot_table, spans, scale, out)     # at the end of the file
     out = torch.empty_like(q) if out is None else out
     start = 0
     for table_row, q_len, kv_len in spans.host.T.tolist():
@@ -76,8 +97,8 @@ def multi_token_attention_reference(
 def attend_one_query(query: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """Attention of one query, [1, H, D], over k and v [kv_len, H_kv, D]. Returns [1, H, D].
 
-    A decode sees everything, so there is no mask. The query heads that share a KV head are passed
-    as if they were tokens: then K and V are read once for all of them."""
+    A decode sees everything, so there is no mask, and query heads that share a KV head are passed
+    as if they were tokens."""
     _, heads, D = query.shape
     kv_heads = k.shape[1]
     grouped = query.reshape(1, kv_heads, heads // kv_heads, D)              # [1, H_kv, H / H_kv, D]
@@ -103,35 +124,7 @@ def attend_many_queries(queries: Tensor, k: Tensor, v: Tensor, scale: float | No
     return attended[0].transpose(0, 1)                                          # [q_len, H, D]
 
 
-# ---- the spans of a batch ------------------------------------------------------------------------
-
-@dataclass(eq=False)
-class SpanTensors:
-    """The spans of a batch, for all layers of a step. Make one with `build`."""
-    host: np.ndarray                # [3, S] int64: table row, q_len and kv_len of each span
-    device: torch.device
-    num_tokens: int                 # T, the sum of all q_len
-    max_row: int                    # the largest table row
-    max_kv_len: int
-    plans: dict = field(default_factory=dict)   # for the kernels: see plan_of
-
-    @staticmethod
-    def build(row, q_len, kv_len, device="cpu") -> SpanTensors:
-        """Three sequences of ints with one entry per span: its row of the slot table, how many
-        queries it has, and how many positions its last query sees. ValueError unless row >= 0 and
-        1 <= q_len <= kv_len."""
-        host = np.array([row, q_len, kv_len], dtype=np.int64)
-        row, q_len, kv_len = host
-        bad = (row < 0) | (q_len < 1) | (q_len > kv_len)
-        if bad.any():
-            first = int(bad.argmax())
-            raise ValueError(f"a span of row {row[first]}, q_len {q_len[first]}, kv_len "
-                             f"{kv_len[first]}: needs row >= 0 and 1 <= q_len <= kv_len")
-        return SpanTensors(host, torch.device(device), int(q_len.sum()), int(row.max(initial=0)),
-                           int(kv_len.max(initial=0)))
-
-
-# ==== the second half, the kernels: read it after attention_plan.py ===============================
+# ---- second day: the kernels; read attention_plan.py first
 #
 # The plan has cut the spans into work items. Its words once more, for one span with q_len 50 and
 # kv_len 1050, if 4 query heads share a KV head:
@@ -142,6 +135,10 @@ class SpanTensors:
 #     program         computes one item for one KV head, TILE_N positions (a strip) at a time
 #     partial row     what an item of a split tile leaves for one query row: 3 x 200
 #     merge           joins the 3 partial rows of one query row: 200
+
+LOG2_E = 1.4426950408889634
+PIECES_AT_ONCE = 32         # partial results that are merged at a time
+
 
 def multi_token_attention(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, slot_table: Tensor, spans: SpanTensors,

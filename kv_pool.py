@@ -12,10 +12,11 @@ A copy out waits for the copies in of its step because both ways at once are slo
 measured a loss of 18-20%. The next step's copies in do not wait for it, because a step waits for
 them.
 
+Without CUDA the same code runs in order: every copy has ended when the call returns.
+
 Invariants: a slot is overwritten only when earlier steps have read it; a copy out reads only what
 earlier steps have written; a ticket has landed only when its copy has ended. (kv_cache.py gives no
-slot away that a copy still reads or writes.) Without CUDA the same code runs in order: every copy
-has ended when the call returns.
+slot away that a copy still reads or writes.)
 """
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +36,8 @@ from tier_copies import copy_tokens, page_locked
 
 @dataclass(eq=False)
 class Flight:
-    """Copies in one direction, started together. begin, end, reached and arrived are events."""
+    """Copies in one direction, started together. begin, end and all in arrived and waits are CUDA
+    events (InOrder without CUDA)."""
     direction: str                  # "in" or "out"
     tickets: list[Ticket]
     nbytes: int
@@ -60,17 +62,19 @@ class KVPool:
         self.gpu = torch.empty(gpu_shape, device=device, dtype=dtype)
         self.chunk_size, self.pipeline = chunk_size, pipeline
         self.flights: list[Flight] = []         # by time of issue
-        # The latest flight in, until a step has waited for all its layers. One stream copies all of
-        # them in order, so whoever waits for the latest has waited for those before.
+        # The latest flight in: set by swap_in, cleared by wait(last layer). One stream copies all
+        # flights in order, so whoever waits for the latest has waited for those before.
         self.arriving: Flight | None = None
         self.metrics = SwapMetrics()
-        self.stream: Callable           # stream(): the current stream
-        self.on: Callable               # on(s): in this block s is the current one
-        self.event: Callable            # event(): a new event
+        # Three functions that hide CUDA: stream(), the current stream; on(s), a block in which s is
+        # the current one; event(), a new event. Without CUDA they do nothing (InOrder).
+        self.stream: Callable
+        self.on: Callable
+        self.event: Callable
         self.stream_in: Any
         self.stream_out: Any
         if cuda:
-            self.cpu = page_locked(cpu_shape, dtype, self)
+            self.cpu = page_locked(cpu_shape, dtype, self)      # unlocked when this pool is gone
             self.stream, self.on = torch.cuda.current_stream, torch.cuda.stream
             self.event = partial(torch.cuda.Event, enable_timing=True)
             self.stream_in = torch.cuda.Stream(device, priority=-1)     # before the model's kernels
@@ -120,9 +124,9 @@ class KVPool:
         single layer, so one copy takes all layers. No tickets: nothing happens.
 
         stream_out waits for the copies in, and for `written`: an event of the current stream,
-        behind all that writes to these slots (None: behind all that is launched so far). The worker
-        gives one that it recorded before this step's model: so the copies run while that
-        computes."""
+        behind all that writes to these slots (None: behind all that is launched so far).
+        Worker._start records it just before the model, because nothing in this step writes to these
+        slots: so the copies run while the model computes."""
         if not tickets:
             return
         self.stream_out.wait_event(written or self.now())
@@ -143,24 +147,11 @@ class KVPool:
             self.metrics.add(flight)
         return [ticket for flight in ended for ticket in flight.tickets]
 
-    def copy_slots(self, copies: dict[int, int]):
-        """Copy KV into each slot `target` from slot copies[target], in the order of the current
-        stream: earlier steps have written the sources, and a later swap_in may overwrite them. In
-        each layer all sources are read before a target is written, because a slot may be both."""
-        if copies:
-            both = np.array([list(copies), list(copies.values())])
-            targets, sources = self._upload(both)                           # [c] each
-            for layer in self.gpu:                                          # [2, slots, H_kv, D]
-                layer.index_copy_(1, targets, layer.index_select(1, sources))
-
     def now(self):
         """An event at this point of the current stream."""
         event = self.event()
         event.record(self.stream())
         return event
-
-    def stats(self) -> dict:
-        return self.metrics.stats()
 
     @contextmanager
     def _flight(self, direction: str, tickets: list[Ticket], stream) -> Iterator[Flight]:
@@ -191,6 +182,21 @@ class KVPool:
             on_host = on_host.pin_memory()  # page-locked: else the host would wait for the stream
         return on_host.to(self.gpu.device, non_blocking=True)
 
+    # ---- second day: copies for sharing.py, what replaces CUDA, how much of the copies is hidden
+
+    def copy_slots(self, copies: dict[int, int]):
+        """Copy KV into each slot `target` from slot copies[target], in the order of the current
+        stream: earlier steps have written the sources, and a later swap_in may overwrite them. In
+        each layer all sources are read before a target is written, because a slot may be both."""
+        if copies:
+            both = np.array([list(copies), list(copies.values())])
+            targets, sources = self._upload(both)                           # [c] each
+            for layer in self.gpu:                                          # [2, slots, H_kv, D]
+                layer.index_copy_(1, targets, layer.index_select(1, sources))
+
+    def stats(self) -> dict:
+        return self.metrics.stats()
+
 
 class InOrder:
     """Without CUDA, a stream and an event: everything runs in order, and nothing is waited for."""
@@ -216,8 +222,6 @@ class InOrder:
     def wait_event(self, event):
         pass
 
-
-# ---- how much of the copies is hidden ------------------------------------------------------------
 
 class SwapMetrics:
     """Bytes and seconds of the copies that have ended."""

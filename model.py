@@ -66,34 +66,6 @@ class ModelConfig:
         mlp = (3 if self.gated else 2) * self.width * self.ffn_width
         return self.num_layers * (attention + mlp)
 
-    def share(self, size: int) -> "ModelConfig":
-        """What each of `size` processes has. With size 4, 32 query heads and 8 KV heads become 8
-        and 2. ValueError for what they cannot share evenly."""
-        parts = {}
-        for name in ("num_heads", "num_kv_heads", "ffn_width"):
-            parts[name], rest = divmod(getattr(self, name), size)
-            if rest:
-                raise ValueError(f"{name} {getattr(self, name)} cannot be shared evenly by {size} "
-                                 "processes: start fewer (torchrun --nproc-per-node)")
-        return replace(self, **parts)
-
-
-class Alone:
-    """The processes that share a model, seen by one: this one is alone. On several GPUs there are
-    more: parallel.Ranks."""
-    rank, size = 0, 1
-
-    def add_up(self, part: Tensor) -> Tensor:
-        """The sum of the parts that all processes have."""
-        return part
-
-    def smallest(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        """Of each number, the smallest that any process has."""
-        return numbers
-
-
-ALONE = Alone()
-
 
 class Attention(nn.Module):
     """The projections around attention."""
@@ -101,10 +73,10 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]       # of q, k, v
-        self.head_dim = config.head_dim
-        inner, biases = config.num_heads * self.head_dim, config.biases
+        self.head_dim, biases = config.head_dim, config.biases
+        # Each head has head_dim numbers: of all q, k and v together, and of all queries' results.
         self.qkv = nn.Linear(config.width, sum(self.heads) * self.head_dim, bias="qkv" in biases)
-        self.out = nn.Linear(inner, config.width, bias="out" in biases)
+        self.out = nn.Linear(config.num_heads * self.head_dim, config.width, bias="out" in biases)
         norm = NORMS[config.norm] if config.qk_norm else nn.Identity
         self.q_norm = norm(self.head_dim, config.norm_eps)
         self.k_norm = norm(self.head_dim, config.norm_eps)
@@ -133,9 +105,9 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: ModelConfig, ranks: Alone):
+    def __init__(self, config: ModelConfig, add_up: Callable[[Tensor], Tensor]):
         super().__init__()
-        self.add_up = ranks.add_up
+        self.add_up = add_up            # on one GPU it returns its argument
         self.attn_norm = NORMS[config.norm](config.width, config.norm_eps)
         self.attn = Attention(config)
         self.mlp_norm = NORMS[config.norm](config.width, config.norm_eps)
@@ -164,19 +136,15 @@ def plain_layers(layers: Any, norm: nn.Module, x: Tensor, attend: Attend) -> Ten
 
 
 class Model(nn.Module):
-    """A pre-norm decoder over packed tokens. Build it with `load_model` or `random_model`.
+    """A pre-norm decoder over packed tokens. See load_model, random_model (checkpoint.py)."""
 
-    Several processes (ranks) can share a model: each has some of the heads and some of each MLP's
-    inner values. A sum over all of them follows attn.out and mlp.down, so there only rank 0's
-    biases are not zero. All else is the same in all. `config` has the sizes of this process."""
-
-    def __init__(self, config: ModelConfig, ranks: Alone = ALONE):
+    def __init__(self, config: ModelConfig, add_up: Callable[[Tensor], Tensor]):
         super().__init__()
-        self.config = config = config.share(ranks.size)
+        self.config = config
         self.tokens = embedding(config.vocab_size, config.width)
         if config.rope_theta is None:
             self.positions = embedding(config.max_context + config.position_offset, config.width)
-        self.layers = nn.ModuleList(Layer(config, ranks) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Layer(config, add_up) for _ in range(config.num_layers))
         self.norm = NORMS[config.norm](config.width, config.norm_eps)
         if not config.tied_embeddings:
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
@@ -196,6 +164,7 @@ class Model(nn.Module):
         if self.config.rope_theta is None:
             x = x + self.positions(positions + self.config.position_offset)  # [T, width]
         rotation = self.rotation(positions)
+        # This binds the rotation, so that run_layers need not know it.
         return self.run_layers(x, lambda layer, q, k, v: attend(
             layer, q, k, v, None if layer in self.config.unrotated else rotation))
 
@@ -216,6 +185,8 @@ class Model(nn.Module):
         return self.head(x).float()
 
 
+# ---- second day: how fast rotary positions turn, several processes, memory without values
+
 def rotary_frequencies(config: ModelConfig, device) -> Tensor:
     """By how many radians per position each pair of dimensions turns: [D/2] in float32, from 1 down
     to nearly 1 / rope_theta (before any scaling).
@@ -233,8 +204,41 @@ def rotary_frequencies(config: ModelConfig, device) -> Tensor:
     return frequencies * (kept + (1 - kept) / factor)
 
 
+class Alone:
+    """The processes (ranks) that share a model, seen by one: this one is alone. On several GPUs
+    there are more: parallel.Ranks.
+
+    Each has some of the heads and some of each MLP's inner values. A sum over all of them follows
+    attn.out and mlp.down, so there only rank 0's biases are not zero. All else is the same in
+    all."""
+    rank, size = 0, 1
+
+    def add_up(self, part: Tensor) -> Tensor:
+        """The sum of the parts that all processes have."""
+        return part
+
+    def smallest(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        """Of each number, the smallest that any process has."""
+        return numbers
+
+
+ALONE = Alone()
+
+
+def share(config: ModelConfig, size: int) -> ModelConfig:
+    """The sizes that each of `size` processes has. With size 4, 32 query heads and 8 KV heads
+    become 8 and 2. ValueError for what they cannot share evenly."""
+    parts = {}
+    for name in ("num_heads", "num_kv_heads", "ffn_width"):
+        parts[name], rest = divmod(getattr(config, name), size)
+        if rest:
+            raise ValueError(f"{name} {getattr(config, name)} cannot be shared evenly by {size} "
+                             "processes: start fewer (torchrun --nproc-per-node)")
+    return replace(config, **parts)
+
+
 def empty_model(config: ModelConfig, device, dtype: torch.dtype, ranks: Alone = ALONE) -> Model:
     """A Model whose parameters are allocated on `device` in `dtype` and hold no values yet."""
     with torch.device("meta"):      # until to_empty nothing is allocated or initialised
-        model = Model(config, ranks)
+        model = Model(share(config, ranks.size), ranks.add_up)
     return model.to(dtype).to_empty(device=device).requires_grad_(False).eval()

@@ -50,14 +50,6 @@ class Packed(NamedTuple):
     sample_at: list[int]        # [N] where in tokens each span ends that ends its request's context
     sampling_requests: list[Request]    # [N] the requests of those spans
 
-    def padded(self, size: int, table_row: int) -> "Packed":
-        """Append spans of one token, at position 0 of `table_row`, up to `size` tokens: a CUDA
-        graph always computes that many."""
-        padding = size - len(self.tokens)
-        return self._replace(table_row=self.table_row + [table_row] * padding,
-                             start=self.start + [0] * padding, end=self.end + [1] * padding,
-                             tokens=self.tokens + array("i", [0]) * padding)
-
 
 def pack(spans: list[Span]) -> Packed:
     """Concatenate the spans: the worker's one loop over them."""
@@ -79,7 +71,7 @@ def describe(packed: Packed) -> tuple[list[np.ndarray], list[np.ndarray]]:
     token its id, position and table row, [T] each. For b31 and a0 ... a3 above, in rows 1 and 0:
 
         [1, 0], [1, 4], [32, 4]     and     [b31, a0, ...], [31, 0, 1, 2, 3], [1, 0, 0, 0, 0]"""
-    table_row, start, end = np.array(packed[:3], dtype=np.int64)                # [S] each
+    table_row, start, end = np.array([packed.table_row, packed.start, packed.end], dtype=np.int64)
     span, nth = enumerate_each(end - start)                                     # [T] each
     of_spans = [table_row, end - start, end]
     return of_spans, [np.array(packed.tokens), start[span] + nth, table_row[span]]
@@ -121,8 +113,9 @@ class Worker:
         self.head_dim = config.head_dim
         self.pool = KVPool(config.num_layers, self.kv_heads, self.head_dim, num_slots + 1,
                            num_places, chunk_size, self.device, self.dtype, pipeline)
-        # Before any request has a row, every entry names some slot: `profile` reads some. Padding
-        # has the last row, whose only slot is one more than the scheduler knows of.
+        # At first every entry names some slot, so that `profile`, which runs before any request,
+        # reads valid slots. The last row is that of padding (second day): its only slot is one more
+        # than the scheduler knows of.
         any_slots = torch.arange(max_context, dtype=torch.int32, device=self.device) % num_slots
         self.slot_table = any_slots.repeat(max_running + 1, 1)      # [max_running + 1, max_context]
         self.padding_row = max_running
@@ -147,7 +140,8 @@ class Worker:
         if not batch.spans:
             return lambda: Result([], self.pool.landed(wait=True))
         sampled = sample(logits, packed.sampling_requests)
-        # -1 says that the logits were not finite. It has no embedding, so later steps read 0.
+        # NOT_FINITE is -1, which has no embedding. A step already launched behind must read
+        # something: 0. Its result is ignored.
         self._remember(inputs, sampled[0].clamp(min=0).int())
         on_host = [part.to("cpu", non_blocking=True) for part in sampled]       # page-locked
         done = self.pool.now()
@@ -157,9 +151,6 @@ class Worker:
             tokens, logprobs = read(packed.sampling_requests, *on_host)
             return Result(tokens, self.pool.landed(wait=False), logprobs)
         return wait
-
-    def stats(self) -> dict:
-        return self.pool.stats()
 
     # ---- a step
 
@@ -171,7 +162,8 @@ class Worker:
         The upload of the inputs comes first: behind the copies of KV it would wait for the bus
         between CPU and GPU."""
         size = None
-        if packed.tokens and not swap_in and not self.pool.arriving:    # graphs wait for none
+        # A graph has no waits in it, so it cannot wait for layers to arrive.
+        if packed.tokens and not swap_in and not self.pool.arriving:
             size = self.graphs.size_for(len(packed.tokens), len(packed.table_row))
         inputs = self.upload_inputs(packed, changes, size)
         self.pool.copy_slots(slot_copies)
@@ -190,6 +182,10 @@ class Worker:
         """Upload a batch, padded to the size of a graph if one is given, together with the changes
         of the slot table (see table_changes), and carry these out.
 
+        First reading: on a CPU the plan is empty and `size` is None. What remains: describe the
+        spans, copy all arrays in one go (arrays.py: join, upload, split_like), write the changes,
+        and put the sampled token where the host said PLACEHOLDER.
+
         All goes to the device in one copy, which begins with what the model reads (first the plan,
         since the kernels want it aligned). That part is `flat`: a graph's replay copies it into the
         graph's own memory.
@@ -197,7 +193,7 @@ class Worker:
             | plan | tokens | positions | row_of_token | sample_at | changes |
             | flat                                     |"""
         if size:
-            packed = packed.padded(size.tokens, self.padding_row)
+            packed = self._padded(packed, size)
         (row, q_len, kv_len), of_tokens = describe(packed)
         spans = SpanTensors.build(row, q_len, kv_len, self.device)
         plan = self._plan(spans.host, size)
@@ -208,21 +204,12 @@ class Worker:
         key = self.group, self.kv_heads, self.head_dim, self.dtype
         spans.plans[key] = plan.with_arrays(planned)
 
-        self.slot_table[rows, columns] = slots  # what is named twice has the same slot both times
-        known = torch.where(tokens == PLACEHOLDER, self.sampled[row_of_token], tokens)
-        tokens.copy_(known)                     # in place: they are a part of `flat`
+        # Since the last step one request may have left a row and another come into it: an entry is
+        # then named twice, but both times with the slot that it has now.
+        self.slot_table[rows, columns] = slots
+        resolved = torch.where(tokens == PLACEHOLDER, self.sampled[row_of_token], tokens)
+        tokens.copy_(resolved)                  # in place: they are a part of `flat`
         return Inputs(tokens, positions, row_of_token, spans, sample_at, flat)
-
-    def _plan(self, host: np.ndarray, size: GraphSize | None) -> Plan:
-        """The plan of the attention kernel's work (attention_plan.py) for spans, host [3, S]; for a
-        graph, filled up to what any batch of this size can need."""
-        if not runs_triton(self.device, self.dtype):
-            return Plan([], NO_MERGES, 0)
-        wanted = wanted_items(self.kv_heads, self.head_dim, self.dtype, self.device)
-        plan = make_plan(host, self.group, wanted)
-        if not size:
-            return plan
-        return plan.padded(largest_plan(size.tokens, size.longest, self.group, wanted))
 
     def compute_logits(self, inputs: Inputs, size: GraphSize | None = None) -> Tensor:
         """One forward over all spans -> logits [N, vocab] of the tokens at `sample_at`."""
@@ -242,7 +229,26 @@ class Worker:
 
         return self.model(inputs.tokens, inputs.positions, attend)              # [T, width]
 
-    # ---- before the first request
+    # ---- second day: plans and graphs for a GPU, what is measured and counted
+
+    def _padded(self, packed: Packed, size: GraphSize) -> Packed:
+        """Append spans of one token, at position 0 of the padding's row, up to size.tokens tokens:
+        a CUDA graph always computes that many."""
+        padding = size.tokens - len(packed.tokens)
+        return packed._replace(table_row=packed.table_row + [self.padding_row] * padding,
+                               start=packed.start + [0] * padding, end=packed.end + [1] * padding,
+                               tokens=packed.tokens + array("i", [0]) * padding)
+
+    def _plan(self, host: np.ndarray, size: GraphSize | None) -> Plan:
+        """The plan of the attention kernel's work (attention_plan.py) for spans, host [3, S]; for a
+        graph, filled up to what any batch of this size can need."""
+        if not runs_triton(self.device, self.dtype):
+            return Plan([], NO_MERGES, 0)
+        wanted = wanted_items(self.kv_heads, self.head_dim, self.dtype, self.device)
+        plan = make_plan(host, self.group, wanted)
+        if not size:
+            return plan
+        return plan.padded(largest_plan(size.tokens, size.longest, self.group, wanted))
 
     @torch.inference_mode()
     def capture(self, make_graph: Callable):
@@ -256,3 +262,6 @@ class Worker:
     def profile(self) -> RecomputeCost:
         """What it costs to recompute a chunk, measured. Call it before the first request."""
         return measure_recompute_cost(self.model, self.pool, self.slot_table)
+
+    def stats(self) -> dict:
+        return self.pool.stats()

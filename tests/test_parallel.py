@@ -12,7 +12,7 @@ import torch
 from checkpoint import PRESETS
 from clients import eventually
 from kv_cache import Ticket
-from model import Alone, ModelConfig, empty_model
+from model import Alone, ModelConfig, empty_model, share
 from parallel import Follower, Leader
 from serving.sessions import Sessions
 from streams import Recorder
@@ -100,8 +100,8 @@ def test_a_follower_waits_for_copies_that_have_ended_only_on_rank_0():
 
 
 def test_what_cannot_be_shared_is_refused_by_name():
-    PRESETS["llama2-70b"].share(8)
+    share(PRESETS["llama2-70b"], 8)
     with pytest.raises(ValueError, match="num_kv_heads 8 cannot be shared evenly by 16 processes"):
-        PRESETS["llama2-70b"].share(16)
+        share(PRESETS["llama2-70b"], 16)
     with pytest.raises(ValueError, match="num_heads 12 cannot be shared evenly by 5 processes"):
-        PRESETS["opt-125m"].share(5)
+        share(PRESETS["opt-125m"], 5)
