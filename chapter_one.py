@@ -224,7 +224,7 @@ class Pensieve:
         copied = [one for one in self.chunks if one.copy is not None]
         if len(copied) < PLACES:
             return True
-        for one in copied:      # what runs has slots: its copy is to spare, if it didn't come just now
+        for one in copied:      # a running chunk has slots; its copy is to spare, if not in use
             if one.conversation in self.running and one not in batch.swap_in:
                 one.copy = None
                 return True
