@@ -1,1 +1,2 @@
-"""Around an engine: text, names, a history, OpenAI's wire format, and what operators and the page see."""
+"""Around an engine: text, names, a history, OpenAI's wire format, and what operators and the page
+see."""

@@ -1,7 +1,7 @@
 r"""The persistent store: the raw tokens of every turn, a tree in SQLite.
 
-KV-tokens are only a cache. When a chunk was dropped, its tokens are read from here and computed again
-(the paper's persistent store of raw tokens, §4.3).
+KV-tokens are only a cache. When a chunk was dropped, its tokens are read from here and computed
+again (the paper's persistent store of raw tokens, §4.3).
 
 Turns are like commits in git. A turn has a parent and holds only the tokens that it added. A
 conversation is a name for its last turn, its *head*. A branch is a second name.
@@ -10,21 +10,22 @@ conversation is a name for its last turn, its *head*. A branch is a second name.
                       \
                        ---- turn 4      <- conversation "side", a branch after turn 2
 
-A turn keeps the ids that the model sampled, because one text can be tokenised in several ways. A turn
-may also restart: then the model reads its tokens after an empty context instead of its parent's (other
-instructions, or older messages left out).
+A turn keeps the ids that the model sampled, because one text can be tokenised in several ways. A
+turn may also restart: then the model reads its tokens after an empty context instead of its
+parent's (other instructions, or older messages left out).
 
-A client that resends all its messages needs no name. Each turn stores a hash of the visible messages of
-its context (those that the chat template shows to the model), and `match` looks for that hash. If a turn's
-visible text does not determine its ids, then it has no hash, and neither has any later turn of that context.
+A client that resends all its messages needs no name. Each turn stores a hash of the visible
+messages of its context (those that the chat template shows to the model), and `match` looks for
+that hash. If a turn's visible text does not determine its ids, then it has no hash, and neither has
+any later turn of that context.
 
-A conversation's name begins with its owner's prefix, so owners need no column. A prefix has one "/", at
-its end, where `count_bytes` cuts a name: "3f9a/my chat" belongs to the owner "3f9a/". A server without API
-keys has one owner, "".
+A conversation's name begins with its owner's prefix, so owners need no column. A prefix has one
+"/", at its end, where `count_bytes` cuts a name: "3f9a/my chat" belongs to the owner "3f9a/". A
+server without API keys has one owner, "".
 
 Invariants: every stored turn is needed by a conversation or by a later turn. A turn that `commit`
-returned survives a crash (WAL, synchronous=FULL). A commit that fails changes nothing; it fails if the
-conversation does not end where its caller thinks.
+returned survives a crash (WAL, synchronous=FULL). A commit that fails changes nothing; it fails if
+the conversation does not end where its caller thinks.
 """
 import fcntl
 import hashlib
@@ -36,7 +37,7 @@ import stat
 import threading
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import dropwhile, islice
 from pathlib import Path
@@ -69,14 +70,16 @@ CREATE TABLE conversation (
     waiting TEXT NOT NULL,          -- JSON: visible messages that its next turn begins with
     created REAL NOT NULL,
     active REAL NOT NULL);
-CREATE INDEX turn_parent ON turn(parent);
-CREATE INDEX turn_hash ON turn(hash);
-CREATE INDEX conversation_head ON conversation(head);
-CREATE INDEX conversation_active ON conversation(active);
 PRAGMA user_version = {SCHEMA_VERSION}"""
+OWNER = "substr({0}, 1, instr({0}, '/'))"      # SQL: the owner's prefix of a conversation's name
+INDEXES = dict(turn_parent="turn(parent)", turn_hash="turn(hash)",
+               conversation_head="conversation(head)", conversation_active="conversation(active)",
+               turn_of_owner=f"turn(hash, {OWNER.format('conversation')})",
+               conversation_of_owner=f"conversation({OWNER.format('name')}, active)")
+MOST_ALIKE = 100        # turns of the same text that `match` chooses from, the newest ones
 # The columns are the fields of Turn.
-TURNS = ("SELECT id, parent, coalesce(name, conversation), length, last_token, note, hash, turn.created "
-         "FROM turn LEFT JOIN conversation ON head = id")
+TURNS = ("SELECT id, parent, coalesce(name, conversation), length, last_token, note, hash, "
+         "turn.created FROM turn LEFT JOIN conversation ON head = id")
 # SQL for the turn before a turn. `chain` follows one of them back to its end.
 CONTEXT = "CASE WHEN carried IS NULL THEN parent END"       # as far as the model reads
 ANCESTRY = "parent"                                         # as far as the conversation goes
@@ -86,7 +89,7 @@ class Turn(NamedTuple):
     """A stored turn."""
     id: str
     parent: str | None
-    conversation: str       # one whose head it is; if there is none, the one in which it was committed
+    conversation: str    # one whose head it is; if there is none, the one in which it was committed
     length: int             # tokens of its context, including its own
     last_token: int         # the last of them: it was sampled, but never fed to the model
     note: str               # JSON: the note that `commit` was given
@@ -115,10 +118,12 @@ class History:
                  vocab_size: int = 2**31):
         """fingerprint: the tokenizer's. vocab_size: the model's; all token ids are below it.
 
-        ValueError if the file belongs to another tokenizer, to another version of this program, or to a
-        server that is running, or if it is not a history. Then the file stays as it was."""
+        ValueError if the file belongs to another tokenizer, to another version of this program, or
+        to a server that is running, or if it is not a history. Then the file stays as it was."""
         self._root_hash = digest(b"", fingerprint)
         self._open = ExitStack()        # closes all that we open, in reverse order
+        self._path = path
+        self._file: int | None = None   # the descriptor, unless the history is in memory
         try:
             if path != ":memory:":
                 self._take_file(path, fingerprint)
@@ -134,7 +139,7 @@ class History:
 
     def _take_file(self, path: str | os.PathLike, fingerprint: str):
         """Lock the file, check that it is a history of ours, and then make it private."""
-        file = open_alone(path)
+        file = self._file = open_alone(path)
         self._open.callback(os.close, file)
         if os.fstat(file).st_size:
             with closing(untouched(path)) as db:
@@ -142,9 +147,9 @@ class History:
         os.fchmod(file, 0o600)          # SQLite gives the -wal and -shm files the mode of this one
 
     def _connect(self, path: str | os.PathLike, fingerprint: str):
-        """One connection writes, the other one reads, and each has a lock of its own. So reading does not
-        wait for a write (but `oldest` does). A history in memory has one connection and one lock for both:
-        `close` takes that lock twice, hence an RLock."""
+        """One connection writes, the other one reads, and each has a lock of its own. So reading
+        does not wait for a write (but `oldest` does). A history in memory has one connection and
+        one lock for both: `close` takes that lock twice, hence an RLock."""
         def connect() -> sqlite3.Connection:
             connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._open.callback(connection.close)
@@ -152,12 +157,13 @@ class History:
         self._db, self._write_lock = connect(), threading.RLock()
         with self._writing() as db:
             create_tables(db, fingerprint)
-        for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "busy_timeout = 20"):
+        for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON",
+                        "busy_timeout = 20"):
             self._db.execute(f"PRAGMA {setting}")
         count_bytes(self._db)
         self._reader, self._read_lock = self._db, self._write_lock
         if path != ":memory:":
-            self._reader, self._read_lock = connect(), threading.Lock()
+            self._reader, self._read_lock = connect(), threading.RLock()
             self._reader.execute("PRAGMA query_only = ON")
 
     # ---- turns
@@ -173,7 +179,8 @@ class History:
             return find_turn(db, "id = :id AND NOT hidden", id=turn_id)
 
     def tokens(self, turn_id: str) -> array:
-        """The raw ids of a turn's context, its own included, as array("i"). StaleTurn if it is gone."""
+        """The raw ids of a turn's context, its own included, as array("i"). StaleTurn if it is
+        gone."""
         with self._reading() as db:
             rows = chain(db, CONTEXT, turn_id, "prompt, reply")
         return array("i", b"".join(prompt + reply for prompt, reply in rows))
@@ -184,22 +191,24 @@ class History:
             rows = chain(db, CONTEXT, turn_id, "messages")
         return [message for text, in rows for message in json.loads(text)]
 
-    def commit(self, conversation: str, parent: str | None, prompt: Iterable[int], reply: Iterable[int],
-               messages: Iterable[dict] = (), text: str | None = None, exact: bool = True,
-               carried: int | None = None, note: dict | None = None, id: str | None = None,
-               branches: bool = False) -> Turn:
+    def commit(self, conversation: str, parent: str | None, prompt: Iterable[int],
+               reply: Iterable[int], messages: Iterable[dict] = (), text: str | None = None,
+               exact: bool = True, carried: int | None = None, note: dict | None = None,
+               id: str | None = None, branches: bool = False) -> Turn:
         """Append a turn to a conversation. It is on disk when this returns.
 
         parent: the id of the conversation's head. None: the conversation has no turn yet.
-        branches: the conversation has no turn yet, and branches off after `parent`, which is any turn.
+        branches: the conversation has no turn yet, and branches off after `parent`, which is any
+            turn.
         prompt, reply: the turn's token ids.
         messages: the visible messages before the reply, each {"role", "content"}.
-        text: the visible text of the reply. None: a turn of raw tokens, which has no text; messages that
-            wait for the conversation's next turn go on waiting.
-        exact: decoding `reply` gives `text`. If not (a stop string was cut off), a client that resends
-            its messages never matches this turn.
-        carried: None continues the context of the parent. A number restarts from an empty one; so many of
-            `messages`, the first ones, are not new: instructions, and messages of earlier turns:
+        text: the visible text of the reply. None: a turn of raw tokens, which has no text; messages
+            that wait for the conversation's next turn go on waiting.
+        exact: decoding `reply` gives `text`. If not (a stop string was cut off), a client that
+            resends its messages never matches this turn.
+        carried: None continues the context of the parent. A number restarts from an empty one; so
+            many of `messages`, the first ones, are not new: instructions, and messages of earlier
+            turns:
 
                 carried=3   [instructions, "Hi", "Hello", "More"]   only "More" is new in this turn
 
@@ -229,26 +238,34 @@ class History:
             db.execute("""
                 INSERT INTO conversation VALUES (:conversation, :id, NULL, '[]', :created, :created)
                 ON CONFLICT (name) DO UPDATE SET head = :id, active = :created,
-                                                 waiting = CASE WHEN :raw THEN waiting ELSE '[]' END""",
+                    waiting = CASE WHEN :raw THEN waiting ELSE '[]' END""",
                 turn._asdict() | dict(raw=text is None))
         return turn
 
     def match(self, messages: list[dict], hint: str | None = None,
               prefix: str = "") -> tuple[Turn, int] | None:
-        """The turn that a client continues when it resends its messages, and how many of them are known.
+        """The turn that a client continues when it resends its messages, and how many of them are
+        known.
 
-        The first n of `messages` are known if they are the visible messages up to the end of a turn. We
-        look for the turn with the largest n, but at least one message must be new. Among equal turns we
-        prefer one of the conversation `hint`, then the head of any conversation, then the newest.
+        The first n of `messages` are known if they are the visible messages up to the end of a
+        turn. We look for the turn with the largest n, but at least one message must be new. Among
+        equal turns we prefer one of the conversation `hint`, then the head of any conversation,
+        then the newest. (Thousands of chats may begin alike. So we look at the head of `hint`, and
+        at the MOST_ALIKE newest of them.)
 
-        prefix: we only look at conversations whose name begins with it."""
+        prefix: an owner's; we only look at its conversations. "": at all."""
         hashes = rolled(self._root_hash, messages)
+        alike = f"hash = :hash AND NOT hidden AND {owned_by(prefix, 'conversation')}"
         for n in range(len(messages) - 1, 0, -1):
             if messages[n - 1]["role"] != "assistant":          # a turn ends with its reply
                 continue
             with self._reading() as db:
-                turn = find_turn(db, """
-                    hash = :hash AND NOT hidden AND substr(conversation, 1, length(:prefix)) = :prefix
+                turn = find_turn(db, f"""
+                    turn.rowid IN (
+                        SELECT turn.rowid FROM conversation JOIN turn ON id = head
+                            WHERE name = :hint AND {alike}
+                        UNION ALL SELECT * FROM (SELECT rowid FROM turn WHERE {alike}
+                                                 ORDER BY rowid DESC LIMIT {MOST_ALIKE}))
                     ORDER BY :hint IN (name, conversation) DESC, name = :hint DESC,
                              name IS NOT NULL DESC, turn.rowid DESC""",
                     hash=hashes[n - 1], hint=hint, prefix=prefix)
@@ -257,21 +274,24 @@ class History:
         return None
 
     def forget(self, conversation: str):
-        """Delete a conversation, and those of its turns that only it needed. An unknown name is no error."""
+        """Delete a conversation, and those of its turns that only it needed. An unknown name is no
+        error."""
         with self._writing() as db:
             if record := find_record(db, conversation):
                 db.execute("DELETE FROM conversation WHERE name = ?", (conversation,))
                 delete_unneeded(db, record.head)
 
     def delete(self, turn_id: str) -> list[str]:
-        """Delete a turn. If later turns build on it, it is only hidden, and goes with the last of them.
+        """Delete a turn. If later turns build on it, it is only hidden, and goes with the last of
+        them.
 
-        A conversation that ended with the turn ends with the last visible turn before it now. If there is
-        none, the conversation goes, too, unless a client created or edited it. Returns the names of these
-        conversations."""
+        A conversation that ended with the turn ends with the last visible turn before it now. If
+        there is none, the conversation goes, too, unless a client created or edited it. Returns the
+        names of these conversations."""
         with self._writing() as db:
             db.execute("UPDATE turn SET hidden = 1 WHERE id = ?", (turn_id,))
-            names = db.execute("SELECT name FROM conversation WHERE head = ?", (turn_id,)).fetchall()
+            names = db.execute("SELECT name FROM conversation WHERE head = ?",
+                               (turn_id,)).fetchall()
             head = last_visible(db, turn_id)
             db.execute("UPDATE conversation SET head = ? WHERE head = ?", (head, turn_id))
             db.execute("DELETE FROM conversation WHERE head IS NULL AND metadata IS NULL")
@@ -295,19 +315,27 @@ class History:
         with self._reading() as db:
             return find_record(db, conversation)
 
-    def update(self, record: ConversationRecord):
-        """Store its metadata and waiting messages. From now on it counts as created by name."""
-        metadata, waiting = json.dumps(record.metadata or {}), json.dumps(record.waiting)
+    def update(self, conversation: str, metadata: dict | None = None,
+               new: Sequence[dict] = ()) -> bool:
+        """Replace the metadata, unless it is None; append messages to those that wait for the next
+        turn. From now on the conversation counts as created by name. False if it does not exist."""
         with self._writing() as db:
-            db.execute("UPDATE conversation SET metadata = ?, waiting = ?, active = ? WHERE name = ?",
-                       (metadata, waiting, time.time(), record.name))
+            return db.execute("""
+                UPDATE conversation SET active = :now,
+                    metadata = coalesce(:metadata, metadata, '{}'),
+                    waiting = CASE WHEN :new = '[]' THEN waiting WHEN waiting = '[]' THEN :new
+                              ELSE rtrim(waiting, ']') || ', ' || substr(:new, 2) END
+                WHERE name = :name""", dict(
+                    name=conversation, now=time.time(), new=json.dumps(list(new)),
+                    metadata=None if metadata is None else json.dumps(metadata))).rowcount > 0
 
     def items(self, conversation: str, after: str | None = None, newest_first: bool = False,
               limit: int | None = None) -> list[dict]:
-        """The visible messages of a conversation, each once, in order, without those of deleted turns.
+        """The visible messages of a conversation, each once, in order, without those of deleted
+        turns.
 
-        Each has an id. The reply of turn T is msg_T; the messages before it are msg_T_0, msg_T_1, ... A
-        message that waited for its turn keeps the id that it had.
+        Each has an id. The reply of turn T is msg_T; the messages before it are msg_T_0, msg_T_1,
+        ... A message that waited for its turn keeps the id that it had.
         after, limit: see `items_after`."""
         with self._reading() as db:
             if (record := find_record(db, conversation)) is None:
@@ -325,23 +353,24 @@ class History:
 
     def input_items(self, turn_id: str, after: str | None = None, newest_first: bool = False,
                     limit: int | None = None) -> list[dict]:
-        """The visible messages before the reply of a turn, those of earlier turns included. StaleTurn if the
-        turn is gone. after, limit: see `items_after`."""
+        """The visible messages before the reply of a turn, those of earlier turns included.
+        StaleTurn if the turn is gone. after, limit: see `items_after`."""
         with self._reading() as db:
             items = items_one_by_one(db, turn_id, [], after, newest_first)
             inputs = (item for item in items if item["id"] != f"msg_{turn_id}")
             return items_after(inputs, after, limit)
 
     def items_of(self, turn_id: str) -> list[dict]:
-        """The visible messages that were new in a turn, its reply included. StaleTurn if the turn is gone."""
+        """The visible messages that were new in a turn, its reply included. StaleTurn if the turn
+        is gone."""
         with self._reading() as db:
             return items_of(db, turn_id)
 
     def delete_item(self, conversation: str, item_id: str) -> bool:
         """Delete one of a conversation's visible messages. False if there is no such message.
 
-        If it is a message of a turn, the conversation ends before that turn now, and its other messages from
-        there on wait for its next turn."""
+        If it is a message of a turn, the conversation ends before that turn now, and its other
+        messages from there on wait for its next turn."""
         with self._writing() as db:
             if (record := find_record(db, conversation)) is None:
                 return False
@@ -353,33 +382,37 @@ class History:
             if remaining == items:
                 return False
             db.execute("""
-                UPDATE conversation SET head = ?, waiting = ?, metadata = coalesce(metadata, '{}'), active = ?
-                WHERE name = ?""", (last_visible(db, head), json.dumps(remaining), time.time(), conversation))
+                UPDATE conversation
+                SET head = ?, waiting = ?, metadata = coalesce(metadata, '{}'), active = ?
+                WHERE name = ?""",
+                (last_visible(db, head), json.dumps(remaining), time.time(), conversation))
             delete_unneeded(db, record.head)
             return True
 
     def oldest(self, before: float, max_bytes: float, prefix: str = "",
                spared: Iterable[str] = ()) -> str | None:
-        """The least recently active conversation whose name begins with the prefix, if it must go; else None.
+        """The least recently active conversation whose name begins with the prefix, if it must go;
+        else None.
 
-        It must go if it was last active before `before` (seconds since 1970), or if the prefix's owner has
-        stored more than max_bytes. The prefix "" stands for everybody's conversations: then the size of the
-        file counts. spared: conversations that stay."""
+        It must go if it was last active before `before` (seconds since 1970), or if the prefix's
+        owner has stored more than max_bytes. The prefix "" stands for everybody's conversations:
+        then the size of the file counts. spared: conversations that stay."""
         with self._write_lock:          # the table `stored` exists in the writing connection alone
-            db = self._db
-            row = db.execute("""
-                SELECT name, active FROM conversation
-                WHERE substr(name, 1, length(:prefix)) = :prefix
-                      AND name NOT IN (SELECT value FROM json_each(:spared))
-                ORDER BY active LIMIT 1""", dict(prefix=prefix, spared=json.dumps(list(spared)))).fetchone()
             if prefix:
-                stored, = db.execute("SELECT total(bytes) FROM stored WHERE owner = ?", (prefix,)).fetchone()
+                size = "SELECT total(bytes) FROM stored WHERE owner = ?"
+                stored, = self._db.execute(size, (prefix,)).fetchone()
             else:
-                stored, = db.execute("""
+                stored, = self._db.execute("""
                     SELECT page_size * (page_count - freelist_count)
                     FROM pragma_page_size, pragma_page_count, pragma_freelist_count""").fetchone()
-        name, active = row or (None, before)
-        return name if active < before or stored > max_bytes else None
+            if stored > max_bytes:
+                before = float("inf")
+            row = self._db.execute(f"""
+                SELECT name FROM conversation WHERE {owned_by(prefix, "name")} AND active < :before
+                      AND name NOT IN (SELECT value FROM json_each(:spared))
+                ORDER BY active LIMIT 1""",
+                dict(prefix=prefix, before=before, spared=json.dumps(list(spared)))).fetchone()
+        return row and row[0]
 
     def conversations(self) -> list[str]:
         """The names of all conversations, sorted."""
@@ -408,10 +441,14 @@ class History:
             self._write_lock.release()
 
     def _begin(self):
-        """Take the lock and begin a transaction.
+        """Take the lock and begin a transaction. OSError if the file was removed or replaced
+        meanwhile: SQLite would go on writing to a file that nobody finds again.
 
-        While another process writes to the file, we try again, for BUSY_SECONDS at most. Between two attempts
-        we release the lock."""
+        While another process writes to the file, we try again, for BUSY_SECONDS at most. Between
+        two attempts we release the lock."""
+        file, path = self._file, self._path
+        if file is not None and not os.path.samestat(os.stat(path), os.fstat(file)):
+            raise OSError(f"another file has replaced the history {path}: start the server again")
         deadline = time.monotonic() + BUSY_SECONDS
         while True:
             self._write_lock.acquire()
@@ -420,28 +457,31 @@ class History:
                 return                          # with the lock
             except BaseException as error:
                 self._write_lock.release()
-                is_busy = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
-                if not is_busy or time.monotonic() > deadline:
+                if str(error) != "database is locked" or time.monotonic() > deadline:
                     raise
             time.sleep(0.02)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The file.
 
 def open_alone(path: str | os.PathLike) -> int:
-    """A descriptor of the file, which is made if there is none. While it is open, no other call for this
-    file succeeds.
+    """A descriptor of the file, which is made if there is none. While it is open, no other call for
+    this file succeeds.
 
     ValueError if another server has it open, or if it is no regular file."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)     # opening a pipe must not wait
+    # opening a pipe must not wait
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
             raise ValueError(f"{path} cannot be used as a history: name a regular file")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)    # the system releases it when the process ends
+        # the system releases it when the process ends
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        # The descriptor stays open. To close it would drop SQLite's locks, if this process has the file open.
-        raise ValueError(f"another server uses the history {path}: stop it, or name another file") from error
+        # The descriptor stays open. To close it would drop SQLite's locks, if this process has the
+        # file open.
+        raise ValueError(f"another server uses the history {path}: "
+                         "stop it, or name another file") from error
     except BaseException:
         os.close(file)
         raise
@@ -449,27 +489,31 @@ def open_alone(path: str | os.PathLike) -> int:
 
 
 def untouched(path: str | os.PathLike) -> sqlite3.Connection:
-    """A connection that changes nothing: SQLite neither makes nor reads a -wal file beside the file."""
+    """A connection that changes nothing: SQLite neither makes nor reads a -wal file beside the
+    file."""
     return sqlite3.connect(f"{Path(path).absolute().as_uri()}?immutable=1", uri=True)
 
 
 def create_tables(db: sqlite3.Connection, fingerprint: str):
-    """Create our tables, unless the file has tables already."""
+    """Create our tables, unless the file has tables already. Create the indexes that it lacks."""
     if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
         for statement in SCHEMA.split(";\n"):
             db.execute(statement)
         db.execute("INSERT INTO meta VALUES (?)", (fingerprint,))
+    for name, columns in INDEXES.items():
+        db.execute(f"CREATE INDEX IF NOT EXISTS {name} ON {columns}")
 
 
 def check(db: sqlite3.Connection, path: str | os.PathLike, fingerprint: str):
     """ValueError or sqlite3.DatabaseError if it is not a history of ours with this fingerprint."""
     version, = db.execute("PRAGMA user_version").fetchone()
     if version != SCHEMA_VERSION:
-        raise ValueError(f"{path} has schema version {version}, this program reads {SCHEMA_VERSION}: "
-                         "name another file")
+        raise ValueError(f"{path} has schema version {version}, this program reads "
+                         f"{SCHEMA_VERSION}: name another file")
     if db.execute("SELECT fingerprint FROM meta").fetchone() != (fingerprint,):
-        raise ValueError(f"{path} was written with another tokenizer or chat template, its token ids "
-                         "mean something else here: name another file for this model, or delete this")
+        raise ValueError(f"{path} was written with another tokenizer or chat template, its token "
+                         "ids mean something else here: name another file for this model, or "
+                         "delete this")
 
 
 def check_ids(db: sqlite3.Connection, path: str | os.PathLike, vocab_size: int):
@@ -478,24 +522,26 @@ def check_ids(db: sqlite3.Connection, path: str | os.PathLike, vocab_size: int):
         try:
             ids = np.frombuffer(prompt + reply, np.int32)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{path} is damaged, turn {turn_id}: {error}; name another file") from error
+            raise ValueError(f"{path} is damaged, turn {turn_id}: "
+                             f"{error}; name another file") from error
         if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
-            raise ValueError(f"{path}: turn {turn_id} has a token id beyond the vocabulary of {vocab_size} "
-                             "tokens: name another file for this model")
+            raise ValueError(f"{path}: turn {turn_id} has a token id beyond the vocabulary of "
+                             f"{vocab_size} tokens: name another file for this model")
 
 
 def count_bytes(db: sqlite3.Connection):
     """From now on this connection keeps count of the bytes that each owner has stored.
 
-    A row counts for its texts and token ids, its note, and 500 bytes of other columns and indexes. Triggers
-    add the size of a row that is written, and subtract the size of a row that is deleted or replaced."""
+    A row counts for its texts and token ids, its note, and 500 bytes of other columns and indexes.
+    Triggers add the size of a row that is written, and subtract the size of a row that is deleted
+    or replaced."""
     db.execute("CREATE TEMP TABLE stored (owner TEXT PRIMARY KEY, bytes INTEGER NOT NULL)")
     turn = "length({0}prompt) + length({0}reply) + length({0}messages) + length({0}note)"
     tables = dict(turn=("conversation", turn),
                   conversation=("name", "length({0}waiting) + coalesce(length({0}metadata), 0)"))
     for table, (name, size) in tables.items():
         def change(sign: str, row: str, source: str = "") -> str:
-            return (f"INSERT INTO stored SELECT substr({row}{name}, 1, instr({row}{name}, '/')), "
+            return (f"INSERT INTO stored SELECT {OWNER.format(row + name)}, "
                     f"{sign} (500 + {size.format(row)}) {source} WHERE true "
                     "ON CONFLICT (owner) DO UPDATE SET bytes = bytes + excluded.bytes;")
         add, subtract = change("+", "new."), change("-", "old.")
@@ -505,8 +551,13 @@ def count_bytes(db: sqlite3.Connection):
                        f"BEGIN {steps} END")
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Rows. The callers hold the connection's lock.
+
+def owned_by(prefix: str, column: str) -> str:
+    """SQL: does this name of a conversation begin with :prefix, an owner's? "" owns all."""
+    return f"{OWNER.format(column)} = :prefix" if prefix else "true"
+
 
 def find_turn(db: sqlite3.Connection, where: str, **values) -> Turn | None:
     """The first turn for which an SQL condition holds."""
@@ -523,17 +574,17 @@ def expect_head(db: sqlite3.Connection, conversation: str, expected: str | None)
     head = head_of(db, conversation)
     if (head and head.id) != expected:
         now = f"its last turn is {head.id}" if head else "it was forgotten"
-        raise StaleTurn(f"conversation {conversation!r} does not end with {expected or 'nothing'} any "
-                        f"more: {now}; read its head and try again")
+        raise StaleTurn(f"conversation {conversation!r} does not end with {expected or 'nothing'} "
+                        f"any more: {now}; read its head and try again")
 
 
 def find_record(db: sqlite3.Connection, conversation: str) -> ConversationRecord | None:
     row = db.execute("SELECT * FROM conversation WHERE name = ?", (conversation,)).fetchone()
     if row is None:
         return None
-    record = ConversationRecord(*row)
-    return record._replace(metadata=json.loads(record.metadata or "null"),
-                           waiting=json.loads(record.waiting))
+    name, head, metadata, waiting, created, active = row
+    return ConversationRecord(name, head, json.loads(metadata or "null"), json.loads(waiting),
+                              created, active)
 
 
 def last_visible(db: sqlite3.Connection, turn_id: str | None) -> str | None:
@@ -572,12 +623,13 @@ def chain(db: sqlite3.Connection, way: str, turn_id: str, columns: str) -> list[
     return rows
 
 
-def items_one_by_one(db: sqlite3.Connection, head: str | None, waiting: list[dict], after: str | None,
-                     newest_first: bool) -> Iterator[dict]:
-    """The items of all turns up to `head`, then the waiting ones. We read each turn only when somebody asks
-    for its items.
+def items_one_by_one(db: sqlite3.Connection, head: str | None, waiting: list[dict],
+                     after: str | None, newest_first: bool) -> Iterator[dict]:
+    """The items of all turns up to `head`, then the waiting ones. We read each turn only when
+    somebody asks for its items.
 
-    after: nobody asks for items before this one. Most ids name a turn: then we begin with that turn."""
+    after: nobody asks for items before this one. Most ids name a turn: then we begin with that
+    turn."""
     places = [id for id, in chain(db, ANCESTRY, head, "id")] if head else []
     places.append(None)                 # for the messages that wait for the next turn
     if newest_first:
@@ -591,14 +643,16 @@ def items_one_by_one(db: sqlite3.Connection, head: str | None, waiting: list[dic
 def items_after(items: Iterable[dict], after: str | None, limit: int | None) -> list[dict]:
     """At most `limit` items, those that follow the item with the id `after`.
 
-    after: None: begin with the first item. If no item has this id, the result is empty. limit: None: all."""
+    after: None: begin with the first item. If no item has this id, the result is empty. limit:
+    None: all."""
     if after is not None:
         items = islice(dropwhile(lambda item: item["id"] != after, items), 1, None)
     return list(islice(items, limit))
 
 
 def items_of(db: sqlite3.Connection, turn_id: str) -> list[dict]:
-    """The visible messages that were new in a turn, with their ids. StaleTurn if the turn is gone."""
+    """The visible messages that were new in a turn, with their ids. StaleTurn if the turn is
+    gone."""
     row = db.execute("SELECT messages, coalesce(carried, 0), hidden FROM turn WHERE id = ?",
                      (turn_id,)).fetchone()
     if row is None:
@@ -615,7 +669,8 @@ def new_id() -> str:
 
 
 def digest(previous: bytes, *texts: str) -> bytes:
-    """sha256 of a digest (or of nothing) and texts. JSON keeps ("ab", "c") apart from ("a", "bc")."""
+    """sha256 of a digest (or of nothing) and texts. JSON keeps ("ab", "c") apart from ("a",
+    "bc")."""
     return hashlib.sha256(previous + json.dumps(texts).encode()).digest()
 
 
@@ -628,8 +683,9 @@ def rolled(start: bytes, messages: list[dict]) -> list[bytes]:
 
 
 def said(message: dict) -> str:
-    """The content without the thoughts that a reply begins with: <think>2 + 2</think> 4  ->  4. Many clients
-    and chat templates do not send the thoughts back, and we must recognise the reply all the same."""
+    """The content without the thoughts that a reply begins with: <think>2 + 2</think> 4  ->  4.
+    Many clients and chat templates do not send the thoughts back, and we must recognise the reply
+    all the same."""
     _, end_of_thoughts, answer = message["content"].rpartition("</think>")
     if message["role"] == "assistant" and end_of_thoughts:
         return answer.lstrip()

@@ -1,4 +1,5 @@
-"""The live picture: where every chunk of every conversation is, and which chunks move, as they move.
+"""The live picture: where every chunk of every conversation is, and which chunks move, as they
+move.
 
     {"id": "c1", "tokens": 140, "gpu": 76, "cpu": 32, "idle_seconds": 3.2, "chunks": ".CBGG",
      "leaves_next": 2, ...}
@@ -11,9 +12,10 @@
     .    in neither: dropped, or not computed yet
     R    being recomputed: it has slots again, but not all of its KV yet
 
-`leaves_next` is the index of the chunk that leaves the GPU next. It is null for all conversations but one (or
-a few, if they share the chunk). Under the policy "retention", chunk i is worth recompute_seconds[i] /
-idle_seconds, times the number of conversations that share it (see eviction.py).
+`leaves_next` is the index of the chunk that leaves the GPU next. It is null for all conversations
+but one (or a few, if they share the chunk). Under the policy "retention", chunk i is worth
+recompute_seconds[i] / idle_seconds, times the number of conversations that share it (see
+eviction.py).
 
 While nobody watches or asks, none of this costs the engine any time.
 """
@@ -24,6 +26,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from queue import Empty, Queue
 
 from engine import Engine
@@ -33,7 +36,7 @@ from scheduler import Batch
 
 LETTERS = {"GPU": "G", "GPU_AND_CPU": "B", "CPU": "C", None: "."}      # by the state of a chunk
 EVENT_SECONDS = 0.1     # between two pictures, at least
-STILL_SECONDS = 1.0     # the longest rest after a picture, and the longest wait for a step after that
+STILL_SECONDS = 1.0     # the longest rest after a picture, and then the longest wait for a step
 RESTS = 9               # seconds of rest for each second of drawing
 MOST_MOVES = 1000       # remembered between two pictures
 
@@ -47,9 +50,9 @@ def letter(conversation: Conversation, chunk: Chunk) -> str:
 
 
 def portrait(conversation: Conversation, policy: Policy, now: float, leaving: Chunk | None) -> dict:
-    """The picture of one conversation. leaving: the chunk that leaves the GPU next; it may belong to another
-    conversation."""
-    gpu, cpu = conversation.sources()                           # tokens on the GPU, and on the CPU alone
+    """The picture of one conversation. leaving: the chunk that leaves the GPU next; it may belong
+    to another conversation."""
+    gpu, cpu = conversation.sources()    # tokens on the GPU, and on the CPU alone
     idle = policy.idle(now, policy.last_needed(conversation))
     letters = [letter(conversation, chunk) for chunk in conversation.chunks]
     return dict(id=conversation.name, tokens=len(conversation.tokens), gpu=gpu, cpu=cpu,
@@ -58,23 +61,26 @@ def portrait(conversation: Conversation, policy: Policy, now: float, leaving: Ch
                 leaves_next=leaving.index if leaving in conversation.chunks else None)
 
 
-def portraits(engine: Engine, names: Iterable[str]) -> list[dict]:
-    """The pictures of those of these conversations that have KV in a tier. The engine's owner calls this."""
+def portraits(engine: Engine, names: Iterable[str | int]) -> list[dict]:
+    """The pictures of those of these conversations that have KV in a tier. The engine's owner calls
+    this."""
     cache, now = engine.cache, engine.clock()
     leaving, named = cache.next_to_leave(now), map(cache.conversations.get, names)
-    return [portrait(one, cache.policy, now, leaving) for one in named if one and any(one.sources())]
+    return [portrait(one, cache.policy, now, leaving)
+            for one in named if one and any(one.sources())]
 
 
 def picture(engine: Engine) -> dict:
-    """The engine's stats, and every conversation that has KV in a tier."""
-    conversations = engine.call(lambda: portraits(engine, engine.cache.conversations))
-    return dict(stats=engine.stats(), conversations=conversations)
+    """The engine's stats, and every conversation that has KV in a tier. The engine's owner calls
+    this."""
+    return dict(stats=engine.read_stats(),
+                conversations=portraits(engine, engine.cache.conversations))
 
 
 def part_for(prefix: str, whole: dict, private: bool) -> dict:
-    """The part of a picture that a client may see: the conversations and transfers whose names begin with its
-    prefix. private: the engine's stats would tell how long the turns of other clients are. So we show only
-    how much of the tiers the client's own KV-tokens fill."""
+    """The part of a picture that a client may see: the conversations and transfers whose names
+    begin with its prefix. private: the engine's stats would tell how long the turns of other
+    clients are. So we show only how much of the tiers the client's own KV-tokens fill."""
     part = dict(whole, conversations=outside(prefix, whole["conversations"], "id"))
     if "transfers" in whole:
         part["transfers"] = outside(prefix, whole["transfers"], "conversation")
@@ -94,17 +100,18 @@ def own_stats(stats: dict, conversations: list[dict]) -> dict:
 
 
 def scale(engine: Engine) -> dict:
-    """The constants that a reader of the picture needs. recompute_seconds: for each chunk of the longest
-    context."""
+    """The constants that a reader of the picture needs. recompute_seconds: for each chunk of the
+    longest context."""
     policy, size, limit = engine.cache.policy, engine.config.chunk_size, engine.scheduler.limit
     seconds = [policy.cost(end) for end in range(size, limit + size, size)]
-    return dict(chunk_size=size, limit=limit, policy=engine.config.policy, recompute_seconds=seconds)
+    return dict(chunk_size=size, limit=limit, policy=engine.config.policy,
+                recompute_seconds=seconds)
 
 
 class Broadcast:
-    """The live picture for all who watch it. While anybody watches, one thread draws for all of them. After
-    each picture it rests RESTS times as long as the picture took (STILL_SECONDS at most), so the engine has
-    most of its time for turns."""
+    """The live picture for all who watch it. While anybody watches, one thread draws for all of
+    them. After each picture it rests RESTS times as long as the picture took (STILL_SECONDS at
+    most), so the engine has most of its time for turns."""
 
     def __init__(self, engine: Engine, private: bool = False):
         """private: see `part_for`."""
@@ -113,12 +120,13 @@ class Broadcast:
         self.queues: dict[Queue, str] = {}                      # a watcher's -> its prefix
         self.drawing = False                                    # is there a thread?
         self.recent = deque(maxlen=MOST_MOVES)                  # transfers since the last picture
-        self.changed = threading.Event()                        # a step has run, or a watcher has come
+        self.changed = threading.Event()    # a step has run, or a watcher has come
 
     def follow(self, prefix: str, over: Callable[[], bool]) -> Iterator[str]:
-        """Yields events, as JSON: the picture and the `transfers` since the last one, whenever a step has
-        changed it, otherwise every second or two. Ends when over() is true, or when we fail to draw."""
-        events = Queue()
+        """Yields events, as JSON: the picture and the `transfers` since the last one, whenever a
+        step has changed it, otherwise every second or two. A reader that is late gets the latest
+        one alone. Ends when over() is true, or when we fail to draw."""
+        events = Queue(1)
         self._come(events, prefix)
         try:
             while not over():
@@ -161,7 +169,7 @@ class Broadcast:
                 begin = time.monotonic()
                 with self.lock:                                 # `_come` may clear them
                     transfers = [self.recent.popleft() for _ in range(len(self.recent))]
-                now = picture(self.engine)
+                now = self.engine.call(partial(picture, self.engine))
                 after = {entry["id"]: entry["chunks"] for entry in now["conversations"]}
                 transfers += departures(before, after, self.engine.config.chunk_size)
                 self._send(dict(now, transfers=transfers))
@@ -174,7 +182,7 @@ class Broadcast:
             with self.lock:
                 self.drawing = False
             for events in self._watchers():
-                events.put(None)
+                replace(events, None)
 
     def _anybody_watches(self) -> bool:
         with self.lock:
@@ -186,32 +194,46 @@ class Broadcast:
             return dict(self.queues)
 
     def _send(self, whole: dict):
-        """Puts each client's part of the picture into the queues of its watchers, written as JSON once."""
+        """Puts each client's part of the picture into the queues of its watchers, written as JSON
+        once."""
         watchers = self._watchers()
         for prefix in set(watchers.values()):
             event = json.dumps(part_for(prefix, whole, self.private))
             for events in [events for events, other in watchers.items() if other == prefix]:
-                events.put(event)
+                replace(events, event)
+
+
+def replace(events: Queue, event: str | None):
+    """The queue holds this event alone now. One thread calls this, so there is room."""
+    with suppress(Empty):
+        events.get_nowait()
+    events.put_nowait(event)
 
 
 def moves(batch: Batch) -> list[dict]:
-    """The copies between the tiers and the recomputations of a batch that is about to be executed."""
+    """The copies between the tiers and the recomputations of a batch that is about to be
+    executed."""
     def move(kind: str, conversation: Conversation, start: int, end: int) -> dict:
-        return dict(step=batch.step, kind=kind, conversation=conversation.name, start=start, end=end)
+        return dict(step=batch.step, kind=kind, conversation=conversation.name, start=start,
+                    end=end)
 
-    swap_in = [move("swap_in", ticket.conversation, ticket.start, ticket.end) for ticket in batch.swap_in]
-    swap_out = [move("swap_out", ticket.conversation, ticket.start, ticket.end) for ticket in batch.swap_out]
+    swap_in = [move("swap_in", ticket.conversation, ticket.start, ticket.end)
+               for ticket in batch.swap_in]
+    swap_out = [move("swap_out", ticket.conversation, ticket.start, ticket.end)
+                for ticket in batch.swap_out]
     recomputed = []
     for span in batch.spans:
         conversation = span.request.conversation
         if span.start < conversation.known:
-            recomputed.append(move("recompute", conversation, span.start, min(span.end, conversation.known)))
+            recomputed.append(move("recompute", conversation, span.start,
+                                   min(span.end, conversation.known)))
     return swap_in + swap_out + recomputed
 
 
 def departures(before: dict[str, str], after: dict[str, str], chunk_size: int) -> list[dict]:
-    """The chunks that were dropped or lost their slots between two pictures, from the letters of each
-    conversation in both. "BBG" before and ".CG" after: chunk 0 was dropped, chunk 1 is on the CPU alone."""
+    """The chunks that were dropped or lost their slots between two pictures, from the letters of
+    each conversation in both. "BBG" before and ".CG" after: chunk 0 was dropped, chunk 1 is on the
+    CPU alone."""
     departed = []
     for name, letters in before.items():
         now = after.get(name, "").ljust(len(letters), ".")
@@ -229,9 +251,9 @@ def departures(before: dict[str, str], after: dict[str, str], chunk_size: int) -
 
 
 def outside(prefix: str, entries: list[dict], key: str) -> list[dict]:
-    """The entries of one client, with the names that it knows. entry[key] is the name of a conversation: we
-    keep the entries whose name begins with the prefix, and remove the prefix. (A one-off's name is a number,
-    or None. It belongs to no key.)"""
+    """The entries of one client, with the names that it knows. entry[key] is the name of a
+    conversation: we keep the entries whose name begins with the prefix, and remove the prefix. (A
+    one-off's name is a number, or None. It belongs to no key.)"""
     if not prefix:
         return entries
     return [dict(entry, **{key: entry[key].removeprefix(prefix)})

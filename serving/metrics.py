@@ -1,29 +1,31 @@
 """The numbers that Prometheus reads at /metrics.
 
-    the engine's counts      read from `engine.stats()` at the moment when Prometheus asks
-    answers and seconds      counted here when a turn is done, since the engine keeps no histogram; and so are
-                             the tokens of each API key
+    the engine's counts     read from `engine.stats()` at the moment when Prometheus asks
+    answers and seconds     counted here when a turn is done, since the engine keeps no histogram;
+                            and so are the tokens of each API key
 
-A server with several API keys counts for each key separately, and shows a key no counts of the engine: they
-would tell how long the others' turns are. `--metrics-key` shows the counts of the engine and of all keys.
+A server with several API keys counts for each key separately, and shows a key no counts of the
+engine: they would tell how long the others' turns are. `--metrics-key` shows the counts of the
+engine and of all keys.
 
-A number that means the same as one of vLLM's has vLLM's name, so that dashboards made for vLLM work. All
-numbers of the engine have a name of our own as well, `nano_pensieve:...`.
+A number that means the same as one of vLLM's has vLLM's name, so that dashboards made for vLLM
+work. All numbers of the engine have a name of our own as well, `nano_pensieve:...`.
 
-The engine counts the tokens of a context once, when its request is first admitted, by where their KV was.
-Of a context of 206 tokens:
+The engine counts the tokens of a context once, when its request is first admitted, by where their
+KV was. Of a context of 206 tokens:
 
-    gpu 96 + cpu 64 + recomputed 32 + new 14        prefix_cache_hits += 96 + 64, prefix_cache_queries += 206
+    gpu 96 + cpu 64 + recomputed 32 + new 14    prefix_cache_hits    += 96 + 64
+                                                prefix_cache_queries += 206
 """
 from collections.abc import Callable
 from itertools import pairwise
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily as Counter, GaugeMetricFamily as Gauge, Metric
+from prometheus_client.core import (CounterMetricFamily as Counter, GaugeMetricFamily as Gauge,
+                                    Metric)
 from prometheus_client.registry import Collector
 
-from engine import Engine
 from scheduler import SOURCES
 from serving.sessions import Answer, LiveTurn
 
@@ -37,8 +39,8 @@ GAUGES = {
     "slots_free": "Slots that hold nothing.",
     "cpu_chunks_total": "Places for chunks in the CPU tier.",
     "cpu_chunks_free": "Places that hold nothing.",
-    "swap_hidden_share": "Share of the seconds of copies in which neither did the model wait for a copy, "
-                         "nor was the host busy with copies.",
+    "swap_hidden_share": "Share of the seconds of copies in which neither did the model wait for "
+                         "a copy, nor was the host busy with copies.",
 }
 COUNTERS = {
     "prompt_tokens_gpu": "Prompt tokens whose KV was on the GPU.",
@@ -61,7 +63,8 @@ COUNTERS = {
 
 
 class StatsCollector(Collector):
-    """Makes metrics of the engine's stats, or of one key's part of them, each time that Prometheus asks."""
+    """Makes metrics of the engine's stats, or of one key's part of them, each time that Prometheus
+    asks."""
 
     def __init__(self, read_stats: Callable[[], dict], model: str):
         self.read_stats, self.model = read_stats, model
@@ -73,7 +76,8 @@ class StatsCollector(Collector):
             yield from self.vllm_engine(stats)
         for name, value in stats.items():
             if name in GAUGES:
-                yield self.metric(Gauge, "nano_pensieve:" + name.removesuffix("_total"), GAUGES[name], value)
+                yield self.metric(Gauge, "nano_pensieve:" + name.removesuffix("_total"),
+                                  GAUGES[name], value)
             else:
                 yield self.metric(Counter, "nano_pensieve:" + name, COUNTERS[name], value)
 
@@ -81,8 +85,10 @@ class StatsCollector(Collector):
         used = 1 - stats["slots_free"] / stats["slots_total"]
         yield self.metric(Gauge, "vllm:num_requests_running", GAUGES["running"], stats["running"])
         yield self.metric(Gauge, "vllm:num_requests_waiting", GAUGES["waiting"], stats["waiting"])
-        yield self.metric(Gauge, "vllm:kv_cache_usage_perc", "Share of the slots in use, from 0 to 1.", used)
-        yield self.metric(Counter, "vllm:num_preemptions", COUNTERS["suspensions"], stats["suspensions"])
+        yield self.metric(Gauge, "vllm:kv_cache_usage_perc",
+                          "Share of the slots in use, from 0 to 1.", used)
+        yield self.metric(Counter, "vllm:num_preemptions", COUNTERS["suspensions"],
+                          stats["suspensions"])
 
     def vllm_tokens(self, stats: dict):
         gpu, cpu = stats["prompt_tokens_gpu"], stats["prompt_tokens_cpu"]
@@ -93,7 +99,8 @@ class StatsCollector(Collector):
                           stats["generated_tokens"])
         yield self.metric(Counter, "vllm:prompt_tokens", "Prompt tokens.", prompt)
         yield self.metric(Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up.", prompt)
-        yield self.metric(Counter, "vllm:prefix_cache_hits", "Prompt tokens found in either tier.", gpu + cpu)
+        yield self.metric(Counter, "vllm:prefix_cache_hits", "Prompt tokens found in either tier.",
+                          gpu + cpu)
         metric = Counter("vllm:prompt_tokens_by_source", "Prompt tokens, by where their KV was.",
                          labels=["model_name", "source"])
         for source, value in by_source.items():
@@ -110,22 +117,31 @@ class StatsCollector(Collector):
 class Metrics:
     """The metrics of one server, or of one of its keys, in a registry of their own."""
 
-    def __init__(self, engine: Engine, model: str, private: bool = False):
-        """model: the name that all metrics bear. private: without the counts of the engine."""
-        self.own = dict.fromkeys([*(f"prompt_tokens_{source}" for source in SOURCES), "generated_tokens"], 0)
+    def __init__(self, read_stats: Callable[[], dict] | None, model: str):
+        """read_stats: the engine's; None: without the counts of the engine. model: the name that
+        all metrics bear."""
+        self.own = dict.fromkeys([*(f"prompt_tokens_{source}" for source in SOURCES),
+                                  "generated_tokens"], 0)
         self.registry = CollectorRegistry()
-        self.registry.register(StatsCollector(self.own.copy if private else engine.stats, model))
-        answers = prometheus_client.Counter("vllm:request_success", "Turns answered, by how they ended.",
-                                            ["model_name", "finished_reason"], registry=self.registry)
+        self.registry.register(StatsCollector(read_stats or self.own.copy, model))
+        answers = prometheus_client.Counter("vllm:request_success",
+                                            "Turns answered, by how they ended.",
+                                            ["model_name", "finished_reason"],
+                                            registry=self.registry)
         self.answers = {reason: answers.labels(model, reason) for reason in ("stop", "length")}
 
         def seconds(name: str, help: str) -> Histogram:
-            histogram = Histogram(name, help, ["model_name"], registry=self.registry, buckets=BUCKETS)
+            histogram = Histogram(name, help, ["model_name"], registry=self.registry,
+                                  buckets=BUCKETS)
             return histogram.labels(model)
-        self.queued = seconds("vllm:request_queue_time_seconds", "From submission to first admission.")
-        self.first_token = seconds("vllm:time_to_first_token_seconds", "From submission to the first token.")
-        self.inter_token = seconds("vllm:inter_token_latency_seconds", "Between two tokens of one reply.")
-        self.end_to_end = seconds("vllm:e2e_request_latency_seconds", "From submission to the last token.")
+        self.queued = seconds("vllm:request_queue_time_seconds",
+                              "From submission to first admission.")
+        self.first_token = seconds("vllm:time_to_first_token_seconds",
+                                   "From submission to the first token.")
+        self.inter_token = seconds("vllm:inter_token_latency_seconds",
+                                   "Between two tokens of one reply.")
+        self.end_to_end = seconds("vllm:e2e_request_latency_seconds",
+                                  "From submission to the last token.")
 
     def count(self, turn: LiveTurn, reply: Answer):
         """Counts a turn that has ended with "stop" or "length"."""

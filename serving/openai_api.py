@@ -1,24 +1,27 @@
-"""OpenAI's wire format over one engine: the operations, and the JSON that answers them. No sockets here.
+"""OpenAI's wire format over one engine: the operations, and the JSON that answers them. No sockets
+here.
 
 A client has two ways to talk:
 
     chat completions    It sends its whole history every time. We recognise the history by its text.
     responses           It sends only its new messages, and names what they follow: a response (by
-                        previous_response_id), or a conversation. Or it sends its whole history here, too.
+                        previous_response_id), or a conversation. Or it sends its whole history
+                        here, too.
 
-A response is a turn of the history: `resp_X` is turn X. The settings of its request and its usage are kept as
-the turn's note. Two responses that follow the same response are two branches. `instructions` hold for one
-response: as long as they stay the same, they are the cached beginning of the context; when they change, the
-whole context is computed again.
+A response is a turn of the history: `resp_X` is turn X. The settings of its request and its usage
+are kept as the turn's note. Two responses that follow the same response are two branches.
+`instructions` hold for one response: as long as they stay the same, they are the cached beginning
+of the context; when they change, the whole context is computed again.
 
-Some things differ from OpenAI. The default temperature is 0, not 1, so that answers repeat. Chat completions
-are stored, too, unless `store` is false: else we could not recognise them. `cached_tokens` counts the tokens
-whose KV came from either tier. And we refuse a field that we do not serve.
+Some things differ from OpenAI. The default temperature is 0, not 1, so that answers repeat. Chat
+completions are stored, too, unless `store` is false: else we could not recognise them.
+`cached_tokens` counts the tokens whose KV came from either tier. And we refuse a field that we do
+not serve.
 """
 import json
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count
 
@@ -26,18 +29,18 @@ from sampling import LIMITS
 from scheduler import SOURCES, TooLong
 from serving import live
 from serving.history import ConversationRecord, StaleTurn, Turn
-from serving.operations import (APIError, ChatBody, ConversationBody, Item, ItemReference, ItemsBody,
-                                ItemsQuery, Message, MetadataBody, ResponseBody)
+from serving.operations import (APIError, ChatBody, ConversationBody, Item, ItemReference,
+                                ItemsBody, ItemsQuery, Message, MetadataBody, ResponseBody)
 from serving.sessions import Answer, Busy, LiveTurn, Sessions
 
 
 class API:
-    """Every public method answers one operation: it returns JSON, or the writer of a reply that is still
-    being generated.
+    """Every public method answers one operation: it returns JSON, or the writer of a reply that is
+    still being generated.
 
-    prefix: the names of all conversations of one API key begin with it. A client never sees its prefix: we
-    put it before every name that the client sends. So the client reaches nothing that belongs to another key.
-    id: the client's name for something, without the prefix."""
+    prefix: the names of all conversations of one API key begin with it. A client never sees its
+    prefix: we put it before every name that the client sends. So the client reaches nothing that
+    belongs to another key. id: the client's name for something, without the prefix."""
 
     def __init__(self, sessions: Sessions, names: tuple[str, str]):
         """names: those that a client may call our model by. We use the first."""
@@ -57,8 +60,9 @@ class API:
             raise APIError(400, "top_logprobs needs logprobs: true", "top_logprobs")
         messages = [plain(message) for message in body.messages]
         first_options, *other_options = options_of_choices(options, body.n)
-        first = self.sessions.respond(messages, hint=body.hint(prefix), prefix=prefix, keep=body.store,
-                                      template_options=body.chat_template_kwargs, **first_options)
+        first = self.sessions.respond(messages, hint=body.hint(prefix), prefix=prefix,
+                                      keep=body.store, template_options=body.chat_template_kwargs,
+                                      **first_options)
         turns = [first]
         try:
             for options in other_options:
@@ -76,7 +80,7 @@ class API:
         note = body.model_dump(include=set(ECHOED), exclude_unset=True)
         turn = self.sessions.respond(**self._question(prefix, body), keep=body.store,
                                      note=dict(note, created_at=int(time.time())),
-                                     wait=False,        # the server waits, and sees if the client hangs up
+                                     wait=False,    # the server waits, see Handler.when_free
                                      **options)
         return ResponseWriter(turn, prefix, self.model, body.stream)
 
@@ -99,14 +103,13 @@ class API:
     def list_input_items(self, prefix: str, id: str, query: ItemsQuery) -> dict:
         """All messages before the reply, those of earlier responses included."""
         turn_id = self._finished(prefix, id).id
-        items = self.history.input_items(turn_id, query.after, query.order == "desc", query.limit + 1)
-        return first_items(items, query.limit)
+        return listed(self.history.input_items, turn_id, query)
 
     def delete_response(self, prefix: str, id: str) -> dict:
         turn = self._unfinished(prefix, id)
         if turn:
             turn.cancel()
-        if not turn or self.history.turn(turn.id):          # it may have ended before it was cancelled
+        if not turn or self.history.turn(turn.id):    # it may have ended before it was cancelled
             self.sessions.delete(self._finished(prefix, id))
         return dict(id=id, object="response", deleted=True)
 
@@ -115,13 +118,13 @@ class API:
         if not turn:
             return self.retrieve_response(prefix, id)
         turn.cancel()
-        return ResponseWriter(turn, prefix, self.model).whole(turn.result())
+        return ResponseWriter(turn, prefix, self.model).whole([turn.result()])
 
     # ---- conversations
 
     def create_conversation(self, prefix: str, body: ConversationBody) -> dict:
         id = f"conv_{self.sessions.new_id()}"
-        self.history.create(prefix + id, body.metadata, self._identified(body.items))
+        self.sessions.create(prefix + id, body.metadata, self._identified(body.items))
         return self.retrieve_conversation(prefix, id)
 
     def retrieve_conversation(self, prefix: str, id: str) -> dict:
@@ -135,9 +138,7 @@ class API:
         return self.retrieve_conversation(prefix, id)
 
     def delete_conversation(self, prefix: str, id: str) -> dict:
-        if not self.sessions.answering(prefix + id):         # it is in the history only after its first turn
-            self._conversation(prefix, id)
-        self.sessions.forget(prefix + id)
+        self.sessions.forget(self._conversation(prefix, id).name)
         return dict(id=id, object="conversation.deleted", deleted=True)
 
     def create_items(self, prefix: str, id: str, body: ItemsBody) -> dict:
@@ -150,9 +151,7 @@ class API:
         return [dict(plain(message), id=f"msg_{self.sessions.new_id()}") for message in messages]
 
     def list_items(self, prefix: str, id: str, query: ItemsQuery) -> dict:
-        name = self._conversation(prefix, id).name
-        items = self.history.items(name, query.after, query.order == "desc", query.limit + 1)
-        return first_items(items, query.limit)
+        return listed(self.history.items, self._conversation(prefix, id).name, query)
 
     def retrieve_item(self, prefix: str, id: str, item_id: str) -> dict:
         found = self.history.item(self._conversation(prefix, id).name, item_id)
@@ -183,13 +182,15 @@ class API:
     def _question(self, prefix: str, body: ResponseBody) -> dict:
         """The messages to answer, and the turn that they follow, as keywords of Sessions.plan."""
         self.retrieve_model(prefix, body.model)
-        name, previous = body.conversation and body.conversation.id, body.previous_response_id
+        name = body.conversation.id if body.conversation else None
+        previous = body.previous_response_id
         if name and (previous or not body.store):
-            raise APIError(400, f"conversation {name!r:.100} cannot be combined with previous_response_id or "
-                                "store: false: leave out one of the two", "conversation")
+            raise APIError(400, f"conversation {name!r:.100} cannot be combined with "
+                                "previous_response_id or store: false: leave out one of the two",
+                           "conversation")
         return dict(messages=[self._message(prefix, entry, name) for entry in body.input],
                     conversation=name and self._conversation(prefix, name).name,
-                    exists=True,        # a client may delete it between this look and the turn's claim
+                    exists=True,    # a client may delete it between this look and the turn's claim
                     after=previous and self._finished(prefix, previous),
                     hint=body.hint(prefix),
                     prefix=prefix,
@@ -229,7 +230,7 @@ class API:
         return turn if turn and turn.conversation.startswith(prefix) else None
 
     def _conversation(self, prefix: str, id: str) -> ConversationRecord:
-        found = self.history.record(prefix + id)
+        found = self.sessions.record(prefix + id)
         if not found:
             raise missing("conversation", id)
         return found
@@ -242,14 +243,15 @@ class API:
         head = self.history.head(found.name)
         return dict(id=id, tokens=head.length if head else 0, gpu=0, cpu=0, running=False,
                     waiting=self.sessions.answering(found.name) is not None,
-                    chunks="", idle_seconds=round(time.time() - found.active, 3))
+                    idle_seconds=round(time.time() - found.active, 3), chunks="", leaves_next=None)
 
 
 def as_api_error(error: Exception) -> APIError:
-    """The error that the client is told. An error that we did not foresee is our fault: we print it."""
+    """The error that the client is told. An error that we did not foresee is our fault: we print
+    it."""
     if isinstance(error, APIError):
         return error
-    if isinstance(error, StaleTurn):                    # somebody deleted the turn while we answered
+    if isinstance(error, StaleTurn):    # somebody deleted the turn while we answered
         return APIError(409, f"{error}: send the request again", code="cancelled")
     if isinstance(error, Busy):
         return APIError(409, str(error), code="conversation_locked")
@@ -262,7 +264,8 @@ def as_api_error(error: Exception) -> APIError:
 
 
 def missing(kind: str, id: str) -> APIError:
-    return APIError(404, f"there is no {kind} {id!r:.100} here: it was deleted, or it never existed", "id")
+    return APIError(404, f"there is no {kind} {id!r:.100} here: it was deleted, or it never "
+                         "existed", "id")
 
 
 def turn_id_of(response_id: str) -> str:
@@ -271,34 +274,36 @@ def turn_id_of(response_id: str) -> str:
 
 
 def options_of_choices(options: dict, n: int) -> list[dict]:
-    """The engine's options for each of n choices. With a seed, choice i draws with seed + i. Without one,
-    every choice draws with a random seed of its own."""
+    """The engine's options for each of n choices. With a seed, choice i draws with seed + i.
+    Without one, every choice draws with a random seed of its own."""
     if "seed" not in options:
         return [options] * n
     seed, largest = options["seed"], LIMITS["seed"][1]
     if seed + n - 1 > largest:
-        raise APIError(400, f"seed + n - 1 must be at most {largest}, got seed {seed} and n {n}", "seed")
+        raise APIError(400, f"seed + n - 1 must be at most {largest}, got seed {seed} and n {n}",
+                       "seed")
     return [dict(options, seed=seed + index) for index in range(n)]
 
 
 def plain(message: Message | Item) -> dict:
-    """The message as the engine knows it: its parts joined into one text. "developer" is OpenAI's newer name
-    for "system". Many chat templates do not know it: Qwen's would leave the message out."""
+    """The message as the engine knows it: its parts joined into one text. "developer" is OpenAI's
+    newer name for "system". Many chat templates do not know it: Qwen's would leave the message
+    out."""
     role = "system" if message.role == "developer" else message.role
     return dict(role=role, content="".join(part.text for part in message.content))
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The JSON of answers.
 
 # The fields of a request that its response repeats, with their defaults.
 ECHOED = dict(instructions=None, metadata={}, max_output_tokens=None, previous_response_id=None,
-              temperature=0.0, top_p=1.0, presence_penalty=0.0, frequency_penalty=0.0, top_logprobs=0,
-              truncation="disabled", store=True, tool_choice="none", parallel_tool_calls=False, user=None,
-              safety_identifier=None, prompt_cache_key=None)
+              temperature=0.0, top_p=1.0, presence_penalty=0.0, frequency_penalty=0.0,
+              top_logprobs=0, truncation="disabled", store=True, tool_choice="none",
+              parallel_tool_calls=False, user=None, safety_identifier=None, prompt_cache_key=None)
 # The fields that are always the same, since there is nothing to choose.
-FIXED = dict(background=False, tools=[], max_tool_calls=None, reasoning=None, service_tier="default",
-             text=dict(format=dict(type="text")))
+FIXED = dict(background=False, tools=[], max_tool_calls=None, reasoning=None,
+             service_tier="default", text=dict(format=dict(type="text")))
 # finish_reason of a turn -> status of its response, and of the item that holds the reply
 STATUS = dict(stop=("completed", "completed"), length=("incomplete", "incomplete"),
               cancelled=("cancelled", "incomplete"))
@@ -308,8 +313,10 @@ def item(message: dict, status: str = "completed", logprobs: Iterable[dict] = ()
     """message: one of the history, which has an id."""
     part = dict(type="input_text", text=message["content"])
     if message["role"] == "assistant":
-        part = dict(type="output_text", text=message["content"], annotations=[], logprobs=list(logprobs))
-    return dict(id=message["id"], type="message", role=message["role"], status=status, content=[part])
+        part = dict(type="output_text", text=message["content"], annotations=[],
+                    logprobs=list(logprobs))
+    return dict(id=message["id"], type="message", role=message["role"], status=status,
+                content=[part])
 
 
 def reply_item(turn_id: str, text: str, status: str, logprobs: Iterable[dict] = ()) -> dict:
@@ -321,9 +328,12 @@ def listing(data: list[dict], has_more: bool = False) -> dict:
     return dict(object="list", data=data, has_more=has_more, first_id=first_id, last_id=last_id)
 
 
-def first_items(messages: list[dict], limit: int) -> dict:
-    """At most `limit` of the messages. One message more tells us that there are more."""
-    return listing([item(message) for message in messages[:limit]], has_more=len(messages) > limit)
+def listed(read: Callable, name: str, query: ItemsQuery) -> dict:
+    """The messages that read(name, ...) finds, at most query.limit of them. We ask for one message
+    more, which tells us whether there are more."""
+    messages = read(name, query.after, query.order == "desc", query.limit + 1)
+    return listing([item(message) for message in messages[:query.limit]],
+                   has_more=len(messages) > query.limit)
 
 
 def prompt_details(usage: dict) -> dict:
@@ -340,10 +350,10 @@ def response_usage(usage: dict) -> dict:
 
 
 def response(turn_id: str, model: str, conversation: str | None, note: dict, status: str,
-             output: list[dict] = (), usage: dict | None = None, error: dict | None = None,
+             output: Sequence[dict] = (), usage: dict | None = None, error: dict | None = None,
              ended: float | None = None) -> dict:
-    """note: the turn's, which has the settings of the request. usage: the engine's. ended: the moment when
-    the turn settled, in seconds since 1970."""
+    """note: the turn's, which has the settings of the request. usage: the engine's. ended: the
+    moment when the turn settled, in seconds since 1970."""
     return dict(
         FIXED, id=f"resp_{turn_id}", object="response", created_at=note["created_at"], model=model,
         status=status, completed_at=int(ended) if status == "completed" else None, error=error,
@@ -354,50 +364,42 @@ def response(turn_id: str, model: str, conversation: str | None, note: dict, sta
 
 
 def logprobs_of(turn: LiveTurn, start: int = 0, end: int | None = None) -> list[dict]:
-    """The log probabilities of the turn's tokens [start, end), if the client has asked for them. Special
-    tokens, which have no text, are left out."""
-    pieces, token_ids, logprobs = turn.tokenizer.pieces, turn.handle.token_ids, turn.handle.logprobs or []
+    """The log probabilities of the turn's tokens [start, end), if the client has asked for them.
+    Special tokens, which have no text, are left out."""
+    pieces, handle = turn.tokenizer.pieces, turn.handle
+    chosen = zip(handle.token_ids[start:end], (handle.logprobs or [])[start:end])
 
     def entry(token: int, logprob: float) -> dict:
         piece = pieces[token]
-        return dict(token=piece.decode(errors="replace"), logprob=max(logprob, -9999.0), bytes=list(piece))
+        return dict(token=piece.decode(errors="replace"), logprob=max(logprob, -9999.0),
+                    bytes=list(piece))
 
     entries = []
-    for token, (logprob, most_likely) in zip(token_ids[start:end], logprobs[start:end]):
+    for token, (logprob, most_likely) in chosen:
         if token in pieces:
             top = [entry(*other) for other in most_likely if other[0] in pieces]
             entries.append(dict(entry(token, logprob), top_logprobs=top))
     return entries
 
 
-class Writer:
-    """Writes the answer of one turn or several while they are generated.
-
-    whole(*replies)     the answer in one piece
-    events(finish)      the answer as a stream; finish(turn) waits until the history has stored the turn, and
-                        returns its reply
-    failure(error)      the last event of a stream in which something went wrong
-    """
-    turns: list[LiveTurn]
-    stream: bool
-
-
-class ChatWriter(Writer):
-    """Each choice is a turn. The first one goes on in the conversation, the others are branches beside it.
-    Their common prompt is computed once. The client may send any of them back, we recognise them all."""
+class ChatWriter:
+    """Each choice is a turn. The first one goes on in the conversation, the others are branches
+    beside it. Their common prompt is computed once. The client may send any of them back, we
+    recognise them all."""
 
     def __init__(self, turns: list[LiveTurn], prefix: str, model: str, body: ChatBody):
         self.turns, self.stream, self.options = turns, body.stream, body.stream_options
         self.envelope = dict(id=f"chatcmpl-{turns[0].id}", created=int(time.time()), model=model,
                              conversation_id=conversation_of(turns[0], prefix))
 
-    def whole(self, *replies):
-        choices = [dict(index=index, message=dict(role="assistant", content=reply.text, refusal=None),
+    def whole(self, replies: list[Answer]) -> dict:
+        choices = [dict(index=index,
+                        message=dict(role="assistant", content=reply.text, refusal=None),
                         finish_reason=finish_reason(reply), logprobs=self.logprobs(index, 0, None))
                    for index, reply in enumerate(replies)]
         return dict(self.envelope, object="chat.completion", usage=self.usage(), choices=choices)
 
-    def events(self, finish):
+    def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str]:
         """All choices are generated at once, but sent one after another."""
         for index, turn in enumerate(self.turns):
             yield self.chunk(index, dict(role="assistant", content=""), 0, 0)
@@ -405,13 +407,12 @@ class ChatWriter(Writer):
             for text, end in turn.progress():
                 yield self.chunk(index, dict(content=text), start, end)
                 start = end
-            last = self.chunk(index, {}, start, None, finish_reason(finish(turn)))
-            yield last
+            yield (last := self.chunk(index, {}, start, None, finish_reason(finish(turn))))
         if self.options.include_usage:
             yield dict(last, choices=[], usage=self.usage())
         yield "[DONE]"
 
-    def failure(self, error):
+    def failure(self, error: APIError) -> dict:
         return error.body
 
     def chunk(self, index: int, delta: dict, start: int, end: int | None,
@@ -419,26 +420,29 @@ class ChatWriter(Writer):
         """With the log probabilities of the tokens [start, end)."""
         logprobs = self.logprobs(index, start, end)
         choice = dict(index=index, delta=delta, finish_reason=finish_reason, logprobs=logprobs)
-        usage = {}
-        if self.options.include_usage:
-            usage = dict(usage=self.usage(index, end) if self.options.continuous_usage_stats else None)
+        so_far = self.usage(index, end) if self.options.continuous_usage_stats else None
+        usage = dict(usage=so_far) if self.options.include_usage else {}
         return dict(self.envelope, object="chat.completion.chunk", choices=[choice], **usage)
 
     def logprobs(self, index: int, start: int, end: int | None) -> dict | None:
-        asked = self.turns[index].handle.logprobs is not None
-        return dict(content=logprobs_of(self.turns[index], start, end), refusal=None) if asked else None
+        """None if the client has not asked for them."""
+        turn = self.turns[index]
+        if turn.handle.logprobs is None:
+            return None
+        return dict(content=logprobs_of(turn, start, end), refusal=None)
 
     def usage(self, index: int = -1, end: int | None = None) -> dict | None:
-        """The usage of all that we have sent: the first `end` tokens of choice `index`, and all tokens of the
-        choices before it. The prompt counts once, with the sources that the first choice had. None before
-        the engine has admitted the first choice."""
+        """The usage of all that we have sent: the first `end` tokens of choice `index`, and all
+        tokens of the choices before it. The prompt counts once, with the sources that the first
+        choice had. None before the engine has admitted the first choice."""
         request = self.turns[0].handle.request
         if not (request and request.usage):
             return None
         prompt = sum(request.usage.values())
         generated = len(self.turns[index].handle.token_ids[:end])
         generated += sum(len(turn.handle.token_ids) for turn in self.turns[:index])
-        return dict(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated,
+        return dict(prompt_tokens=prompt, completion_tokens=generated,
+                    total_tokens=prompt + generated,
                     prompt_tokens_details=prompt_details(request.usage))
 
 
@@ -454,7 +458,7 @@ def finish_reason(reply: Answer) -> str:
     return reply.finish_reason
 
 
-class ResponseWriter(Writer):
+class ResponseWriter:
     """A response is one turn. Its events are numbered."""
 
     def __init__(self, turn: LiveTurn, prefix: str, model: str, stream: bool = False):
@@ -463,21 +467,22 @@ class ResponseWriter(Writer):
         self.note = dict(created_at=int(time.time())) | turn.plan.note
         self.numbers = count()
 
-    def whole(self, reply):
+    def whole(self, replies: list[Answer]) -> dict:
+        reply, = replies
         status, item_status = STATUS[reply.finish_reason]
         item = reply_item(self.turn.id, reply.text, item_status, logprobs_of(self.turn))
         return self.response(status, [item], reply.usage, ended=self.turn.settled)
 
-    def events(self, finish):
+    def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str]:
         yield from self.opening()
         start = 0
         for text, end in self.turn.progress():
             logprobs = logprobs_of(self.turn, start, end)
             yield self.part_event("output_text.delta", delta=text, logprobs=logprobs)
             start = end
-        yield from self.closing(self.whole(finish(self.turn)))
+        yield from self.closing(self.whole([finish(self.turn)]))
 
-    def failure(self, error):
+    def failure(self, error: APIError) -> dict:
         code = error.code or ("server_error" if error.status >= 500 else "invalid_prompt")
         told = dict(code=code, message=str(error))
         return self.event("failed", response=self.response("failed", error=told))
@@ -495,15 +500,27 @@ class ResponseWriter(Writer):
         yield self.part_event("output_text.done", text=part["text"], logprobs=part["logprobs"])
         yield self.part_event("content_part.done", part=part)
         yield self.event("output_item.done", output_index=0, item=item)
-        yield self.event("completed" if whole["status"] == "completed" else "incomplete", response=whole)
+        yield self.event("completed" if whole["status"] == "completed" else "incomplete",
+                         response=whole)
 
     def event(self, kind: str, **fields) -> dict:
         return dict(type=f"response.{kind}", sequence_number=next(self.numbers), **fields)
 
     def part_event(self, kind: str, **fields) -> dict:
         """An event of the item's only part."""
-        return self.event(kind, item_id=f"msg_{self.turn.id}", output_index=0, content_index=0, **fields)
+        return self.event(kind, item_id=f"msg_{self.turn.id}", output_index=0, content_index=0,
+                          **fields)
 
-    def response(self, status: str, output: list[dict] = (), usage: dict | None = None, **ending) -> dict:
-        return response(self.turn.id, self.model, self.conversation, self.note, status, output, usage,
-                        **ending)
+    def response(self, status: str, output: Sequence[dict] = (), usage: dict | None = None,
+                 **ending) -> dict:
+        return response(self.turn.id, self.model, self.conversation, self.note, status, output,
+                        usage, **ending)
+
+
+# A writer writes the answer of its `turns` while they are generated.
+#
+#     whole(replies)     the answer in one piece; replies: of the turns, in order
+#     events(finish)     the answer as a stream; finish(turn) waits until the history has stored
+#                        the turn, and returns its reply
+#     failure(error)     the last event of a stream in which something went wrong
+Writer = ChatWriter | ResponseWriter

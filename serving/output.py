@@ -1,9 +1,9 @@
 """Lines that nobody waits for: a log must never cost an answer.
 
-A terminal may know only ASCII, a disk may be full, and the reader of a pipe may have gone or stopped reading.
-In a server that prints as usual, such a line fails or blocks the turn that it tells of. So the server prints
-into a queue (one for stdout, one for stderr), and a thread writes what is in it. A line that cannot be
-written is lost.
+A terminal may know only ASCII, a disk may be full, and the reader of a pipe may have gone or
+stopped reading. In a server that prints as usual, such a line fails or blocks the turn that it
+tells of. So the server prints into a queue (one for stdout, one for stderr), and a thread writes
+what is in it. A line that cannot be written is lost.
 """
 import atexit
 import io

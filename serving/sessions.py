@@ -4,20 +4,22 @@
     engine's thread                       turn each token of the reply into text  -> ... end
     writing thread                                              commit the turn, tell the client
 
-`Sessions` has an engine, which knows token ids; a history, which keeps turns; and a tokenizer. From the
-messages of a client it makes a turn: which token ids to append to which conversation. Tokens that are cached
-must never be tokenised again, since other ids for the same text would be another prefix. So we tokenise only
-new messages. A client that resends its whole history is recognised by the text; a client that sends only new
-messages says after which turn. The turn goes on in the conversation that ends there, or branches off.
+`Sessions` has an engine, which knows token ids; a history, which keeps turns; and a tokenizer. From
+the messages of a client it makes a turn: which token ids to append to which conversation. Tokens
+that are cached must never be tokenised again, since other ids for the same text would be another
+prefix. So we tokenise only new messages. A client that resends its whole history is recognised by
+the text; a client that sends only new messages says after which turn. The turn goes on in the
+conversation that ends there, or branches off.
 
-A turn *claims* its conversation, so a conversation has at most one live turn. If the client names the
-conversation, the turn claims it before it reads the history; else afterwards, when it knows which turn it
-follows. In the end the turn *settles*: it is committed (or cancelled, or failed). It frees the conversation
-and then tells its readers, so a reader who is told can start the next turn at once.
+A turn *claims* its conversation, so a conversation has at most one live turn. If the client names
+the conversation, the turn claims it before it reads the history; else afterwards, when it knows
+which turn it follows. In the end the turn *settles*: it is committed (or cancelled, or failed). It
+frees the conversation and then tells its readers, so a reader who is told can start the next turn
+at once.
 
-Commits are made in a thread of their own. While another process holds the history's file, only that thread
-waits: all streams go on, and new turns begin. Without `start()` there is no such thread, and whoever steps
-the engine commits, too.
+Commits are made in a thread of their own. While another process holds the history's file, only that
+thread waits: all streams go on, and new turns begin. Without `start()` there is no such thread, and
+whoever steps the engine commits, too.
 
 One turn is four objects. A LiveTurn has a Handle, which has a Request. They end in this order:
 
@@ -29,19 +31,22 @@ One turn is four objects. A LiveTurn has a Handle, which has a Request. They end
 Invariants:
 - A turn is committed before its readers are told that it is done, and before the next turn of its
   conversation starts.
-- A turn that fails, is cancelled, or cannot be committed leaves no trace in the history, and none of its
-  tokens in the cache. (If it restarted the context, the next turn computes the old context again.)
-- The messages of a turn and those before it, rendered by the template, are the text of the tokens before the
-  turn's reply. (Not after a turn of raw token ids, nor after a reply that a stop string has cut.)
+- A turn that fails, is cancelled, or cannot be committed leaves no trace in the history, and none
+  of its tokens in the cache. (If it restarted the context, the next turn computes the old context
+  again.)
+- The messages of a turn and those before it, rendered by the template, are the text of the tokens
+  before the turn's reply. (Not after a turn of raw token ids, nor after a reply that a stop string
+  has cut.)
 """
 import json
 import os.path
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -49,8 +54,9 @@ from pathlib import Path
 from config import require
 from engine import Engine
 from handles import Handle, Outbox, Reply
-from serving.history import History, StaleTurn, Turn, new_id
-from serving.tokenizer import TextStream, Tokenizer, load_tokenizer
+from scheduler import TooLong
+from serving.history import ConversationRecord, History, StaleTurn, Turn, new_id
+from serving.tokenizer import TextStream, TextTooLong, Tokenizer, load_tokenizer
 
 MOST_PRUNED = 1000      # conversations, at once
 
@@ -65,7 +71,8 @@ class Busy(Exception):
 
 
 class Answering(Busy):
-    """Another turn has the conversation. The caller of respond(wait=False) may wait for that turn."""
+    """Another turn has the conversation. The caller of respond(wait=False) may wait for that
+    turn."""
 
     def __init__(self, turn: "LiveTurn"):
         super().__init__(f"conversation {turn.conversation!r} is being answered")
@@ -78,11 +85,11 @@ class Plan:
     prompt: list[int]
     messages: list[dict]        # the visible messages that `prompt` stands for
     after: Turn | None          # the turn before this one, if there is one
-    # None: the prompt continues the context of `after`, so all of `messages` are new. For example, `after`
-    # ends the context [sys, u1, a1]: messages = [u2].
-    # A number: the prompt is a whole context of its own. So many of `messages`, the first ones, are not new:
-    # the system message, and those of earlier turns. For example, the system message has changed:
-    # messages = [sys', u1, a1, u2], carried = 3.
+    # None: the prompt continues the context of `after`, so all of `messages` are new. For example,
+    # `after` ends the context [sys, u1, a1]: messages = [u2]. A number: the prompt is a whole
+    # context of its own. So many of `messages`, the first ones, are not new: the system message,
+    # and those of earlier turns. For example, the system message has changed: messages = [sys', u1,
+    # a1, u2], carried = 3.
     carried: int | None
     note: dict                  # is kept with the turn
 
@@ -98,13 +105,16 @@ class Plan:
 
 
 class LiveTurn:
-    """A turn as its readers see it, also after it has settled. Read it as it grows with `progress()`, or
-    whole with `result()`.
+    """A turn as its readers see it, also after it has settled. Read it as it grows with
+    `progress()`, or whole with `result()`.
 
-    Any number of threads may read it, any number of times. Nobody has to: it is committed all the same."""
+    Any number of threads may read it, any number of times. Nobody has to: it is committed all the
+    same."""
 
-    def __init__(self, id: str, engine: Engine, tokenizer: Tokenizer | None, stop: list[str] = ()):
+    def __init__(self, id: str, engine: Engine, tokenizer: Tokenizer | None,
+                 stop: Sequence[str] = ()):
         self.id = id                                # of the turn in the history, too
+        self.begun = time.time()
         self.conversation: str | None = None        # the name of the one that it has claimed
         self.plan: Plan | None = None
         self.branches = False                       # is it the first turn of a new branch?
@@ -112,11 +122,12 @@ class LiveTurn:
         self.cancelled = False
         self.tokenizer = tokenizer
         self.stream = TextStream(tokenizer, stop) if tokenizer else None
-        self.texts = Outbox(engine.step_until)    # the text that each token made certain, then the rest
+        # the text that each token made certain, then the rest
+        self.texts = Outbox(engine.step_until)
         self.min_tokens = 0                         # a stop string counts from this token on
-        self.settled: float | None = None           # when its reply was complete, in seconds since 1970
+        self.settled: float | None = None    # when its reply was complete, in seconds since 1970
         self.reply: Answer | None = None            # in the end either this
-        self.error: Exception | None = None         # or this
+        self.error: BaseException | None = None     # or this
 
     def progress(self) -> Iterator[tuple[str, int]]:
         """The text as it grows: (new text, number of tokens that all text so far stands for)."""
@@ -135,13 +146,13 @@ class LiveTurn:
         return self.reply
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the turn has settled, however it ends, but no longer than so many seconds. True if it
-        has settled."""
+        """Wait until the turn has settled, however it ends, but no longer than so many seconds.
+        True if it has settled."""
         return self.texts.wait_closed(seconds)
 
     def cancel(self):
-        """End the turn early, so that it leaves no trace. It has settled when this returns; its finish_reason
-        is "cancelled", unless it was complete already."""
+        """End the turn early, so that it leaves no trace. It has settled when this returns; its
+        finish_reason is "cancelled", unless it was complete already."""
         self.cancelled = True                       # in case that it is not submitted yet
         if self.handle:
             self.handle.cancel()
@@ -153,7 +164,8 @@ class LiveTurn:
         return "".join(self.texts.items)
 
     def add(self, token: int) -> bool:
-        """The engine calls this with each token but a stop token. True if a stop string is complete."""
+        """The engine calls this with each token but a stop token. True if a stop string is
+        complete."""
         if self.stream is None:
             return False
         may_stop = len(self.texts.items) + 1 >= self.min_tokens
@@ -164,7 +176,7 @@ class LiveTurn:
         """The reply is complete, with these tokens."""
         if self.stream:
             for token in token_ids[len(self.texts.items):]:
-                self.add(token)                     # a stop token, which the engine did not pass to `add`
+                self.add(token)    # a stop token, which the engine did not pass to `add`
             self.texts.put(self.stream.finish())
 
 
@@ -174,17 +186,20 @@ class Sessions:
     def __init__(self, engine: Engine | str | Path = "tiny_chat", *,
                  history: History | str | Path | None = None, system_prompt: str | None = None,
                  name: str = "", **flags):
-        """engine: an engine to which nobody else submits. Or the model of a new engine, and in `flags` the
-        other keywords of Engine. history: a file; by default memory. system_prompt: a text, or a file with
-        one, that every chat without a system message begins with. name: of this one among several servers,
-        small letters and digits; all new ids begin with it. ValueError for what cannot be served."""
+        """engine: an engine to which nobody else submits. Or the model of a new engine, and in
+        `flags` the other keywords of Engine. history: a file; by default memory. system_prompt: a
+        text, or a file with one, that every chat without a system message begins with. name: of
+        this one among several servers, small letters and digits; all new ids begin with it.
+        ValueError for what cannot be served."""
         require(re.fullmatch("[a-z0-9]*", name), "name", "small letters and digits", name)
         if isinstance(engine, Engine):
             require(not flags, "flags", "left out, since the engine has its own", flags)
         else:
             engine = Engine(engine, **flags)
         self.engine, self.name = engine, name
-        self.tokenizer = load_tokenizer(engine.directory) if engine.directory else None
+        self.tokenizer = None
+        if engine.directory:
+            self.tokenizer = load_tokenizer(engine.directory, engine.scheduler.limit)
         # Before the history: a prompt that cannot be used must not leave the history's file locked.
         self.system = self._designate(system_prompt) if system_prompt else []
         if not isinstance(history, History):
@@ -192,7 +207,7 @@ class Sessions:
             fingerprint = self.tokenizer.fingerprint if self.tokenizer else raw
             history = History(str(history or ":memory:"), fingerprint, engine.worker.vocab_size)
         self.history = history
-        self.turns: dict[str, LiveTurn] = {}        # by the conversation that each of them has claimed
+        self.turns: dict[str, LiveTurn] = {}    # by the conversation that each of them has claimed
         self.claiming = threading.Lock()
         self.writer: ThreadPoolExecutor | None = None       # the writing thread
         engine.forgets_cold = True                  # since the history has the tokens
@@ -205,51 +220,58 @@ class Sessions:
         return self
 
     def close(self):
-        """Cancel all turns, close engine and history. Every turn that was told to be done is kept."""
+        """Cancel all turns, close engine and history. Every turn that was told to be done is
+        kept."""
         self.engine.close()
         if self.writer:
             self.writer.shutdown()
         self.history.close()
 
     def new_id(self) -> str:
-        """For a new turn or a new conversation. On a server with the name s1 it begins with "s1-"."""
+        """For a new turn or a new conversation. On a server with the name s1 it begins with
+        "s1-"."""
         return f"{self.name}-{new_id()}" if self.name else new_id()
 
     # ---- from messages to turns
 
     def chat(self, text: str, conversation: str | None = None, **options) -> Answer:
-        """Send one message and wait for the answer. conversation: None: nothing is kept. options: see
-        `respond`."""
+        """Send one message and wait for the answer. conversation: None: nothing is kept. options:
+        see `respond`."""
         messages = [dict(role="user", content=text)]
-        return self.respond(messages, conversation, keep=conversation is not None, **options).result()
+        return self.respond(messages, conversation, keep=conversation is not None,
+                            **options).result()
 
-    def another(self, turn: LiveTurn, prefix: str = "", stop: str | list[str] = (), **options) -> LiveTurn:
-        """One more answer to the prompt of a live turn, in a branch of its own. The prompt is computed once
-        for both."""
+    def another(self, turn: LiveTurn, prefix: str = "", stop: str | Sequence[str] = (),
+                **options) -> LiveTurn:
+        """One more answer to the prompt of a live turn, in a branch of its own. The prompt is
+        computed once for both."""
         with self._beginning(stop) as live:
             if turn.conversation is not None:
                 self._claim(live, self._new_name(None, prefix))
             return self._submit(live, turn.plan, like=turn.handle, **options)
 
-    def respond(self, messages: list[dict], conversation: str | None = None, *, exists: bool = False,
-                after: Turn | None = None, hint: str | None = None, prefix: str = "", keep: bool = True,
-                instructions: str | None = None, truncate: bool = False, note: dict | None = None,
-                wait: bool = True, stop: str | list[str] = (), max_tokens: int | None = None,
+    def respond(self, messages: list[dict], conversation: str | None = None, *,
+                exists: bool = False, after: Turn | None = None, hint: str | None = None,
+                prefix: str = "", keep: bool = True, instructions: str | None = None,
+                truncate: bool = False, note: dict | None = None, wait: bool = True,
+                stop: str | Sequence[str] = (), max_tokens: int | None = None,
                 template_options: dict | None = None, **options) -> LiveTurn:
-        """Begin a turn that answers messages. A client says in one of three ways what comes before them:
+        """Begin a turn that answers messages. A client says in one of three ways what comes before
+        them:
 
             conversation    `messages` are new. The conversation may be busy, or not exist yet.
             after           `messages` are new. Two answers to the same turn are two branches.
             neither         `messages` are all that the client shows. The longest part that we remember is
                             recognised by its text.
 
-        In the last two ways, the turn goes on in the conversation that ends with the turn before it, if that
-        is idle and no client has created or edited it; else in a new one.
+        In the last two ways, the turn goes on in the conversation that ends with the turn before
+        it, if that is idle and no client has created or edited it; else in a new one.
 
             exists              True: StaleTurn if `conversation` does not exist.
             wait                False: raise Answering if `conversation` is busy, instead of waiting.
             hint                the client's name for its conversation. Among equal matches, one in this
-                                conversation is taken; a new conversation gets this name, if it is free.
+                                conversation is taken; a new conversation gets this name, if it is
+                                free.
             prefix              the names of this client's conversations begin with it; we see no others.
             keep                False: the history keeps nothing of this turn, though the turn may go on from
                                 what is kept. Only without `conversation`.
@@ -262,28 +284,30 @@ class Sessions:
             stop, options       see `submit`."""
         with self._beginning(stop) as live:
             if conversation is not None:
-                self._claim(live, conversation, wait)       # now we see how the reply before has ended
-            plan = self.plan(messages, conversation, exists=exists, after=after, hint=hint, prefix=prefix,
-                             note=note, instructions=instructions, truncate=truncate, max_tokens=max_tokens,
+                self._claim(live, conversation, wait)    # now we see how the reply before has ended
+            plan = self.plan(messages, conversation, exists=exists, after=after, hint=hint,
+                             prefix=prefix, note=note, instructions=instructions,
+                             truncate=truncate, max_tokens=max_tokens,
                              template_options=template_options)
             if conversation is None and keep:
                 self._claim_after(live, plan.after, hint, prefix)
             return self._submit(live, plan, max_tokens=max_tokens, **options)
 
-    def submit(self, prompt: list[int], conversation: str | None = None, *, base: Turn | None = None,
-               stop: str | list[str] = (), **options) -> LiveTurn:
-        """Append token ids to a conversation (None: a one-off, nothing is kept) and generate a reply. If the
-        conversation is busy, wait until its turn has settled.
+    def submit(self, prompt: list[int], conversation: str | None = None, *,
+               base: Turn | None = None, stop: str | Sequence[str] = (), **options) -> LiveTurn:
+        """Append token ids to a conversation (None: a one-off, nothing is kept) and generate a
+        reply. If the conversation is busy, wait until its turn has settled.
 
-        base: where a one-off, or a conversation that does not exist yet, branches off. stop: a string, or
-        several, that end the reply. options: max_tokens, ignore_eos and the fields of Sampling, see
-        Engine.submit. ValueError for what cannot be served."""
+        base: where a one-off, or a conversation that does not exist yet, branches off. stop: a
+        string, or several, that end the reply. options: max_tokens, ignore_eos and the fields of
+        Sampling, see Engine.submit. ValueError for what cannot be served."""
         with self._beginning(stop) as live:
             after = base
             if conversation is not None:
                 self._claim(live, conversation)
                 after = self.history.head(conversation) or base
-            system = json.loads(after.note).get("system") if after else None    # the context still begins so
+            # the context still begins so
+            system = json.loads(after.note).get("system") if after else None
             return self._submit(live, Plan(prompt, [], after, None, dict(system=system)), **options)
 
     def generate(self, prompt: list[int], conversation: str | None = None, **options) -> Answer:
@@ -296,17 +320,18 @@ class Sessions:
              note: dict | None = None, template_options: dict | None = None) -> Plan:
         """The turn that `respond` would begin now, with the same arguments.
 
-        Every token sees the system message. If it is the one that the turn before had, and there is room, the
-        cached context goes on, and only the new messages are tokenised. In all other cases the context starts
-        anew, with the visible messages so far."""
+        Every token sees the system message. If it is the one that the turn before had, and there is
+        room, the cached context goes on, and only the new messages are tokenised. In all other
+        cases the context starts anew, with the visible messages so far."""
         if conversation is not None:
-            # The head first: if it is deleted before we read the record, StaleTurn comes of it below.
+            # The head first: if it is deleted before we read the record, StaleTurn comes of it
+            # below.
             after, record = self.history.head(conversation), self.history.record(conversation)
             if record:
                 messages = record.waiting + messages
             elif exists:
                 raise StaleTurn("the conversation was deleted meanwhile")
-        shows_all = conversation is None and after is None          # the client shows all of its messages
+        shows_all = conversation is None and after is None    # the client shows all of its messages
         if shows_all:
             system = cached_system = self._system(messages, instructions)
             found = self.history.match(system + messages, hint, prefix)
@@ -319,25 +344,38 @@ class Sessions:
         note = dict(note or {}, system=system[0]["content"] if system else None)
         room = (max_tokens or self.engine.scheduler.limit // 4) if truncate else None
         if after and system == cached_system:
-            prompt = self._tokenize(system + earlier, new, after.last_token, template_options)
-            if self._fits(after.length + len(prompt), room):
-                return Plan(prompt, new, after, None, note)
+            with suppress(TooLong):
+                prompt = self._tokenize(system + earlier, new, after.last_token, template_options)
+                if self._fits(after.length + len(prompt), room):
+                    return Plan(prompt, new, after, None, note)
         droppable = len(earlier + new) if shows_all else len(earlier)
         return self._plan_anew(after, system, earlier, new, droppable, room, note, template_options)
 
-    def _plan_anew(self, after: Turn | None, system: list[dict], earlier: list[dict], new: list[dict],
-                   droppable: int, room: int | None, note: dict, template_options: dict | None) -> Plan:
-        """A context of its own: the system message, then as many messages as leave `room`. We cut only before
-        a user's message, and only among the first `droppable`: the history has them, or the client has. If
-        even the shortest prompt is too long, the engine will say so."""
+    def _plan_anew(self, after: Turn | None, system: list[dict], earlier: list[dict],
+                   new: list[dict], droppable: int, room: int | None, note: dict,
+                   template_options: dict | None) -> Plan:
+        """A context of its own: the system message, then as many messages as leave `room`. We cut
+        only before a user's message, and only among the first `droppable`: the history has them, or
+        the client has. If even the shortest prompt is too long, the engine will say so."""
         messages = earlier + new
-        cuts = [i for i in range(1, len(messages)) if messages[i]["role"] == "user" and i <= droppable]
-        for start in [0, *cuts]:
-            prompt = self._tokenize([], system + messages[start:], None, template_options)
-            if self._fits(len(prompt), room):
-                break
+
+        def prompt(start: int) -> list[int]:
+            return self._tokenize([], system + messages[start:], None, template_options)
+
+        def fits(start: int) -> bool:
+            try:
+                return self._fits(len(prompt(start)), room)
+            except TooLong:
+                return False
+        start = 0
+        if room is not None and not fits(0):
+            cuts = [i for i in range(1, len(messages)) if messages[i]["role"] == "user"
+                    and i <= droppable]
+            # of those that fit; the last is tried below
+            first = bisect_left(cuts[:-1], True, key=fits)
+            start = cuts[first] if cuts else 0
         carried = len(system) + max(len(earlier) - start, 0)
-        return Plan(prompt, system + messages[start:], after, carried, note)
+        return Plan(prompt(start), system + messages[start:], after, carried, note)
 
     def _fits(self, length: int, room: int | None) -> bool:
         return room is None or length + room <= self.engine.scheduler.limit
@@ -345,17 +383,17 @@ class Sessions:
     def _tokenize(self, before: list[dict], new: list[dict], last_token: int | None,
                   template_options: dict | None = None) -> list[int]:
         if self.tokenizer is None:
-            raise ValueError(f"{self.engine.config.model} has no tokenizer: it serves token ids only, "
-                             "use generate()")
+            raise ValueError(f"{self.engine.config.model} has no tokenizer: it serves token ids "
+                             "only, use generate()")
         return self.tokenizer.turn(before, new, last_token, template_options)
 
     def _designate(self, prompt: str) -> list[dict]:
-        """The system prompt as a message. The tokens that all contexts under it begin with are computed once,
-        and never evicted."""
+        """The system prompt as a message. The tokens that all contexts under it begin with are
+        computed once, and never evicted."""
         content = Path(prompt).read_text("utf-8") if os.path.isfile(prompt) else prompt
         system = as_messages(content)
-        # Two chats that differ from the first letter of the user's message on: what their contexts have in
-        # common belongs to the system prompt.
+        # Two chats that differ from the first letter of the user's message on: what their contexts
+        # have in common belongs to the system prompt.
         a, b = ([dict(role="user", content=text)] for text in "ab")
         try:
             contexts = [self._tokenize([], system + user, None) for user in (a, b)]
@@ -364,12 +402,13 @@ class Sessions:
             raise ValueError(f"system_prompt cannot be used with {model}: {error}") from error
         require(contexts[0] != self._tokenize([], a, None), "system_prompt",
                 "left out, since this model's chat template shows no system message", prompt)
-        self.engine.designate(os.path.commonprefix(contexts))       # it compares any lists: here, of ids
+        # it compares any lists: here, of ids
+        self.engine.designate(list(os.path.commonprefix(contexts)))
         return system
 
     def _system(self, messages: list[dict], instructions: str | None) -> list[dict]:
-        """The instructions as a message. By default the system prompt, unless the messages bring a system
-        message of their own."""
+        """The instructions as a message. By default the system prompt, unless the messages bring a
+        system message of their own."""
         if instructions is not None:
             return as_messages(instructions)
         return self.system if messages and messages[0].get("role") != "system" else []
@@ -377,10 +416,11 @@ class Sessions:
     # ---- the life of a turn: claim, submit, commit, tell
 
     @contextmanager
-    def _beginning(self, stop: str | list[str]) -> Iterator[LiveTurn]:
+    def _beginning(self, stop: str | Sequence[str]) -> Iterator[LiveTurn]:
         """A new live turn. If it fails before it is submitted, its conversation is free again."""
         stop = [stop] if isinstance(stop, str) else stop or []
-        require(isinstance(stop, (list, tuple)) and all(isinstance(text, str) for text in stop), "stop",
+        require(isinstance(stop, (list, tuple)) and all(isinstance(text, str) for text in stop),
+                "stop",
                 "a string or a list of strings", stop)
         require(not stop or self.tokenizer is not None, "stop",
                 "left out, since this checkpoint has no tokenizer", stop)
@@ -392,8 +432,8 @@ class Sessions:
             raise
 
     def _claim(self, live: LiveTurn, name: str, wait: bool = True):
-        """Give the conversation to this turn alone. If another turn has it, wait until that turn has settled.
-        If several turns wait, any of them may be next."""
+        """Give the conversation to this turn alone. If another turn has it, wait until that turn
+        has settled. If several turns wait, any of them may be next."""
         require(isinstance(name, str), "conversation", "a string or None", name)
         while (claimant := self._claim_if_free(live, name)) is not live:
             if not wait:
@@ -409,13 +449,15 @@ class Sessions:
         return claimant
 
     def _claim_after(self, live: LiveTurn, turn: Turn | None, hint: str | None, prefix: str):
-        """Claim the conversation in which a turn goes on: its own if that is possible, else a new one."""
+        """Claim the conversation in which a turn goes on: its own if that is possible, else a new
+        one."""
         with self.claiming:                         # so that an idle conversation stays idle
             live.conversation = self._idle_home(turn) or self._new_name(hint, prefix)
             self.turns[live.conversation] = live
 
     def _idle_home(self, turn: Turn | None) -> str | None:
-        """The conversation that ends with the turn, if it is idle and no client has created or edited it."""
+        """The conversation that ends with the turn, if it is idle and no client has created or
+        edited it."""
         if turn is None or turn.conversation in self.turns:
             return None
         record = self.history.record(turn.conversation)
@@ -427,15 +469,18 @@ class Sessions:
         taken = hint is None or hint in self.turns or self.history.record(hint)
         return f"{prefix}conv_{self.new_id()}" if taken else hint
 
-    def _release(self, live: LiveTurn, answer: Answer | None = None, error: Exception | None = None):
+    def _release(self, live: LiveTurn, answer: Answer | None = None,
+                 error: BaseException | None = None):
         """The conversation is free again, and readers are told how the turn has ended."""
         if self.turns.get(live.conversation) is live:
             del self.turns[live.conversation]
         live.reply, live.error = answer, error
         live.texts.close()
 
-    def _submit(self, live: LiveTurn, plan: Plan, like: Handle | None = None, **options) -> LiveTurn:
-        context, parent = (), None
+    def _submit(self, live: LiveTurn, plan: Plan, like: Handle | None = None,
+                **options) -> LiveTurn:
+        context: Sequence[int] = ()
+        parent = None
         if plan.restarts:
             self.engine.forget(live.conversation)
         elif plan.after:
@@ -451,9 +496,9 @@ class Sessions:
         return live
 
     def _ended(self, live: LiveTurn, handle: Handle):
-        """Whoever steps the engine calls this, and settles a cancelled, failed or one-off turn at once, since
-        it writes nothing. A commit may have to wait for the history's file."""
-        complete = handle.reply and handle.reply.finish_reason != "cancelled"
+        """Whoever steps the engine calls this, and settles a cancelled, failed or one-off turn at
+        once, since it writes nothing. A commit may have to wait for the history's file."""
+        complete = handle.reply is not None and handle.reply.finish_reason != "cancelled"
         commits = complete and live.conversation is not None
         if commits and self.writer:
             self.writer.submit(self._settle, live, handle, commits)
@@ -472,12 +517,12 @@ class Sessions:
             coherent = commits or self._continues(live)
         except StaleTurn:                           # the turn before it was deleted
             answer = replace(answer, finish_reason="cancelled")
-        except BaseException as failure:            # Ctrl-C, too: nobody may wait for this turn for ever
+        except BaseException as failure:    # Ctrl-C, too: nobody may wait for this turn for ever
             answer, error = None, failure
         try:
-            # The scheduler takes a cancelled turn out of the cache. What it cannot take out: a complete turn
-            # that the history refused, and a context that the conversation does not have. (After a failure
-            # we forget the conversation's KV as well.)
+            # The scheduler takes a cancelled turn out of the cache. What it cannot take out: a
+            # complete turn that the history refused, and a context that the conversation does not
+            # have. (After a failure we forget the conversation's KV as well.)
             if not (coherent or self.engine.failure):
                 self.engine.forget(live.conversation)
         finally:
@@ -486,21 +531,23 @@ class Sessions:
             raise error
 
     def _continues(self, live: LiveTurn) -> bool:
-        """Does the turn continue the context that its conversation has in the history? Not if it restarts, if
-        it begins a branch, or if the turn before it was deleted meanwhile."""
+        """Does the turn continue the context that its conversation has in the history? Not if it
+        restarts, if it begins a branch, or if the turn before it was deleted meanwhile."""
         head, after = self.history.head(live.conversation), live.plan.after
         return not live.plan.restarts and (head and head.id) == (after and after.id)
 
     def _commit(self, live: LiveTurn, handle: Handle, answer: Answer):
         name, plan, after = live.conversation, live.plan, live.plan.after
         if handle.request.tokens_before != plan.context:
-            raise StaleTurn(f"conversation {name!r} had other tokens in the cache than in the history")
-        exact = live.stream is not None and not live.stream.stopped         # the text is that of all tokens
+            raise StaleTurn(f"conversation {name!r} had other tokens in the cache than in the "
+                            "history")
+        # the text is that of all tokens
+        exact = live.stream is not None and not live.stream.stopped
         note = dict(plan.note, usage=answer.usage, finish_reason=answer.finish_reason)
         turn = self.history.commit(
             name, after and after.id, plan.prompt, answer.token_ids, plan.messages,
-            text=answer.text if plan.messages else None, exact=exact, carried=plan.carried, note=note,
-            id=live.id, branches=live.branches)
+            text=answer.text if plan.messages else None, exact=exact, carried=plan.carried,
+            note=note, id=live.id, branches=live.branches)
         live.settled = turn.created
 
     # ---- conversations
@@ -508,6 +555,16 @@ class Sessions:
     def answering(self, conversation: str) -> LiveTurn | None:
         """The live turn of a conversation."""
         return self.turns.get(conversation)
+
+    def record(self, conversation: str) -> ConversationRecord | None:
+        """What is stored of a conversation. A conversation exists from the moment that its first
+        turn is accepted, though the history has it only when that turn is committed: until then it
+        has no head, no metadata and no messages. None if it does not exist."""
+        live = self.answering(conversation)         # first: afterwards it may be in the history
+        stored = self.history.record(conversation)
+        if stored or live is None or live.handle is None:
+            return stored
+        return ConversationRecord(conversation, None, None, [], live.begun, live.begun)
 
     def find(self, turn_id: str) -> LiveTurn | None:
         """The live turn of that id."""
@@ -522,8 +579,9 @@ class Sessions:
                 live.cancel()
 
     def _erase(self, conversation: str, due: Callable[[], bool] = lambda: True) -> bool:
-        """Free both tiers and the history of an idle conversation, if that is `due`: we ask when no turn can
-        begin, since one may have ended after the caller looked. False if it is being answered."""
+        """Free both tiers and the history of an idle conversation, if that is `due`: we ask when no
+        turn can begin, since one may have ended after the caller looked. False if it is being
+        answered."""
         def change():
             if due():
                 self.history.forget(conversation)
@@ -536,27 +594,27 @@ class Sessions:
         return True
 
     def _cancel_orphans(self):
-        """Cancel every turn of a conversation that goes on from a turn that is gone now: it cannot be
-        committed any more. (One-offs go on: nothing is committed of them.)"""
+        """Cancel every turn of a conversation that goes on from a turn that is gone now: it cannot
+        be committed any more. (One-offs go on: nothing is committed of them.)"""
         for live in list(self.turns.values()):
             after = live.plan and live.plan.after
             if after and not self.history.turn(after.id):
                 live.cancel()
 
     def delete(self, turn: Turn):
-        """Free both tiers and the history of a turn; cancel every turn that goes on from it. If later turns
-        build on it, it is only hidden, and goes with the last of them. A turn that begins at this very moment
-        in a conversation that becomes shorter may be cancelled, too."""
+        """Free both tiers and the history of a turn; cancel every turn that goes on from it. If
+        later turns build on it, it is only hidden, and goes with the last of them. A turn that
+        begins at this very moment in a conversation that becomes shorter may be cancelled, too."""
         self._write(lambda: [self.engine.forget(name) for name in self.history.delete(turn.id)])
         self._cancel_orphans()
 
     def prune(self, max_age: float, max_bytes: float, prefix: str = ""):
-        """Forget idle conversations (see History.oldest), the least recently active first, until none is
-        older (seconds) and the history is small enough, but at most MOST_PRUNED. Those that are being
-        answered stay, and so do those from which a new branch is being answered.
+        """Forget idle conversations (see History.oldest), the least recently active first, until
+        none is older (seconds) and the history is small enough, but at most MOST_PRUNED. Those that
+        are being answered stay, and so do those from which a new branch is being answered.
 
-        If the clock jumps ahead, everything would be too old at once. So we do not let it run ahead of
-        time.monotonic()."""
+        If the clock jumps ahead, everything would be too old at once. So we do not let it run ahead
+        of time.monotonic()."""
         before = min(time.time(), self.clock_offset + time.monotonic()) - max_age
         plans = [live.plan for live in list(self.turns.values()) if live.plan]
         busy = [plan.after.conversation for plan in plans if plan.after]
@@ -564,26 +622,49 @@ class Sessions:
             name = self.history.oldest(before, max_bytes, prefix, busy)
             if name is None:
                 return
-            if not self._erase(name, lambda: self.history.oldest(before, max_bytes, prefix, busy) == name):
+            def still_due() -> bool:
+                return self.history.oldest(before, max_bytes, prefix, busy) == name
+            if not self._erase(name, still_due):
                 busy.append(name)
 
-    def update(self, conversation: str, metadata: dict | None = None, new: list[dict] = ()) -> bool:
-        """Set the metadata, or add messages that the next turn will begin with. False if there is no such
-        conversation. Busy if messages come while it is being answered."""
+    def create(self, conversation: str, metadata: dict, messages: Sequence[dict] = ()):
+        """A conversation without a turn. Its first turn will begin with the messages. TooLong if no
+        turn could have room for them, ValueError if it exists."""
+        self._expect_room(messages)
+        self.history.create(conversation, metadata, messages)
+
+    def update(self, conversation: str, metadata: dict | None = None,
+               new: Sequence[dict] = ()) -> bool:
+        """Set the metadata, or add messages that the next turn will begin with. False if there is
+        no such conversation. Busy if messages come while it is being answered, TooLong if no turn
+        could have room for all that wait then."""
         def change() -> bool:
-            record = self.history.record(conversation)
-            if record is None:
-                return False
-            if metadata is not None:
-                record = record._replace(metadata=metadata)
-            self.history.update(record._replace(waiting=record.waiting + list(new)))
-            return True
-        return self._write(partial(self._alone, conversation, change) if new else change)
+            if self.history.update(conversation, metadata, new):
+                return True
+            # if its first turn is not committed yet
+            exists = self.record(conversation) is not None
+            if exists:
+                self.history.create(conversation, metadata or {})
+            return exists
+        if not new:
+            return self._write(change)
+        if stored := self.history.record(conversation):
+            self._expect_room(stored.waiting + list(new))
+        return self._write(partial(self._alone, conversation, change))
+
+    def _expect_room(self, waiting: Sequence[dict]):
+        """TooLong for messages that fit into no context. A message counts for one token more than
+        its text has, since the template marks where it begins."""
+        encode, limit = self.tokenizer.encode if self.tokenizer else str.encode, self.engine.scheduler.limit
+        tokens = sum(1 + len(encode(message["content"])) for message in waiting)
+        if tokens >= limit:
+            raise TextTooLong("the messages that would wait for the conversation's next turn have "
+                              f"{tokens} tokens, and the limit is {limit} tokens")
 
     def delete_item(self, conversation: str, item_id: str) -> bool:
-        """Delete one message of a conversation, see History.delete_item. If turns went with it, the context
-        starts anew, since every later token has seen the message. False if there is no such message. Busy if
-        the conversation is being answered."""
+        """Delete one message of a conversation, see History.delete_item. If turns went with it, the
+        context starts anew, since every later token has seen the message. False if there is no such
+        message. Busy if the conversation is being answered."""
         def change() -> bool:
             before = self.history.head(conversation)
             deleted = self.history.delete_item(conversation, item_id)
@@ -595,20 +676,23 @@ class Sessions:
         return deleted
 
     def _alone(self, conversation: str, change: Callable):
-        """Make a change while no turn of the conversation can begin. Such a turn might see only a part of the
-        change, and its commit would undo the change. For example, it would clear the messages that we add, or
-        bring back a conversation that we forget."""
-        # Not a turn: it only holds the claim. Others may wait for it or cancel it, as they do with a turn.
+        """Make a change while no turn of the conversation can begin. Such a turn might see only a
+        part of the change, and its commit would undo the change. For example, it would clear the
+        messages that we add, or bring back a conversation that we forget."""
+        # Not a turn: it only holds the claim. Others may wait for it or cancel it, as they do with
+        # a turn.
         claim = LiveTurn(new_id(), self.engine, None)
         if self._claim_if_free(claim, conversation) is not claim:
-            raise Busy("a response is being written in this conversation: change its items when that is done")
+            raise Busy("a response is being written in this conversation: change its items when "
+                       "that is done")
         try:
             return change()
         finally:
             self._release(claim)
 
     def _write(self, change: Callable):
-        """Run a change of the history in the writing thread, or between two steps; return its result."""
+        """Run a change of the history in the writing thread, or between two steps; return its
+        result."""
         if self.writer:
             return self.writer.submit(change).result()
         return self.engine.call(change)

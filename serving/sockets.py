@@ -1,16 +1,16 @@
 """HTTP over serving/openai_api.py: connections, requests, answers, and the limits of all of them.
 
-    client -> Handler (a thread for each connection) -> API -> engine (one thread) -> Writer -> client
+    client -> Handler (a thread per connection) -> API -> engine (one thread) -> Writer -> client
 
 After each answer the server prints where the tokens of its context came from:
 
     gpu 96 · cpu 64 · recomputed 32 · new 14 · first token 9 ms
 
 The server promises:
-- A client hears that its turn is done only after the history has stored the turn. If the client hangs up, or
-  does not read its answer, the server cancels the turn.
-- No client can hold the server up. A request must arrive within one deadline and have a body of limited size.
-  A connection too many gets a 503 at once; a turn too many gets a 429.
+- A client hears that its turn is done only after the history has stored the turn. If the client
+  hangs up, or does not read its answer, the server cancels the turn.
+- No client can hold the server up. A request must arrive within one deadline and have a body of
+  limited size. A connection too many gets a 503 at once; a turn too many gets a 429.
 - Nothing that belongs to one API key exists for another.
 """
 import json
@@ -19,14 +19,15 @@ import select
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from email.message import Message as Headers
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import parse_qsl, urlsplit
 
 from serving import live
@@ -38,16 +39,25 @@ from serving.operations import APIError, Operation, ReplyBody, find_operation, o
 from serving.sessions import Answer, Answering, LiveTurn, Sessions
 
 MAX_BODY_BYTES = 2 * 2**20
-REQUEST_SECONDS = 30        # from the answer before, or the connection, until a whole request has arrived
-WRITE_SECONDS = 30          # for a client to take what we write, or to send us more of its request
+MAX_HEAD_BYTES = 2**16      # of all header lines
+LARGE_BYTES = 2**17         # of a body: its JSON takes milliseconds to read
+RESTS = 3                   # seconds of rest for each second of reading large bodies
+HEADER_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\0]*\r?\n")
+SURROGATE = re.compile(rb"(?i)\\ud[89a-f]")          # in JSON
+DECODERS = dict(gzip=31, deflate=15)        # Content-Encoding -> zlib's name for it
+REQUEST_SECONDS = 30        # for a request to arrive, from the connection or the last answer on
+WRITE_SECONDS = 30          # for a client to take a piece of our answer, or to send us more bytes
+PIECE_BYTES = 2**16         # of an answer
+STUCK_SECONDS = 10          # without a step, though there is something to do
+KEEPALIVE_SECONDS = 15      # of silence in a stream
 DRAIN_SECONDS = 30          # for the turns at work to finish, once the server is to stop
 POLL_SECONDS = 0.1          # between two checks whether a client has hung up
 LINGER_SECONDS = 2          # for a client that still sends when we have answered
 TURNS_SHOWN = 100           # at /cache
 MAX_WATCHERS = 32           # of the live picture
 SESSION_HEADERS = "X-Session-ID", "X-Session-Affinity", "session_id"     # vLLM's, routers', agents'
-TOO_MANY_CONNECTIONS = (b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n"
-                        b"Connection: close\r\n\r\n")
+TOO_MANY_CONNECTIONS = (b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n"
+                        b"Content-Length: 0\r\nConnection: close\r\n\r\n")
 HUNG_UP = ConnectionError, TimeoutError     # there is no client left to answer
 
 
@@ -61,48 +71,53 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(self, address: tuple[str, int], sessions: Sessions, api_keys: Sequence[str] = (),
-                 max_waiting: int = 256, max_connections: int = 800, allow_origins: Sequence[str] = (),
-                 history_max_bytes: float = float("inf"), metrics_key: str | None = None):
-        """sessions: started. max_waiting: turns that may wait while max_running others run. api_keys,
-        allow_origins, metrics_key: see Guard. ValueError for a key or an origin that cannot be used, OSError
-        if we cannot listen at the address."""
+                 max_waiting: int = 256, max_connections: int = 800,
+                 allow_origins: Sequence[str] = (), history_max_bytes: float = float("inf"),
+                 metrics_key: str | None = None):
+        """sessions: started. max_waiting: turns that may wait while max_running others run.
+        api_keys, allow_origins, metrics_key: see Guard. ValueError for a key or an origin that
+        cannot be used, OSError if we cannot listen at the address."""
         self.sessions, self.engine = sessions, sessions.engine
-        config = sessions.engine.config
+        config = self.engine.config
         self.guard = Guard(address[0], api_keys, allow_origins, metrics_key)
         self.model_names = Path(config.model).resolve().name, config.model
         self.api = API(sessions, self.model_names)
         self.private = len(self.guard.keys) > 1             # no key may learn about another's turns
         self.bytes_of_each_key = history_max_bytes / len(self.guard.prefixes)   # in the history
-        whole = Metrics(self.engine, self.model_names[0])
-        self.metrics = {prefix: Metrics(self.engine, self.model_names[0], private=True) if self.private
-                        else whole for prefix in self.guard.prefixes} | {ALL_KEYS: whole}
+        whole = Metrics(partial(self.look, self.engine.read_stats), self.model_names[0])
+        self.metrics = {prefix: Metrics(None, self.model_names[0]) if self.private else whole
+                        for prefix in self.guard.prefixes} | {ALL_KEYS: whole}
         self.broadcast = live.Broadcast(self.engine, self.private)
         self.watchers = threading.BoundedSemaphore(MAX_WATCHERS)
         self.recent_turns = deque(maxlen=TURNS_SHOWN)       # these are done; /cache shows them
-        self.lock = threading.Lock()                        # guards at_work
-        self.at_work = 0                                    # turns that run or wait
+        self.reading = threading.Lock()                     # held to read a large body
+        self.lock = threading.Lock()                        # guards the next two
+        self.at_work = 0                                    # turns that are being answered
+        self.unsettled = Counter()    # of these, those that run or wait, by prefix
         self.most_turns = config.max_running + max_waiting
         self.connections = threading.BoundedSemaphore(max_connections)
         self.deadlines: dict[socket.socket, float] = {}     # of the requests that are arriving
         self.stop_at: float | None = None                   # set when the server begins to drain
-        self.stateless: Sessions | None = None              # --demo: it answers our turns without memory
+        self.steps, self.last_step = 0, time.monotonic()    # of the engine; when we saw the last
+        self.stateless: Sessions | None = None    # --demo: it answers our turns without memory
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         try:
             super().__init__(address, Handler)
         except OSError as error:
-            place = "{}:{}".format(*address)
-            raise OSError(f"we cannot listen at {place}: {error.strerror}; "
+            raise OSError(f"we cannot listen at {address[0]}:{address[1]}: {error.strerror}; "
                           "use another --host or --port") from error
 
     @property
     def url(self) -> str:
-        return "http://{}:{}".format(*self.server_address)
+        host, port, *_ = map(str, self.server_address)
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     # ---- limits, and the end
 
     def get_request(self):
         try:
             return super().get_request()
-        except OSError:                                     # perhaps the system gives us no more descriptors
+        except OSError:    # perhaps the system gives us no more descriptors
             time.sleep(POLL_SECONDS)                        # http.server tries again at once
             raise
 
@@ -125,27 +140,55 @@ class Server(ThreadingHTTPServer):
             self.connections.release()
 
     @contextmanager
-    def counted(self, turns: int):
-        """Counts so many turns as being at work. APIError if that would be too many."""
+    def counted(self, prefix: str, turns: int) -> Iterator[Callable[[], None]]:
+        """Counts so many turns as being at work. Yields a function that frees the place of one of
+        them: a turn that has settled needs none, though a slow client still takes its answer.
+
+        APIError if that would be too many. If there are several API keys, one may not have more
+        places than are free: so there are always some for the others."""
         with self.lock:
-            if self.at_work + turns > self.most_turns:
-                raise APIError(429, f"at most {self.most_turns} turns may run or wait: try again in a moment",
-                               code="rate_limit_exceeded")
+            free = self.most_turns - self.unsettled.total()
+            if turns and turns + (self.unsettled[prefix] if self.private else 0) > free:
+                raise APIError(429, f"at most {self.most_turns} turns may run or wait: try again "
+                                    "in a moment", code="rate_limit_exceeded")
+            self.unsettled[prefix] += turns
             self.at_work += turns
+        places = [prefix] * turns
+
+        def free_one():
+            with self.lock, suppress(IndexError):
+                self.unsettled[places.pop()] -= 1
         try:
-            yield
+            yield free_one
         finally:
+            for _ in range(turns):
+                free_one()
             with self.lock:
                 self.at_work -= turns
 
+    @contextmanager
+    def unhurried(self, body: bytes):
+        """To read a large body keeps the interpreter from all other threads. So we read one at a
+        time, and then rest RESTS times as long: however many come, the others have most of the
+        time."""
+        if len(body) <= LARGE_BYTES:
+            yield
+            return
+        with self.reading:
+            begin = time.thread_time()
+            try:
+                yield
+            finally:
+                time.sleep(RESTS * (time.thread_time() - begin))
+
     def drain(self):
-        """From now on the server refuses every request. It stops when the turns at work are done, after
-        DRAIN_SECONDS at the latest."""
+        """From now on the server refuses every request. It stops when the turns at work are done,
+        after DRAIN_SECONDS at the latest."""
         self.stop_at = self.stop_at or time.monotonic() + DRAIN_SECONDS
 
     def service_actions(self):
-        """http.server calls this every half second. Cuts off requests that are late. Raises Drained when the
-        server may stop."""
+        """http.server calls this every half second. Cuts off requests that are late. Raises Drained
+        when the server may stop."""
         now = time.monotonic()
         for connection, deadline in list(self.deadlines.items()):
             if now > deadline and self.deadlines.pop(connection, None):
@@ -153,19 +196,34 @@ class Server(ThreadingHTTPServer):
                     connection.shutdown(socket.SHUT_RDWR)
         if self.engine.failure:
             self.drain()
+        if self.steps != self.engine.scheduler.steps or not self.engine.scheduler.busy:
+            self.steps, self.last_step = self.engine.scheduler.steps, now
         if self.stop_at and (not self.at_work or now > self.stop_at):
             raise Drained
+
+    @property
+    def stuck(self) -> float | None:
+        """The seconds for which the engine has taken no step, though there is something to do, if
+        these are too many: its worker hangs."""
+        seconds = time.monotonic() - self.last_step
+        return seconds if seconds > STUCK_SECONDS else None
+
+    def look(self, function: Callable) -> Any:
+        """function(), run between two steps. If the engine is stuck, we run it at once: its books
+        are at rest."""
+        return function() if self.stuck else self.engine.call(function)
 
     # ---- turns
 
     def finish_turn(self, prefix: str, turn: LiveTurn) -> Answer:
-        """Waits until the history has stored the turn. Then counts the turn, and prints where its context
-        came from. (With --demo it also waits for the stateless engine.) prefix: that of the client's key, see
-        Guard."""
+        """Waits until the history has stored the turn. Then counts the turn, and prints where its
+        context came from. (With --demo it also waits for the stateless engine.) prefix: that of the
+        client's key, see Guard."""
         reply = turn.result()
         if reply.finish_reason == "cancelled":
             return reply
-        for metrics in {self.metrics[prefix], self.metrics[ALL_KEYS]}:      # it may be one and the same
+        # A set, since both may be the same object.
+        for metrics in {self.metrics[prefix], self.metrics[ALL_KEYS]}:
             metrics.count(turn, reply)
         milliseconds = first_token_ms(turn)
         self.recent_turns.append(dict(
@@ -176,8 +234,8 @@ class Server(ThreadingHTTPServer):
         return reply
 
     def answer_without_memory(self, turn: LiveTurn, reply: Answer) -> dict | None:
-        """The same turn, answered by the stateless engine: the text, and what it cost. None if there is no
-        such engine (any more), or if the turn before this one was deleted."""
+        """The same turn, answered by the stateless engine: the text, and what it cost. None if
+        there is no such engine (any more), or if the turn before this one was deleted."""
         if not self.stateless:
             return None
         plan = turn.plan
@@ -186,9 +244,9 @@ class Server(ThreadingHTTPServer):
         try:
             again = self.stateless.submit(
                 plan.prompt, base=base, stop=turn.stream.stop, max_tokens=most, ignore_eos=True,
-                min_tokens=min(turn.min_tokens, most), **asdict(turn.handle.request.sampling))
+                min_tokens=min(turn.min_tokens, most), **vars(turn.handle.request.sampling))
             answer = again.result()
-        except (StaleTurn, RuntimeError):           # RuntimeError: its engine has failed, or is closed
+        except (StaleTurn, RuntimeError):    # RuntimeError: its engine has failed, or is closed
             return None
         return dict(answer.usage, text=answer.text, first_token_ms=first_token_ms(again))
 
@@ -203,9 +261,16 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = default_request_version = "HTTP/1.1"
     timeout = WRITE_SECONDS
     disable_nagle_algorithm = True
+    headers: Headers = None     # until we have read them
+    rfile: Any                  # the client's bytes; while we read a head, a HeadReader of them
     server: Server
 
     # ---- a request comes in
+
+    def setup(self):
+        super().setup()
+        self.sending = threading.RLock()    # guards the next one, and each piece of a stream
+        self.last_sent: float | None = None    # when we sent the latest piece of an open stream
 
     def handle(self):
         with suppress(ConnectionError):
@@ -213,11 +278,25 @@ class Handler(BaseHTTPRequestHandler):
 
     def handle_one_request(self):
         self.server.deadlines[self.connection] = time.monotonic() + REQUEST_SECONDS
+        self.headers = None
         super().handle_one_request()
 
+    def parse_request(self) -> bool:
+        """http.server reads the head through a HeadReader. False if we have refused it."""
+        file, self.rfile = self.rfile, HeadReader(self.rfile)
+        try:
+            parsed = super().parse_request()
+            if parsed and self.request_version == "HTTP/1.1" and "Host" not in self.headers:
+                raise APIError(400, "a request of HTTP/1.1 needs the header Host")
+            return parsed
+        except APIError as error:
+            self.refuse(error)
+            return False
+        finally:
+            self.rfile = file
+
     def answer_request(self):
-        """Answers a request of any method. After a refusal we close the connection, since there may be a body
-        that we have not read."""
+        """Answers a request of any method."""
         has_body = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
         if has_body and self.command != "POST":
             self.close_connection = True                # since we read the body of a POST alone
@@ -228,43 +307,45 @@ class Handler(BaseHTTPRequestHandler):
                 raise APIError(503, f"the server is stopping: {reason}")
             self.server.guard.check_site(self.headers)
             if self.command == "OPTIONS" and "Access-Control-Request-Method" in self.headers:
-                return self.send_preflight()
-            prefix = "" if path in ("/", "/health") else self.server.guard.prefix(self.headers, path)
-            operation, names = find_operation("GET" if self.command == "HEAD" else self.command, path)
+                # A browser asks whether the page of another site may send its request. The headers
+                # say so, see end_headers.
+                return self.send_head(204, {})
+            prefix = self.server.guard.prefix(self.headers, path)
+            method = "GET" if self.command == "HEAD" else self.command
+            operation, names = find_operation(method, path)
             if self.command == "POST":
                 given = self.read_json(operation)
             else:
                 given = dict(parse_qsl(query, keep_blank_values=True))
-                given.pop("include[]", None)        # as in a body: what we do not have is never in an answer
+                given.pop("include[]", None)    # what we do not have is never in an answer
             self.server.deadlines.pop(self.connection, None)
             self.perform(prefix, operation, names, given)
         except HUNG_UP:
             raise
         except Exception as error:
-            error = as_api_error(error)
-            self.send(error.status, error.body, headers=error.headers)
+            self.refuse(as_api_error(error))
 
     do_GET = do_POST = do_HEAD = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = answer_request
 
     def perform(self, prefix: str, operation: Operation, names: list[str], given: dict):
         """Answers the operation. names: those in the path. given: the body, or the query."""
-        if hasattr(Handler, operation.name):            # it is about the server itself, and takes no fields
+        if hasattr(Handler, operation.name):    # it is about the server itself, and takes no fields
             return getattr(self, operation.name)(prefix)
         fields = parse(operation, given)
-        if operation.method == "POST":                  # it may write: first make room in this key's share
+        if operation.method == "POST":    # it may write: first make room in this key's share
             self.server.sessions.prune(float("inf"), self.server.bytes_of_each_key, prefix)
         arguments = [prefix, *names, fields] if operation.fields.model_fields else [prefix, *names]
-        turns = getattr(fields, "n", 1) if operation.generates else 0
-        with self.server.counted(turns):
+        turns = getattr(fields, "n", 1) if isinstance(fields, ReplyBody) else 0
+        with self.server.counted(prefix, turns) as free_one:
             answer = self.when_free(getattr(self.server.api, operation.name), *arguments)
             if isinstance(answer, Writer):
-                self.write(prefix, answer)
+                self.write(prefix, answer, free_one)
             else:
                 self.send(200, answer)
 
     def when_free(self, answer: Callable, *arguments) -> dict | Writer:
-        """Returns answer(*arguments). If another turn has the conversation, waits for that turn first.
-        ConnectionError if the client hangs up meanwhile."""
+        """Returns answer(*arguments). If another turn has the conversation, waits for that turn
+        first. ConnectionError if the client hangs up meanwhile."""
         while True:
             try:
                 return answer(*arguments)
@@ -275,29 +356,34 @@ class Handler(BaseHTTPRequestHandler):
 
     def read_json(self, operation: Operation) -> Any:
         """The body as JSON. If it has no session_id, one of SESSION_HEADERS may have it."""
-        body = self.read_body(operation)
+        body = self.decoded(self.read_body(operation))
         if not body and not operation.needs_body:
             return {}
         try:
-            given = json.loads(body)
-            json.dumps(given, ensure_ascii=False).encode()      # ValueError for half of a surrogate pair
+            with self.server.unhurried(body):
+                given = json.loads(body)
+                if SURROGATE.search(body):      # ValueError for half of a pair
+                    json.dumps(given, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             raise APIError(400, f"the body is not valid JSON: {error}") from error
-        if issubclass(operation.fields, ReplyBody) and isinstance(given, dict):
-            names = [given.get("session_id"), *(self.headers.get(name) or None for name in SESSION_HEADERS)]
-            given["session_id"] = next((name for name in names if name is not None), None)
+        takes_name = issubclass(operation.fields, ReplyBody) and isinstance(given, dict)
+        if takes_name and given.get("session_id") is None:
+            sent = map(self.headers.get, SESSION_HEADERS)
+            given["session_id"] = next(filter(None, sent), None)
         return given
 
     def read_body(self, operation: Operation) -> bytes:
         """The whole body. APIError if its length is unclear, or if the client has sent less."""
-        coding = ", ".join(self.headers.get_all("Transfer-Encoding", [])).lower()
-        if_absent = [] if coding or operation.needs_body else ["0"]
-        lengths = self.headers.get_all("Content-Length", if_absent)
+        coding = ", ".join(self.headers.get_all("Transfer-Encoding", [])).strip().lower()
+        lengths = self.headers.get_all("Content-Length", [])
         if coding == "chunked" and not lengths:
             return self.read_chunks()
+        if not (coding or lengths or operation.needs_body):
+            self.close_connection = True                # if there is a body, it is no request
+            return b""
         if coding or not lengths:
             raise APIError(411, "send the body either with its Content-Length, or in chunks")
-        given = ", ".join(lengths)
+        given = ", ".join(lengths).strip(" \t")
         if not re.fullmatch("[0-9]{1,18}", given):
             raise APIError(400, f"Content-Length must be one number of bytes, got {given:.100}")
         return self.read_bytes(int(given))
@@ -308,25 +394,51 @@ class Handler(BaseHTTPRequestHandler):
         while size != 0:
             head = self.rfile.readline(1000)
             if not (match := re.fullmatch(rb"([0-9a-fA-F]{1,8})[ \t]*(;.*)?\r\n", head)):
-                raise APIError(400, f"a chunk of the body must begin with its size, got {head!r:.100}")
+                raise APIError(400, "a chunk of the body must begin with its size, "
+                                    f"got {head!r:.100}")
             size = int(match[1], 16)
             body += self.read_bytes(size, len(body))
-            if self.read_bytes(2) != b"\r\n":
-                raise APIError(400, f"a chunk of the body has not the size that it names, {size} bytes")
+            if size and self.read_bytes(2) != b"\r\n":
+                raise APIError(400, "a chunk of the body has not the size that it names, "
+                                    f"{size} bytes")
+        trailer = HeadReader(self.rfile)
+        while trailer.readline() not in (b"\r\n", b"\n"):
+            pass
         return bytes(body)
+
+    def decoded(self, body: bytes) -> bytes:
+        """The body without its Content-Encoding."""
+        coding = ", ".join(self.headers.get_all("Content-Encoding", [])).strip().lower()
+        if coding in ("", "identity"):
+            return body
+        if coding not in DECODERS:
+            raise APIError(415, f"Content-Encoding: we read {' and '.join(DECODERS)}, "
+                                f"not {coding!r:.100}")
+        try:
+            decoder = zlib.decompressobj(DECODERS[coding])
+            body = decoder.decompress(body, MAX_BODY_BYTES + 1)
+        except zlib.error as error:
+            raise APIError(400, f"Content-Encoding: the body is not {coding}: {error}") from error
+        if len(body) > MAX_BODY_BYTES:
+            raise APIError(413, f"the body has more than {MAX_BODY_BYTES} bytes when it is decoded")
+        if not decoder.eof:
+            raise APIError(400, f"Content-Encoding: the body ends too early for {coding}")
+        return body
 
     def read_bytes(self, length: int, before: int = 0) -> bytes:
         """So many bytes of a body, of which we have read `before` bytes."""
         if before + length > MAX_BODY_BYTES:
-            raise APIError(413, f"the body has {before + length} bytes; we accept at most {MAX_BODY_BYTES}")
+            raise APIError(413, f"the body has {before + length} bytes; we accept at most "
+                                f"{MAX_BODY_BYTES}")
         data = self.rfile.read(length)
         if len(data) < length:
-            raise APIError(400, f"the body ended after {before + len(data)} of {before + length} bytes")
+            raise APIError(400, f"the body ended after {before + len(data)} of {before + length} "
+                                "bytes")
         return data
 
     def read_target(self) -> tuple[str, str]:
-        """The path and the query. A client that takes us for a proxy asks for http://NAME/path: then NAME
-        takes the place of the Host header."""
+        """The path and the query. A client that takes us for a proxy asks for http://NAME/path:
+        then NAME takes the place of the Host header."""
         target = urlsplit(self.path)
         if target.netloc:
             del self.headers["Host"]
@@ -336,22 +448,27 @@ class Handler(BaseHTTPRequestHandler):
     # ---- operations about the server itself
 
     def health(self, prefix):
+        if seconds := self.server.stuck:
+            raise APIError(503, f"the engine has taken no step for {seconds:.0f} s")
         self.send(200, dict(status="ok"))
 
     def metrics(self, prefix):
-        self.send(200, self.server.metrics[prefix].text(), "text/plain; version=0.0.4; charset=utf-8")
+        self.send(200, self.server.metrics[prefix].text(),
+                  "text/plain; version=0.0.4; charset=utf-8")
 
     def openapi(self, prefix):
         self.send(200, openapi())
 
     def chat_page(self, prefix):
         page = Path(__file__).with_name("chat.html").read_text("utf-8")
-        self.send(200, page, "text/html; charset=utf-8", {"Content-Security-Policy": page_policy(page)})
+        self.send(200, page, "text/html; charset=utf-8",
+                  {"Content-Security-Policy": page_policy(page)})
 
     def cache(self, prefix):
         engine = self.server.engine
         turns = live.outside(prefix, list(self.server.recent_turns), "conversation")
-        picture = live.part_for(prefix, live.picture(engine), self.server.private)
+        whole = self.server.look(partial(live.picture, engine))
+        picture = live.part_for(prefix, whole, self.server.private)
         self.send(200, dict(picture, **live.scale(engine), turns=turns))
 
     def cache_events(self, prefix):
@@ -370,13 +487,13 @@ class Handler(BaseHTTPRequestHandler):
 
     # ---- an answer goes out
 
-    def write(self, prefix: str, writer: Writer):
-        """Sends the answer in one piece, or as a stream. The last events of a stream wait until the history
-        has stored the turns. If a stream fails on its way, its last event says why."""
+    def write(self, prefix: str, writer: Writer, free_one: Callable[[], None]):
+        """Sends the answer in one piece, or as a stream. The last events of a stream wait until the
+        history has stored the turns. If a stream fails on its way, its last event says why."""
         finish = partial(self.server.finish_turn, prefix)
-        with cancelled_if_gone(self.connection, writer.turns):
+        with self.watched(writer, free_one):
             if not writer.stream:
-                return self.send(200, writer.whole(*map(finish, writer.turns)))
+                return self.send(200, writer.whole(list(map(finish, writer.turns))))
             self.begin_stream()
             try:
                 for event in writer.events(finish):
@@ -387,34 +504,68 @@ class Handler(BaseHTTPRequestHandler):
                 self.send_event(writer.failure(as_api_error(error)))
             self.send_piece(b"")
 
+    @contextmanager
+    def watched(self, writer: Writer, free_one: Callable[[], None]):
+        """While the block writes, or waits for something to write, a thread watches over it. It
+        cancels the turns as soon as the client hangs up, frees the places of those that have
+        settled, and tells a client whose stream is silent that we are still here. At the end some
+        turns may not be done, because writing or another of the turns has failed: these are
+        cancelled, too."""
+        over, unsettled = threading.Event(), list(writer.turns)
+
+        def settled(turn: LiveTurn) -> bool:
+            return bool(turn.reply or turn.error)
+
+        def watch():
+            while not over.wait(POLL_SECONDS):
+                if has_hung_up(self.connection):
+                    return cancel()
+                for turn in filter(settled, list(unsettled)):
+                    unsettled.remove(turn)
+                    free_one()
+                with suppress(OSError):    # of a client that is gone: we hear of it above
+                    self.keep_alive()
+
+        def cancel():
+            for turn in writer.turns:
+                if not settled(turn):
+                    turn.cancel()
+        try:
+            threading.Thread(target=watch, daemon=True).start()
+            yield
+        finally:
+            over.set()
+            cancel()
+
+    def refuse(self, error: APIError):
+        """Sends the error and closes the connection, since we may not have read the body."""
+        self.close_connection = True
+        self.log_message('"%s" %d %s', self.requestline, error.status, error)
+        again = {"Retry-After": "1"} if error.status in (429, 503) else {}
+        self.send(error.status, error.body, headers=error.headers | again)
+
     def send(self, status: int, content: dict | str, content_type: str = "application/json",
              headers: dict[str, str] | None = None):
         body = (content if isinstance(content, str) else json.dumps(content)).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        if status in (429, 503):
-            self.send_header("Retry-After", "1")
-        if status >= 400:
-            self.close_connection = True
-            self.log_message('"%s" %d %s', self.requestline, status, content["error"]["message"])
-        self.end_headers()
-        self.wfile.write(b"" if self.command == "HEAD" else body)
+        self.send_head(status, {"Content-Type": content_type, "Content-Length": str(len(body))}
+                       | (headers or {}))
+        if self.command != "HEAD":
+            for start in range(0, len(body), PIECE_BYTES):      # each in time, not all of them
+                self.wfile.write(body[start:start + PIECE_BYTES])
 
     def send_error(self, code, message=None, explain=None):
         """http.server calls this for a request that it refuses itself."""
-        self.send(code, APIError(code, message or "we cannot read this request").body)
+        self.refuse(APIError(code, message or "we cannot read this request"))
 
-    def send_preflight(self):
-        """Answers a browser that asks whether the page of another site may send its request. The headers say
-        so, see end_headers."""
-        self.send_response(204)
+    def send_head(self, status: int, headers: dict[str, str]):
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.end_headers()
 
     def end_headers(self):
-        if hasattr(self, "headers"):                    # http.server refuses some requests before it has them
+        """http.server calls this, too."""
+        if self.headers:
             for name, value in self.server.guard.cors(self.headers).items():
                 self.send_header(name, value)
         if self.close_connection:
@@ -422,14 +573,13 @@ class Handler(BaseHTTPRequestHandler):
         super().end_headers()
 
     def begin_stream(self):
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Cache-Control", "no-cache")
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache",
+                   "X-Accel-Buffering": "no"}           # nginx would hold the events back
         if self.request_version == "HTTP/1.1":          # an older client sees the end when we close
-            self.send_header("Transfer-Encoding", "chunked")
+            headers["Transfer-Encoding"] = "chunked"
         else:
             self.close_connection = True
-        self.end_headers()
+        self.send_head(200, headers)
 
     def send_event(self, event: dict | str):
         """Sends an event of a stream: an object, or a string as it is."""
@@ -439,20 +589,33 @@ class Handler(BaseHTTPRequestHandler):
 
     def send_piece(self, data: bytes):
         """Sends a piece of a stream. An empty piece ends the stream."""
-        if self.request_version == "HTTP/1.1":
-            data = b"%x\r\n%b\r\n" % (len(data), data)
-        if self.command != "HEAD":
-            self.wfile.write(data)
+        with self.sending:
+            self.last_sent = time.monotonic() if data else None
+            if self.request_version == "HTTP/1.1":
+                data = b"%x\r\n%b\r\n" % (len(data), data)
+            if self.command != "HEAD":
+                self.wfile.write(data)
+
+    def keep_alive(self):
+        """Sends a comment in a stream that has been silent for long: else a proxy might close
+        it."""
+        with self.sending:
+            if self.last_sent and time.monotonic() > self.last_sent + KEEPALIVE_SECONDS:
+                self.send_piece(b": we are waiting for the model\n\n")
+
+    def version_string(self):
+        return "nano-pensieve"
 
     def log_request(self, code="-", size="-"):
         """Logs nothing: finish_turn prints a line for each turn, and `send` logs each error."""
 
     def log_error(self, format, *args):
-        """Logs nothing: http.server calls this when a connection has rested for `timeout` seconds."""
+        """Logs nothing: http.server calls this when a connection has rested for `timeout`
+        seconds."""
 
     def finish(self):
-        """Reads for a moment what the client still sends. If we closed at once, the client's system would
-        throw our answer away before the client has read it."""
+        """Reads for a moment what the client still sends. If we closed at once, the client's system
+        would throw our answer away before the client has read it."""
         deadline = time.monotonic() + LINGER_SECONDS
         with suppress(OSError):
             super().finish()
@@ -462,35 +625,31 @@ class Handler(BaseHTTPRequestHandler):
                 pass
 
 
-@contextmanager
-def cancelled_if_gone(connection: socket.socket, turns: list[LiveTurn]):
-    """Cancels the turns as soon as the client hangs up, even while we write nothing to it. At the end some
-    turns may not be done, because writing or another of the turns has failed: these are cancelled, too."""
-    over = threading.Event()
-
-    def cancel():
-        for turn in turns:
-            if not (turn.reply or turn.error):
-                turn.cancel()
-
-    def watch():
-        while not over.wait(POLL_SECONDS):
-            if has_hung_up(connection):
-                return cancel()
-
-    try:
-        threading.Thread(target=watch, daemon=True).start()
-        yield
-    finally:
-        over.set()
-        cancel()
-
-
 def has_hung_up(connection: socket.socket) -> bool:
-    """Has the client closed its end? Early bytes of its next request do not count as closing."""
+    """Has the client closed its end? Bytes of its next request may have come before."""
     try:
-        poll = select.poll()                            # needs no descriptor of its own, epoll would
-        poll.register(connection, select.POLLIN)
-        return bool(poll.poll(0)) and not connection.recv(1, socket.MSG_PEEK)
+        poll = select.poll()    # needs no descriptor of its own, epoll would
+        poll.register(connection, select.POLLRDHUP)
+        return bool(poll.poll(0))
     except (OSError, ValueError):                       # it was reset, or we have closed it
         return True
+
+
+class HeadReader:
+    """Reads the header lines of a request, or the trailer after its chunks, up to the empty line.
+    APIError for a line that another program might read as something else, and for too many bytes.
+    ConnectionError if the client hangs up before the empty line."""
+
+    def __init__(self, file: BinaryIO):
+        self.file, self.left = file, MAX_HEAD_BYTES
+
+    def readline(self, limit: int = MAX_HEAD_BYTES) -> bytes:
+        line = self.file.readline(min(limit, self.left + 1))
+        self.left -= len(line)
+        if self.left < 0:
+            raise APIError(431, f"the headers have more than {MAX_HEAD_BYTES} bytes")
+        if not line:
+            raise ConnectionError("the client has hung up")
+        if line not in (b"\r\n", b"\n") and not HEADER_LINE.fullmatch(line):
+            raise APIError(400, f"a header must be a line NAME: VALUE, got {line!r:.100}")
+        return line

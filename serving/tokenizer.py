@@ -1,44 +1,54 @@
 """Text to token ids and back, and the chat template, for a server that remembers.
 
-A stateless server renders and tokenises the whole conversation at every turn. Ours keeps the raw ids of
-all earlier turns and tokenises only the new turn: the text of a reply, tokenised again, may give other
-ids than the model sampled, and then its KV-tokens are lost. So `turn` renders the conversation with a
-sentinel in place of the last reply, and tokenises only the text after the sentinel:
+A stateless server renders and tokenises the whole conversation at every turn. Ours keeps the raw
+ids of all earlier turns and tokenises only the new turn: the text of a reply, tokenised again, may
+give other ids than the model sampled, and then its KV-tokens are lost. So `turn` renders the
+conversation with a sentinel in place of the last reply, and tokenises only the text after the
+sentinel:
 
     <user> Hi <end> <assistant> SENTINEL <end> <user> More <end> <assistant>
                                          ------- only this is tokenised ----
 
-Text becomes ids in one of two ways. If the ids are in merge order, as GPT-2's are, we use tiktoken on the
-checkpoint's own vocabulary; else we use the tokenizers library. Ids become text in one way: every token
-is some bytes, and a text is the concatenation of these bytes, read as UTF-8.
+Text becomes ids in one of two ways. If the ids are in merge order, as GPT-2's are, we use tiktoken
+on the checkpoint's own vocabulary; else we use the tokenizers library. Ids become text in one way:
+every token is some bytes, and a text is the concatenation of these bytes, read as UTF-8.
 
-Invariant: only the template writes special tokens. When a user writes the text of one, GUARD (a character
-that no text contains) splits it, so nothing takes it for a special token. GUARD is removed before that
-text is encoded.
+Invariant: only the template writes special tokens. When a user writes the text of one, GUARD (a
+character that no text contains) splits it, so nothing takes it for a special token. GUARD is
+removed before that text is encoded.
 """
 import codecs
 import hashlib
 import json
+import math
+import os.path
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
+from itertools import count, groupby
+from operator import itemgetter
 from pathlib import Path
 
 import tiktoken
 import tokenizers
-from jinja2 import Template, TemplateError
+from jinja2 import Template, TemplateError, nodes, pass_context
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from checkpoint import WORKING, read_json
+from scheduler import TooLong
 
-GUARD = "\ufdd0"         # Unicode reserves it for internal use; we remove it from all text that we are given
+# Unicode reserves it for internal use; we remove it from all text that we are given
+GUARD = "\ufdd0"
 SENTINEL = GUARD * 2     # guarded text never has two guards in a row
 ROLES = ("system", "developer", "user", "assistant", "tool")
 GPT2_SPLIT = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 MOST_BLANKS = 100_000
 # It looks where a run of blanks begins, and nowhere else: one look at each character.
 TOO_BLANK = re.compile(r"(?<!\s)\s{%d}" % MOST_BLANKS)
+MOST_STEPS = 10**6          # of a chat template
+MOST_WRITTEN = 2**26        # characters, by a chat template
 PLAIN_TEMPLATE = (       # for checkpoints without a chat template
     "{{ bos_token if add_bos_token }}"
     "{% for message in messages %}"
@@ -48,17 +58,25 @@ PLAIN_TEMPLATE = (       # for checkpoints without a chat template
     "{{ 'Assistant:' if add_generation_prompt }}")
 
 
-def load_tokenizer(directory: Path) -> "Tokenizer | None":
-    """The tokenizer of a checkpoint. None if it has no tokenizer files: then we serve token ids only.
-    ValueError if they cannot be used."""
+class TextTooLong(TooLong):
+    """No context has room for a text, however its tokens turn out."""
+
+    def __init__(self, message: str):
+        ValueError.__init__(self, message)
+
+
+def load_tokenizer(directory: Path, most_tokens: int | None = None) -> "Tokenizer | None":
+    """The tokenizer of a checkpoint. None if it has no tokenizer files: then we serve token ids
+    only. most_tokens: see Tokenizer. ValueError if they cannot be used."""
     for names in (["tokenizer.json"], ["vocab.json", "merges.txt"]):
         files = [Path(directory, name) for name in names]
         if all(file.is_file() for file in files):
             try:
-                return Tokenizer(files, read_config(Path(directory)))
+                return Tokenizer(files, read_config(Path(directory)), most_tokens)
             except Exception as error:          # tokenizers and jinja2 raise nothing more precise
-                raise ValueError(f"{files[0]}, or the configuration beside it, cannot be used: {error}; "
-                                 f"download it again or take another model; {WORKING}") from error
+                raise ValueError(f"{files[0]}, or the configuration beside it, cannot be used: "
+                                 f"{error}; download it again or take "
+                                 f"another model; {WORKING}") from error
     return None
 
 
@@ -71,8 +89,10 @@ class Tokenizer:
     fingerprint: differs whenever the same text might get other ids, or the same ids another text.
     """
 
-    def __init__(self, files: list[Path], config: dict):
+    def __init__(self, files: list[Path], config: dict, most_tokens: int | None = None):
         """files: tokenizer.json, or vocab.json and merges.txt. config: see read_config.
+        most_tokens: of a text. If a text has more bytes than so many of the longest token, we
+        refuse it unread.
 
         ValueError if they cannot be used."""
         # Templates see bos_token, eos_token and the like; and add_bos_token, a bool.
@@ -80,14 +100,20 @@ class Tokenizer:
         named = [value for value in self._for_template.values() if isinstance(value, str)]
         named += config.get("additional_special_tokens", [])
         spec = read_vocabulary(files, named, config.get("add_prefix_space", False))
-        self.special = {token["content"]: token["id"] for token in spec["added_tokens"] if token["special"]}
+        self.special = {token["content"]: token["id"] for token in spec["added_tokens"]
+                        if token["special"]}
         self.pieces, self.drops_first_space = token_bytes(spec)
-        if ids_in_merge_order(spec):
-            self._backend = TiktokenBackend(self.special, self.pieces)
-        else:
-            self._backend = LibraryBackend(spec)
-        # Finds overlapping special tokens, too: it looks ahead, and consumes the first character only.
-        self._special_starts = re.compile(f"(?=({any_of(self.special)}))(.)", re.DOTALL)
+        self._backend = (TiktokenBackend(self.special, self.pieces) if ids_in_merge_order(spec)
+                         else LibraryBackend(spec))
+        longest = max(map(len, [b"", *self.pieces.values(), *map(str.encode, self.special)]))
+        shrinks = 4 if spec["normalizer"] else 1        # NFC makes 3 bytes of some 9
+        self._limit, self._most_bytes = most_tokens, (most_tokens or math.inf) * longest * shrinks
+        # Each finds the special tokens that begin with one character, overlapping ones, too: it
+        # looks ahead, and consumes that character only.
+        self._guards = [
+            (re.compile(f"{re.escape(first)}(?={any_of(text[1:] for text in group)})"),
+             first.replace("\\", r"\\") + GUARD)
+            for first, group in groupby(sorted(self.special), key=itemgetter(0))]
         source = config.get("chat_template") or PLAIN_TEMPLATE
         self._template = compile_template(source)
         hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
@@ -101,7 +127,8 @@ class Tokenizer:
         return self._encode(self._guarded(text))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the ids, without special tokens and unknown ids. Broken UTF-8 becomes U+FFFD."""
+        """The text of the ids, without special tokens and unknown ids. Broken UTF-8 becomes
+        U+FFFD."""
         stream = TextStream(self)
         return "".join(map(stream.push, ids)) + stream.finish()
 
@@ -112,20 +139,20 @@ class Tokenizer:
         before: the visible messages so far; none, or the last one is the assistant's.
         last_token: the last token that the model sampled for that reply.
         template_options: what the template sees besides, such as {"enable_thinking": False}.
-        Messages are {"role", "content"}, and the content is a string. ValueError if they are not, or if the
-        template refuses them."""
+        Messages are {"role", "content"}, and the content is a string. ValueError if they are not,
+        or if the template refuses them."""
         if not new or (before and before[-1]["role"] != "assistant"):
-            raise ValueError("a turn needs new messages, after a conversation that is empty or ends with an "
-                             "assistant message")
+            raise ValueError("a turn needs new messages, after a conversation that is empty or "
+                             "ends with an assistant message")
         if not before:
             return self._encode(self._render(self._guarded_messages(new), template_options))
         reply = {"role": "assistant", "content": SENTINEL}
         messages = self._guarded_messages(before[:-1]) + [reply] + self._guarded_messages(new)
         _, *rest = self._render(messages, template_options).split(SENTINEL)
         if len(rest) != 1:
-            raise ValueError("the chat template does not show the assistant's last message exactly once, so "
-                             "this conversation cannot go on from its raw tokens: send its messages as a "
-                             "new one")
+            raise ValueError("the chat template does not show the assistant's last message "
+                             "exactly once, so this conversation cannot go on from its raw "
+                             "tokens: send its messages as a new one")
         text, = rest
         if last_token in self.special.values():
             # Perhaps the model has ended its reply itself; then the template must not end it again.
@@ -140,34 +167,42 @@ class Tokenizer:
         guarded = {name: self._guarded(value) if isinstance(value, str) else value
                    for name, value in (options or {}).items()}
         try:
-            return self._template.render(guarded | self._for_template, messages=messages, tools=None,
-                                         documents=None, add_generation_prompt=True)
+            return self._template.render(guarded | self._for_template, messages=messages,
+                                         tools=None, documents=None, add_generation_prompt=True)
         except Exception as error:      # the template is a stranger's code: it can fail in any way
             raise ValueError(f"the chat template failed: {error}") from error
 
     def _guarded_messages(self, messages: list[dict]) -> list[dict]:
         for message in messages:
             if message.get("role") not in ROLES or not isinstance(message.get("content"), str):
-                raise ValueError(f"a message needs a role of {', '.join(ROLES)} and a string as content, "
-                                 f"got {message!r:.200}")
+                raise ValueError(f"a message needs a role of {', '.join(ROLES)} and a string as "
+                                 f"content, got {message!r:.200}")
         return [{"role": message["role"], "content": self._guarded(message["content"])}
                 for message in messages]
 
     def _guarded(self, text: str) -> str:
         """The text with a GUARD after the first character of every special token in it."""
-        return self._special_starts.sub(rf"\2{GUARD}", text.replace(GUARD, ""))
+        text = text.replace(GUARD, "")
+        for special_start, guarded in self._guards:
+            text = special_start.sub(guarded, text)
+        return text
 
     def _encode(self, guarded: str) -> list[int]:
-        guarded.encode()                # raises UnicodeEncodeError, a ValueError, for a lone surrogate
+        # UnicodeEncodeError, a ValueError, for a lone surrogate
+        size = len(guarded.encode()) - len(GUARD.encode()) * guarded.count(GUARD)
+        if size > self._most_bytes:
+            raise TextTooLong(f"the text has {size} bytes, more than any text whose tokens are "
+                              f"within the limit of {self._limit}")
         return self._backend.encode(guarded)
 
 
 class TextStream:
-    """The text of one reply while its tokens arrive. It gives text out once no later token can change it.
+    """The text of one reply while its tokens arrive. It gives text out once no later token can
+    change it.
 
-    stop: the stop strings. stopped: one of them is complete. The text before it has been given out by then,
-    and no other text follows. Among several stop strings the one that is complete first counts, so the text
-    does not depend on the borders between tokens.
+    stop: the stop strings. stopped: one of them is complete. The text before it has been given out
+    by then, and no other text follows. Among several stop strings the one that is complete first
+    counts, so the text does not depend on the borders between tokens.
 
         stop "\\nUser:"     pushed "Hi", "\\n", "Us", "ual"     given out "Hi", "", "", "\\nUsual"
     """
@@ -181,7 +216,8 @@ class TextStream:
         self._held = ""                 # an ending that may still become a stop string
 
     def push(self, token: int, may_stop: bool = True) -> str:
-        """The text that is certain now: whole characters, and no beginning of a stop string at its end.
+        """The text that is certain now: whole characters, and no beginning of a stop string at its
+        end.
 
         may_stop: False: the token's text neither completes nor begins a stop string."""
         piece = self._pieces.get(token, b"")
@@ -225,8 +261,8 @@ class TiktokenBackend:
         self._special, self._split = special, re.compile(f"({any_of(special)})")
 
     def encode(self, guarded: str) -> list[int]:
-        """The ids of a text; only special tokens without a guard count as such. ValueError for a text that
-        tiktoken cannot take."""
+        """The ids of a text; only special tokens without a guard count as such. ValueError for a
+        text that tiktoken cannot take."""
         if TOO_BLANK.search(guarded):   # tiktoken would panic
             raise ValueError(f"the text has {MOST_BLANKS} blanks in a row: shorten them")
         ids = []
@@ -264,20 +300,23 @@ def read_config(directory: Path) -> dict:
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (directory / name).is_file():
             # A token that is written as a dictionary becomes its "content".
-            config |= read_json(directory / name, object_hook=lambda entry: entry.get("content", entry))
+            config |= read_json(directory / name,
+                                object_hook=lambda entry: entry.get("content", entry))
     if isinstance(templates := config.get("chat_template"), list):
         try:
-            config["chat_template"] = {entry["name"]: entry["template"] for entry in templates}.get("default")
+            config["chat_template"] = {entry["name"]: entry["template"]
+                                       for entry in templates}.get("default")
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{directory}: each entry of chat_template needs a name and a template, "
-                             f"got {templates!r:.200}") from error
+            raise ValueError(f"{directory}: each entry of chat_template needs a name and a "
+                             f"template, got {templates!r:.200}") from error
     if (directory / "chat_template.jinja").is_file():
         config["chat_template"] = (directory / "chat_template.jinja").read_text("utf-8")
     return {key: value for key, value in config.items() if value is not None}
 
 
 def read_vocabulary(files: list[Path], named: list[str], add_prefix_space: bool) -> dict:
-    """The content of tokenizer.json, as a dictionary; made from vocab.json and merges.txt if these are given.
+    """The content of tokenizer.json, as a dictionary; made from vocab.json and merges.txt if these
+    are given.
 
     Every token of `named` that the vocabulary has is a special token in the result."""
     if len(files) == 1:
@@ -295,36 +334,43 @@ def read_vocabulary(files: list[Path], named: list[str], add_prefix_space: bool)
     spec = json.loads(library.to_str())
     for token in spec["added_tokens"]:
         token["special"] |= token["content"] in named
-        token["normalized"] &= not token["special"]     # so the library finds it while the guards are there
+        # so the library finds it while the guards are there
+        token["normalized"] &= not token["special"]
     return spec
 
 
 def vocabulary(spec: dict) -> dict[str, int]:
     """Text -> id of all tokens, without those that were added to the trained ones."""
     words, added = spec["model"]["vocab"], {token["content"] for token in spec["added_tokens"]}
-    if isinstance(words, list):         # SentencePiece's: rows of (text, score), the id is the row's number
+    # SentencePiece's: rows of (text, score), the id is the row's number
+    if isinstance(words, list):
         words = {text: i for i, (text, _) in enumerate(words)}
     return {text: token for text, token in words.items() if text not in added}
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Character -> byte, as in GPT-2's vocabulary: "A" is 65, "é" is 233, "Ġ" (256 + 32) is the space, 32.
+    """Character -> byte, as in GPT-2's vocabulary: "A" is 65, "é" is 233, "Ġ" (256 + 32) is the
+    space, 32.
 
-    A byte b that can be seen is written as chr(b). The others are written as chr(256), chr(257), ..."""
+    A byte b that can be seen is written as chr(b). The others are written as chr(256), chr(257),
+    ..."""
     seen = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     unseen = [b for b in range(256) if b not in seen]
     return {chr(b): b for b in seen} | {chr(256 + i): b for i, b in enumerate(unseen)}
 
 
 def ids_in_merge_order(spec: dict) -> bool:
-    """True if this is GPT-2's kind of BPE: an id for each of the 256 bytes, then one for each merge in order.
+    """True if this is GPT-2's kind of BPE: an id for each of the 256 bytes, then one for each merge
+    in order.
 
     Then BPE joins the adjacent pair with the lowest id first, and that is what tiktoken does."""
     model, split, words = spec["model"], spec["pre_tokenizer"] or {}, vocabulary(spec)
     extras = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
     plain_bpe = model["type"] == "BPE" and not any(map(model.get, extras))
-    gpt2_split = split.get("type") == "ByteLevel" and split["use_regex"] and not split["add_prefix_space"]
-    plain_added = all(token["special"] and not (token["lstrip"] or token["rstrip"] or token["single_word"])
+    gpt2_split = (split.get("type") == "ByteLevel" and split["use_regex"]
+                  and not split["add_prefix_space"])
+    plain_added = all(token["special"]
+                      and not (token["lstrip"] or token["rstrip"] or token["single_word"])
                       for token in spec["added_tokens"])
     if spec["normalizer"] or not (plain_bpe and gpt2_split and plain_added):
         return False
@@ -358,10 +404,61 @@ def token_bytes(spec: dict) -> tuple[dict[int, bytes], bool]:
     return pieces, "Strip" in steps or prepends
 
 
-def compile_template(source: str) -> Template:
-    """A chat template, with the functions that transformers gives to templates.
+class Environment(ImmutableSandboxedEnvironment):
+    """A chat template is a stranger's code. It runs in a sandbox, and so many steps at most: loops'
+    rounds, calls and products."""
+    intercepted_binops = frozenset(["*", "**"])
 
-    The template is a stranger's code, so it runs in a sandbox. ValueError if it is not valid Jinja."""
+    def _parse(self, *source):
+        tree = super()._parse(*source)
+        for loop in tree.find_all(nodes.For):
+            loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
+        tree.set_environment(self)
+        return tree
+
+    def call(self, context, function, *args, **options):
+        tick(context)
+        return super().call(context, function, *args, **options)
+
+    def call_binop(self, context, operator, left, right):
+        small = all(isinstance(number, int | float) and abs(number) < 2**53
+                    for number in (left, right))
+        if operator == "**" or not small:
+            raise TemplateError("only small numbers are multiplied here, and there are no powers")
+        return super().call_binop(context, operator, left, right)
+
+
+class BoundedTemplate(Template):
+
+    def render(self, *dicts, **values) -> str:
+        """TemplateError if it takes too many steps or writes too much."""
+        pieces, size = [], 0
+        for piece in self.generate(*dicts, **values, ticks=count()):
+            pieces.append(piece)
+            size += len(piece)
+            if size > MOST_WRITTEN:
+                raise TemplateError(f"it writes more than {MOST_WRITTEN} characters")
+        return "".join(pieces)
+
+
+Environment.template_class = BoundedTemplate
+
+
+def tick(context: Context):
+    if next(context["ticks"]) > MOST_STEPS:
+        raise TemplateError(f"it takes more than {MOST_STEPS} steps")
+
+
+@pass_context
+def counted(context: Context, values: Iterable) -> Iterator:
+    for value in values:
+        tick(context)
+        yield value
+
+
+def compile_template(source: str) -> Template:
+    """A chat template, with the functions that transformers gives to templates. ValueError if it is
+    not valid Jinja."""
     def raise_exception(message):
         raise TemplateError(message)
 
@@ -369,9 +466,9 @@ def compile_template(source: str) -> Template:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
                           sort_keys=sort_keys)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                extensions=["jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = tojson
+    environment = Environment(trim_blocks=True, lstrip_blocks=True,
+                              extensions=["jinja2.ext.loopcontrols"])
+    environment.filters |= dict(tojson=tojson, counted=counted)
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
@@ -381,5 +478,16 @@ def compile_template(source: str) -> Template:
 
 
 def any_of(texts: Iterable[str]) -> str:
-    """A regular expression for any of the texts, the longest first. It matches nothing if there is none."""
-    return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)"
+    """A regular expression for the longest of the texts that begins at a place; it matches nothing
+    if there is none. Texts that begin alike share their beginning, so a search reads a place once,
+    however many there are:
+
+        "<|end|>", "<|user|>", "<s>"        <(?:s>|\\|(?:end\\|>|user\\|>))"""
+    if not (texts := sorted(set(texts))):
+        return "(?!)"
+    start = os.path.commonprefix(texts)
+    rests = [text.removeprefix(start) for text in texts]
+    ways = [any_of(group) for _, group in groupby(filter(None, rests), key=itemgetter(0))]
+    if "" in rests:                 # as the last way: a longer text comes first
+        ways.append("")
+    return re.escape(start) + (ways[0] if len(ways) == 1 else f"(?:{'|'.join(ways)})")

@@ -48,7 +48,7 @@ def make_checkpoint(directory: Path):
 
 
 @contextlib.contextmanager
-def serving(sessions, **options):
+def serving(sessions, host="127.0.0.1", **options):
     """A server in this process; its `drained` is set once it has stopped by itself."""
     def loop():
         try:
@@ -56,7 +56,7 @@ def serving(sessions, **options):
         except Drained:
             server.drained.set()
 
-    server = Server(("127.0.0.1", 0), sessions.start(), **options)
+    server = Server((host, 0), sessions.start(), **options)
     server.drained, thread = threading.Event(), threading.Thread(target=loop)
     thread.start()
     try:
@@ -145,7 +145,8 @@ def program(checkpoint, history, *flags):
 def posting(body, path="/v1/chat/completions"):
     """The bytes of a request."""
     body = json.dumps(body).encode()
-    return b"POST %b HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (path.encode(), len(body), body)
+    head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    return head % (path.encode(), len(body)) + body
 
 
 def hang_up_after(server, body, condition, path="/v1/chat/completions"):

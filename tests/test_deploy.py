@@ -128,6 +128,26 @@ def test_every_id_names_its_server(deployment):
         assert {maker(id) for id in ids} == {maker(conversation.id)}
 
 
+def test_what_a_user_quotes_is_no_address(deployment):
+    """An id counts where the API has one, and not in a text, wherever it stands in the body."""
+    with connect(deployment.url) as client:
+        def begin(session):
+            return client.responses.create(model="ascii", input="Hi", max_output_tokens=4,
+                                           extra_headers={"X-Session-ID": session})
+        made = {maker(response.id): response for response in map(begin, map(str, range(20)))}
+    ours, theirs = made["s1"], made["s2"]
+    said, reference = f"What is {theirs.id}?", dict(type="item_reference", id=ours.output[0].id)
+    quoted = user(f'{{"type": "item_reference", "id": "{theirs.output[0].id}"}}')
+    for body in (dict(input=said, previous_response_id=ours.id),
+                 dict(previous_response_id=ours.id, input=said),
+                 dict(instructions=said, input="x", previous_response_id=ours.id),
+                 dict(input=[user(said), reference]), dict(input=[quoted, reference]),
+                 dict(input=[quoted, dict(reversed(reference.items()))]),
+                 dict(input=[quoted], previous_response_id=ours.id)):
+        status, answer = fetch(deployment, "POST", "/v1/responses", body | dict(max_output_tokens=2))
+        assert status == 200 and maker(answer["id"]) == "s1", (body, answer)
+
+
 def test_a_server_is_killed(deployment):
     with connect(deployment.url) as client:
         conversations = [client.conversations.create() for _ in range(6)]

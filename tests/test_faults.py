@@ -93,7 +93,7 @@ def test_too_many_connections(server):
 def test_one_deadline_for_a_whole_request(server, monkeypatch):
     """A byte now and then does not prolong it."""
     monkeypatch.setattr(sockets, "REQUEST_SECONDS", 0.4)
-    for request in (b"GET /health HTTP/1.1\r\n" + b"X: y\r\n" * 50, posting(LONG)):
+    for request in (b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 50, posting(LONG)):
         with socket.create_connection(server.server_address, timeout=30) as connection:
             begin = time.monotonic()
             with pytest.raises(OSError):
@@ -300,6 +300,18 @@ def test_a_new_watcher_hears_of_no_old_move(server):
     events.close()
 
 
+def test_a_late_watcher_gets_the_latest_picture_alone(server, client):
+    events = server.broadcast.follow("", lambda: False)
+    first = json.loads(next(events))["stats"]["finished"]
+    for n in range(5):
+        ask(client, [user(f"late {n}")], max_tokens=2)
+        time.sleep(0.3)                                     # a picture, at least
+    queue, = server.broadcast.queues
+    eventually(lambda: queue.full() and json.loads(queue.queue[0])["stats"]["finished"] == first + 5)
+    assert queue.qsize() == 1
+    events.close()
+
+
 def test_one_conversation_is_drawn_alone(server, client, monkeypatch):
     names, drawn, portrait = [ask(client, [user(text)])[3] for text in "abc"], [], live.portrait
 
@@ -358,7 +370,7 @@ def test_draining(zygote, checkpoint, tmp_path):
 
 
 def test_a_worker_that_dies_ends_the_process(zygote, checkpoint, tmp_path):
-    broken = "import worker; worker.Worker.logits = lambda *_: 1 / 0"
+    broken = "import worker; worker.Worker.compute_logits = lambda *_: 1 / 0"
     _, url = zygote.start(checkpoint, tmp_path / "history", before=broken)
     with connect(url) as client:
         for _ in range(3):

@@ -1,5 +1,6 @@
 """Other people's web pages, and keys: who may ask, and what a key learns about the others."""
 import base64
+import contextlib
 import hashlib
 import json
 import re
@@ -9,8 +10,9 @@ from email.message import Message
 import pytest
 
 from serving.guard import Guard
+from serving.operations import APIError
 from serving.sessions import Sessions
-from clients import CONTEXT, ask, connect, eventually, fetch, raw, serving, user
+from clients import CONTEXT, ask, connect, eventually, fetch, posting, raw, serving, user
 
 openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
 CHAT = dict(messages=[user("Hi")], max_tokens=2)
@@ -125,10 +127,56 @@ def test_keys_that_would_open_the_server_or_fit_nobody(keys):
         Guard("127.0.0.1", keys)
 
 
-@pytest.mark.parametrize("origin", ["", "evil.example", "https://", "https://a/", "ftp://a", "https://a b"])
+@pytest.mark.parametrize("origin", ["", "evil.example", "https://", "https://a/", "ftp://a", "https://a b",
+                                    "https://*.example", "https://a:443", "http://a:80", "file://a",
+                                    "https://a:", "https://me@a", "chrome-extension://", "https://ä"])
 def test_origins_that_no_browser_sends(origin):
     with pytest.raises(ValueError, match="allow_origin must be"):
         Guard("127.0.0.1", (), [origin])
+
+
+@pytest.mark.parametrize("origin", ["chrome-extension://abcdefgh", "app://obsidian.md", "tauri://localhost"])
+def test_one_app_or_extension_is_allowed(origin):
+    """By its scheme. Its name is none of ours."""
+    guard, headers = Guard("127.0.0.1", (), [origin]), Message()
+    headers["Host"], headers["Origin"] = "localhost:8000", origin
+    guard.check_site(headers)
+    assert guard.cors(headers)["Access-Control-Allow-Origin"] == origin
+    headers.replace_header("Host", "obsidian.md")
+    with pytest.raises(APIError, match="loopback"):
+        guard.check_site(headers)
+
+
+@pytest.mark.parametrize("site, mode, status", [
+    ("cross-site", "no-cors", 403), ("same-site", "no-cors", 403), ("same-origin", "cors", 200),
+    ("none", "navigate", 200), ("cross-site", "navigate", 200)])
+def test_a_page_that_loads_our_answers_as_images(server, site, mode, status):
+    """It cannot read them, but each costs us time. A link to our page is fine."""
+    headers = [("Host", "localhost"), ("Sec-Fetch-Site", site), ("Sec-Fetch-Mode", mode)]
+    for path in ("/cache", "/metrics", "/v1/conversations/c"):
+        assert response_to(server, "GET", path, headers)[0] in (status, 404)
+        assert (response_to(server, "GET", path, headers)[0] == 403) == (status == 403)
+
+
+def test_one_key_cannot_take_all_places(checkpoint):
+    """It gets no more than are free, so some are left for the other key, and all for a key that is alone."""
+    sessions = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0, max_running=2)
+    body = dict(messages=[user("long")], ignore_eos=True, stream=True)
+    for keys, most in ((["ada", "bob"], 4), (["ada"], 8)):
+        with serving(sessions, api_keys=keys, max_waiting=6) as server:
+            with contextlib.ExitStack() as stack:
+                def begin(key):
+                    connection = stack.enter_context(socket.create_connection(server.server_address, 30))
+                    authorized = f"\r\nAuthorization: Bearer {key}\r\n".encode()
+                    connection.sendall(posting(body).replace(b"\r\n", authorized, 1))
+                    return connection.recv(12)[9:]
+                begun = [begin("ada") for _ in range(most + 1)]
+                assert begun == [b"200"] * most + [b"429"]
+                if "bob" in keys:
+                    assert begin("bob") == b"200"
+            eventually(lambda: not server.at_work)
+        sessions = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0, max_running=2)
+    sessions.close()
 
 
 def test_browsers_send_the_name_of_a_site_in_small_letters():
@@ -245,15 +293,15 @@ def test_a_metrics_key_that_would_open_more_or_nothing(keys, metrics_key, messag
 def test_a_key_that_stores_too_much_loses_its_own_conversations(checkpoint):
     """At its next write, not a minute later; the other key loses nothing."""
     sessions = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=CONTEXT)
-    with serving(sessions, api_keys=["ada", "bob"], history_max_bytes=400_000) as server:
+    with serving(sessions, api_keys=["ada", "bob"], history_max_bytes=16_000) as server:
         def create(key, size):
             body = dict(items=[dict(type="message", role="user", content="x" * size)])
             header = {"Authorization": f"Bearer {key}"}
             status, content = fetch(server, "POST", "/v1/conversations", body, header)
             assert status == 200
             return content["id"]
-        kept = create("bob", 1000)
-        names = [create("ada", 60_000) for _ in range(20)]
+        kept = create("bob", 100)
+        names = [create("ada", 1500) for _ in range(20)]
         stored = [name.partition("/")[2] for name in sessions.history.conversations()]
         assert kept in stored and names[-1] in stored and names[0] not in stored
-        assert 3 <= len(stored) - 1 <= 200_000 // 60_000 + 1
+        assert 3 <= len(stored) - 1 <= 8_000 // 2_000 + 1

@@ -1,6 +1,7 @@
 """The oracle is a model in plain Python, and for crashes a process that is really killed."""
 import bisect
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -282,7 +283,7 @@ def test_a_conversation_that_was_asked_for(history):
     turn = history.commit("c", None, [1], [2], [dict(HI, id="msg_1"), MORE], "Hello", note={"n": 1})
     assert history.items("c")[0] == dict(HI, id="msg_1") and history.record("c").waiting == []
     assert turn.note == '{"n": 1}'
-    history.update(history.record("c")._replace(metadata={}, waiting=[dict(BYE, id="msg_2")]))
+    history.update("c", {}, [dict(BYE, id="msg_2")])
     assert [item["content"] for item in history.items("c")] == ["Hi", "More", "Hello", "Bye"]
     assert history.delete(turn.id) == ["c"] and history.head("c") is None
     assert history.items("c") == [dict(BYE, id="msg_2")] and history.conversations() == ["c"]
@@ -559,7 +560,7 @@ def test_every_owner_has_a_share_of_its_own(tmp_path):
     history.close()
     history = History(tmp_path / "h")
     assert {owner: stored(owner) for owner in sizes} == sizes
-    history.update(history.record("ada/z")._replace(waiting=[]))
+    history._db.execute("UPDATE conversation SET waiting = '[]' WHERE name = 'ada/z'")
     history.forget("bob/x")
     history.commit("ada/x", history.head("ada/x").id, [1], [2])
     assert sizes["ada/"] - 5_100 < stored("ada/") < sizes["ada/"] - 4_000
@@ -569,13 +570,65 @@ def test_every_owner_has_a_share_of_its_own(tmp_path):
     assert [stored(owner) for owner in sizes] == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_is_gone(tmp_path, replaced):
+    """Nobody is told that a turn is stored which no later start would find."""
+    history = History(tmp_path / "h")
+    turn = history.commit("c", None, [1], [2])
+    (tmp_path / "h").rename(tmp_path / "elsewhere")
+    if replaced:
+        History(tmp_path / "h").close()
+    with pytest.raises(OSError, match="has replaced|No such file"):
+        history.commit("c", turn.id, [1], [2])
+    history.close()
+
+
+def test_a_backup_while_a_server_runs(tmp_path, monkeypatch):
+    """The command of deploy/README.md."""
+    readme = (Path(__file__).parent.parent / "deploy" / "README.md").read_text()
+    command, = re.findall(r"(?m)^umask 077; python -c .*VACUUM INTO.*$", readme)
+    history = History(tmp_path / "s1.sqlite", "a tokenizer")
+    turn = history.commit("c", None, [1], [2], [HI], "Hello")
+    subprocess.run(command.replace("python", sys.executable, 1), shell=True, check=True, cwd=tmp_path)
+    history.commit("c", turn.id, [3], [4], [MORE], "Sure")
+    backup = History(tmp_path / "backup.sqlite", "a tokenizer")
+    assert backup.head("c") == turn
+    assert backup.messages(turn.id) == [HI, dict(role="assistant", content="Hello")]
+    assert (tmp_path / "backup.sqlite").stat().st_mode & 0o77 == 0
+    backup.close(), history.close()
+
+
+@pytest.mark.parametrize("owner", ["", "ada/"])
+def test_many_chats_that_begin_alike_hold_nobody_up(owner):
+    """Both look-ups read as many rows among 2,000 of them as among 200, whoever owns the others."""
+    looks = []
+    for count in (200, 2000):
+        history = History()
+        for n in range(count):
+            history.commit(f"eve/{n}" if owner else str(n), None, [1], [2], [HI], "Hello")
+        own = history.commit(f"{owner}own", None, [1], [2], [HI], "Hello")
+        for n in range(150):
+            history.commit(f"{owner}{n}b", None, [1], [2], [HI], "Hello")
+        steps = []
+        history._db.set_progress_handler(lambda: steps.append(1), 10)
+        said = [HI, dict(role="assistant", content="Hello"), MORE]
+        assert history.match(said, prefix=owner)[0].conversation == f"{owner}149b"
+        assert history.match(said, hint=f"{owner}own", prefix=owner)[0].id == own.id
+        assert history.oldest(0, float("inf"), owner) is None
+        oldest = history.oldest(0, 0, owner)
+        assert oldest == (f"{owner}own" if owner else "0")
+        history._db.set_progress_handler(None, 0)
+        looks.append(len(steps))
+    assert looks[1] < 1.5 * looks[0], looks
+
+
 def test_pages_of_a_long_conversation():
     """Pages forward and backward give what one page gives."""
     history, turn = History(), None
     for n in range(30):
         messages = [{"role": "user", "content": f"{n} {part}"} for part in range(n % 3)]
         turn = history.commit("c", turn and turn.id, [n], [n], messages, str(n))
-    history.update(history.record("c")._replace(waiting=[dict(MORE, id="msg_w1"), dict(BYE, id="msg_w2")]))
+    history.update("c", new=[dict(MORE, id="msg_w1"), dict(BYE, id="msg_w2")])
     whole = history.items("c")
     assert len(whole) == 30 + 30 + 2
     for newest_first in (False, True):

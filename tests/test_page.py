@@ -20,8 +20,8 @@ from selenium.webdriver.common.keys import Keys
 pytestmark = pytest.mark.browser
 SLOWLY = """
 import time, worker
-fast = worker.Worker.logits
-worker.Worker.logits = lambda *arguments: (time.sleep(0.02), fast(*arguments))[1]
+fast = worker.Worker.compute_logits
+worker.Worker.compute_logits = lambda *arguments: (time.sleep(0.02), fast(*arguments))[1]
 """                                     # so that an answer takes long enough to be stopped
 FACTS = [["Hi, I'm Zorbella.", "My lucky number is 4711.", "I live in Oslo.", "My favourite food is ramen.",
           "What is my lucky number?"],
@@ -354,6 +354,25 @@ def test_keyboard_and_words(page, url):
     eventually(lambda: page.find("#worth")[0].text != told)     # as it stays idle, it is worth less
     labelled = "return arguments[0].labels.length || arguments[0].ariaLabel"
     assert all(page.run(labelled, box) for box in page.find("textarea, input"))
+
+
+@pytest.fixture(params=[("lru", "left end"), ("conversation", "whole chat")])
+def another_policy(request, tmp_path):
+    """A server's address, and what its page must say."""
+    policy, rule = request.param
+    with program(ROOT / "tiny_chat", tmp_path / "history", "--policy", policy) as (_, url, _):
+        yield url, rule
+
+
+def test_the_words_are_those_of_the_policy(another_policy, page):
+    """Only the policy "retention" has a retention value."""
+    url, rule = another_policy
+    page.open(url)
+    page.say(0, FACTS[0][0])
+    page.find(".strip")[0].send_keys(Keys.HOME)
+    eventually(lambda: "s idle" in page.find("#worth")[0].text)
+    told = page.run("return document.getElementById('picture').textContent")
+    assert rule in told and "retention value" not in told
 
 
 def test_nobody_watches(page, url):

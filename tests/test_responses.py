@@ -7,6 +7,8 @@ import urllib.request
 
 import pytest
 
+from serving.answers import Portrait
+from serving.operations import OPERATIONS, ChatBody, ItemsBody, ResponseBody
 from serving.sessions import Sessions
 from clients import CONTEXT, ask, connect, eventually, fetch, serving, user
 
@@ -245,9 +247,11 @@ def test_asking_in_a_query_for_what_we_do_not_have(client):
     assert client.responses.input_items.list(made.id, include=include).data
 
 
-def test_counting_tokens_is_no_turn(server, monkeypatch):
-    monkeypatch.setattr(server, "most_turns", 0)
+def test_counting_tokens_is_work_like_a_turn(server, monkeypatch):
+    """The same messages are rendered and tokenised, so as many may be at work."""
     assert fetch(server, "POST", "/v1/responses/input_tokens", dict(input="Hi"))[0] == 200
+    monkeypatch.setattr(server, "most_turns", 0)
+    assert fetch(server, "POST", "/v1/responses/input_tokens", dict(input="Hi"))[0] == 429
 
 
 def test_the_first_turn_of_a_conversation_waits(client, server):
@@ -631,30 +635,103 @@ def test_logprobs(client, server):
 
 # ---- owners
 
+BODIES = {ChatBody: dict(messages=[user("Hi")], max_tokens=2),
+          ResponseBody: dict(input="Hi", max_output_tokens=2),
+          ItemsBody: dict(items=[user("more")])}          # for all others {} will do
+
+
+def good_request(operation, response):
+    """(path, body) for any line of the table: about this response, its reply and its conversation."""
+    kind = "/".join(operation.path.split("/")[:3])
+    ids = {"/v1/responses": response.id, "/v1/models": "ascii"}
+    path = operation.path.format(id=ids.get(kind, response.conversation.id), item=response.output[0].id)
+    return path, BODIES.get(operation.fields, {}) if operation.method == "POST" else None
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+def test_every_answer_is_as_the_document_says(client, server, operation):
+    response = respond(client, "Hello", conversation=client.conversations.create().id)
+    path, body = good_request(operation, response)
+    if operation.name == "cache_events":                    # GET would never end
+        request = urllib.request.Request(server.url + path, method="HEAD")
+        with urllib.request.urlopen(request) as answer:
+            assert answer.headers["Content-Type"] == operation.answer
+        return
+    status, answer = fetch(server, operation.method, path, body)
+    assert status == 200, answer
+    if isinstance(operation.answer, str):
+        assert isinstance(answer, dict) == (operation.answer == "application/json")
+    else:
+        operation.answer.model_validate(answer)
+    documented = fetch(server, "GET", "/openapi.json")[1]["paths"][operation.path][operation.method.lower()]
+    assert documented["responses"]["200"]["content"]
+
+
+def test_where_a_conversation_is_has_one_shape(client, server):
+    """Whether any of its tokens are cached, or none is."""
+    made = client.conversations.create().id
+    states = [client.conversations.retrieve(made).cache]
+    respond(client, "Hello", conversation=made)
+    states.append(client.conversations.retrieve(made).cache)
+    server.engine.forget(made)
+    states.append(client.conversations.retrieve(made).cache)
+    assert [bool(state["gpu"]) for state in states] == [False, True, False]
+    for state in states:
+        Portrait.model_validate(state)
+
+
+def test_a_conversation_exists_as_soon_as_its_first_turn_is_accepted(empty):
+    """Though the history has it only when that turn is done."""
+    client, server, nothing_left = empty
+    stream, response_id = begun(client)
+    name = client.responses.retrieve(response_id).conversation.id
+    found = client.conversations.retrieve(name)
+    assert (found.metadata, found.cache["running"], items(client, name)) == ({}, True, [])
+    with pytest.raises(openai.ConflictError):
+        client.conversations.items.create(name, items=[user("late")])
+    with pytest.raises(openai.NotFoundError):
+        client.conversations.items.retrieve("msg_1", conversation_id=name)
+    client.conversations.delete(name)
+    with pytest.raises(openai.NotFoundError):
+        client.conversations.retrieve(name)
+    eventually(nothing_left)
+    # Its metadata may be set, and then it stays, as one that the client has created.
+    stream, response_id = begun(client)
+    name = client.responses.retrieve(response_id).conversation.id
+    assert client.conversations.update(name, metadata=dict(a="b")).metadata == dict(a="b")
+    client.responses.cancel(response_id)
+    assert client.conversations.retrieve(name).metadata == dict(a="b") and items(client, name) == []
+    assert len(items(client, respond(client, "Hi", conversation=name).conversation.id)) == 2
+
+
 def test_each_key_has_its_own_world(checkpoint):
     sessions = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0)
     with (serving(sessions, api_keys=["ada", "bob"]) as server,
           connect(server.url, "ada") as ada,
           connect(server.url, "bob") as bob):
-        conversation = ada.conversations.create(items=[user("secret")]).id
+        def ask_as_bob(operation, path, body):
+            headers = {"Authorization": "Bearer bob"}
+            return fetch(server, operation.method, path, body, headers)
+        conversation = ada.conversations.create(items=[user("xyzzy")]).id
         response = respond(ada, "tell", conversation=conversation)
         hinted = dict(extra_body=dict(conversation_id="diary"))
         text, _, _, diary = ask(ada, [user("Dear diary")], **hinted)
-        for guess in (lambda: bob.conversations.retrieve(conversation),
-                      lambda: bob.conversations.items.list(conversation),
-                      lambda: bob.conversations.delete(conversation),
-                      lambda: bob.responses.input_items.list(response.id),
-                      lambda: bob.conversations.items.delete(response.output[0].id,
-                                                             conversation_id=conversation),
-                      lambda: respond(bob, [dict(type="item_reference", id=response.output[0].id)]),
-                      lambda: bob.responses.retrieve(response.id),
-                      lambda: bob.responses.delete(response.id), lambda: bob.responses.cancel(response.id),
-                      lambda: respond(bob, "x", conversation=conversation),
-                      lambda: respond(bob, "x", previous_response_id=response.id),
-                      lambda: bob.conversations.items.retrieve(response.output[0].id,
-                                                               conversation_id=conversation)):
-            with pytest.raises(openai.NotFoundError):
-                guess()
+        before = ada.conversations.retrieve(conversation), items(ada, conversation)
+        named = [dict(conversation=conversation), dict(previous_response_id=response.id),
+                 dict(input=[dict(type="item_reference", id=response.output[0].id)])]
+        for operation in OPERATIONS:
+            path, body = good_request(operation, response)
+            if "{id}" in operation.path and operation.name != "retrieve_model":
+                assert ask_as_bob(operation, path, body)[0] == 404, operation.name
+            elif operation.method == "GET" and operation.name != "cache_events":
+                told = json.dumps(ask_as_bob(operation, path, body))
+                secrets = "xyzzy", conversation, response.id, response.output[0].id
+                assert not any(secret in told for secret in secrets), operation.name
+            for reference in named if operation.fields is ResponseBody else ():
+                assert ask_as_bob(operation, path, body | reference)[0] == 404, operation.name
+        after = ada.conversations.retrieve(conversation), items(ada, conversation)
+        assert after[1] == before[1] and after[0].metadata == before[0].metadata
+        assert ada.responses.retrieve(response.id).output_text == response.output_text
         resent = [user("Dear diary"), dict(role="assistant", content=text), user("more")]
         _, _, usage, theirs = ask(bob, resent, **hinted)
         # one name, two worlds

@@ -1,4 +1,5 @@
 """The server seen from outside: the unmodified openai client, and raw sockets for clients that misbehave."""
+import gzip
 import http.client
 import json
 import os
@@ -9,6 +10,10 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
+import time
+import urllib.request
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,13 +21,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine import Engine
+from serving import operations
 from serving.history import History
+from serving.operations import OPERATIONS
 from serving.sessions import Sessions
 from serving.sockets import MAX_BODY_BYTES, Handler
 from serving.tokenizer import compile_template
 from server import parse_flags
-from clients import (CONTEXT, ROOT, TEMPLATE, ask, connect, eventually, fetch, hang_up_after, program, raw,
-                     serving, user)
+from clients import (CONTEXT, ROOT, TEMPLATE, ask, connect, eventually, fetch, hang_up_after, posting,
+                     program, raw, serving, user)
 
 openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
 
@@ -258,6 +265,28 @@ def test_the_document_says_whether_a_body_may_be_left_out(server):
         assert paths[path]["post"]["requestBody"]["required"] == refused == (path == "/v1/responses")
 
 
+MANY = 100_000
+WRONG = {"a list of the wrong kind": [1] * MANY, "a list of empty objects": [{}] * MANY,
+         "an object of unknown members": {f"x{n}": n for n in range(MANY)},
+         "messages of wrong parts": [dict(role="user", content=[{}] * 999)] * 60}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("operation", [o for o in OPERATIONS if o.method == "POST" and o.fields.model_fields],
+                         ids=lambda operation: operation.name)
+def test_a_body_full_of_faults(operation, wrong, monkeypatch):
+    """We stop at the first fault of a list, and at an object that has too many members, since pydantic would
+    describe each of a million faults, and nobody else would be answered meanwhile."""
+    counts = []
+    refusal = operations.refusal
+    monkeypatch.setattr(operations, "refusal", lambda faults: counts.append(len(faults)) or refusal(faults))
+    bodies = [{name: wrong} for name in operation.fields.model_fields]
+    for body in bodies + [wrong]:
+        with pytest.raises(operations.APIError):
+            operations.parse(operation, body)
+    assert max(counts) <= operations.MAX_MEMBERS + 100
+
+
 def test_models_and_names(server, client, checkpoint):
     model, = client.models.list()
     assert (model.id, model.root) == ("ascii", str(checkpoint))
@@ -440,7 +469,7 @@ def test_unknown_paths_and_wrong_methods(server):
     for method, path in (("GET", "/v1/chat/completions"), ("POST", "/health"), ("DELETE", "/v1/models"),
                          ("OPTIONS", "/cache")):
         assert fetch(server, method, path, b"")[0] == 405
-    answer = raw(server, b"PUT /v1/conversations/x HTTP/1.1\r\n\r\n")
+    answer = raw(server, b"PUT /v1/conversations/x HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert b"\r\nAllow: GET, POST, DELETE\r\n" in answer
     assert fetch(server, "GET", "/health?verbose=1") == (200, dict(status="ok"))
 
@@ -452,7 +481,7 @@ def test_unknown_paths_and_wrong_methods(server):
     (b"Content-Length: %d\r\n" % (MAX_BODY_BYTES + 1), b"413"),
     (b"Content-Length: " + b"9" * 50_000 + b"\r\n", b"400")])
 def test_lengths(server, headers, status):
-    answer = raw(server, b"POST /v1/chat/completions HTTP/1.1\r\n" + headers + b"\r\n")
+    answer = raw(server, b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n" + headers + b"\r\n")
     assert answer.startswith(b"HTTP/1.1 " + status)
 
 
@@ -461,7 +490,7 @@ def test_lengths(server, headers, status):
     (b"+7\r\n", b"400"), (b"1\r\n{\r\n%x\r\n" % MAX_BODY_BYTES, b"413")])
 def test_a_body_in_chunks(server, chunks, status):
     """As Spring AI sends it."""
-    head = (b"POST /v1/responses/input_tokens HTTP/1.1\r\nConnection: close\r\n"
+    head = (b"POST /v1/responses/input_tokens HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
             b"Transfer-Encoding: chunked\r\n\r\n")
     assert raw(server, head, chunks).startswith(b"HTTP/1.1 " + status)
 
@@ -475,7 +504,8 @@ def test_a_body_of_100_megabytes(server):
 @pytest.mark.parametrize("lengths", [(50, 50), (50, 51), ("50, 50",), ("+50",), ("5_0",), ("0x32",), ("",)])
 def test_a_length_that_leaves_doubts(server, lengths):
     headers = "".join(f"Content-Length: {length}\r\n" for length in lengths)
-    answer = raw(server, f"POST /v1/conversations HTTP/1.1\r\n{headers}\r\n".encode(), b"{}" + b" " * 49)
+    answer = raw(server, f"POST /v1/conversations HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n".encode(),
+                 b"{}" + b" " * 49)
     assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1
 
 
@@ -483,7 +513,8 @@ def test_a_body_that_ends_too_early(server):
     """Even if the part that came is valid JSON."""
     before = server.sessions.history.conversations()
     with socket.create_connection(server.server_address, timeout=30) as connection:
-        connection.sendall(b"POST /v1/conversations HTTP/1.1\r\nContent-Length: 10\r\n\r\n{}")
+        head = b"POST /v1/conversations HTTP/1.1\r\nHost: localhost\r\n"
+        connection.sendall(head + b"Content-Length: 10\r\n\r\n{}")
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(2**16).startswith(b"HTTP/1.1 400")
     assert server.sessions.history.conversations() == before
@@ -492,9 +523,10 @@ def test_a_body_that_ends_too_early(server):
 def test_the_absolute_form(server):
     """As a client writes that takes us for a proxy."""
     for url in (b"http://localhost", b"HTTP://localhost:8000", server.url.encode()):
-        answer = raw(server, b"GET %b/health?a=b HTTP/1.1\r\nConnection: close\r\n\r\n" % url)
+        answer = raw(server,
+                     b"GET %b/health?a=b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % url)
         assert answer.endswith(b'{"status": "ok"}')
-    assert b"HTTP/1.1 400" in raw(server, b"GET http://[/health HTTP/1.1\r\n\r\n")
+    assert b"HTTP/1.1 400" in raw(server, b"GET http://[/health HTTP/1.1\r\nHost: localhost\r\n\r\n")
 
 
 def test_head(server):
@@ -514,14 +546,177 @@ def test_head(server):
 
 def test_a_header_that_never_ends(server):
     for endless in ([b"X: " + b"x" * 2**16] * 100, [b"X: y\r\n"] * 1000):
-        assert raw(server, b"GET /health HTTP/1.1\r\n", *endless).startswith(b"HTTP/1.1 431")
+        assert raw(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n",
+                   *endless).startswith(b"HTTP/1.1 431")
     assert raw(server, b"nonsense\r\n\r\n").startswith(b"HTTP/1.1 400")
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize("line",
+                         [b"no colon", b"Content-Length : 2", b"X: a\rContent-Length: 2", b" folded: x",
+                                  b": no name", b"X\0: y", b"X: y\0"])
+def test_a_header_line_that_leaves_doubts(server, line):
+    """Another program might read it as something else, and so take a body for a request."""
+    answer = raw(server, HEALTH + line + b"\r\nX: y\r\n\r\n", HEALTH + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1
+
+
+def test_a_post_of_unknown_length_is_the_last_of_its_connection(server):
+    """Its body, if it has one, is not taken for a request."""
+    head = b"POST /v1/conversations HTTP/1.1\r\nHost: localhost\r\nContent-Lenth: 50\r\n\r\n"
+    answer = raw(server, head, HEALTH + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
+
+
+def test_http_1_1_needs_a_host(server):
+    assert raw(server, b"GET /health HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 400")
+    assert raw(server, b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
+
+
+def test_headers_have_a_size_limit_together(server):
+    line = b"X: " + b"x" * 1000 + b"\r\n"
+    assert raw(server, HEALTH + line * 60 + b"Connection: close\r\n\r\n").startswith(b"HTTP/1.1 200")
+    assert raw(server, HEALTH + line * 70 + b"Connection: close\r\n\r\n").startswith(b"HTTP/1.1 431")
+
+
+@pytest.mark.parametrize("length, body", [
+    (b"Content-Length: %d \t\r\n", b"%b"), (b"Transfer-Encoding: chunked \r\n", b"%x\r\n%b\r\n0\r\n\r\n"),
+    (b"Transfer-Encoding: chunked\r\n", b"%x\r\n%b\r\n0\r\nX-Sum: 5\r\nX-Other: 6\r\n\r\n")])
+def test_rare_but_legal(server, length, body):
+    """Blanks behind a value, a trailer behind the chunks. The next request is read from where it begins."""
+    said = json.dumps(dict(input="Hi")).encode()
+    length = length % len(said) if b"%" in length else length
+    body = body % ((len(said), said) if b"%x" in body else said)
+    head = b"POST /v1/responses/input_tokens HTTP/1.1\r\nHost: localhost\r\n"
+    answer = raw(server, head + length + b"\r\n" + body, HEALTH + b"Connection: close\r\n\r\n")
+    assert answer.count(b"HTTP/1.1 200 OK") == 2 and answer.endswith(b'{"status": "ok"}')
+
+
+def test_content_encodings(server):
+    said = json.dumps(dict(input="Hi" * 500)).encode()
+    packed = dict(gzip=gzip.compress(said), deflate=zlib.compress(said), identity=said)
+    for coding, data in packed.items():
+        def answered(data, coding=coding):
+            return fetch(server, "POST", "/v1/responses/input_tokens", data, {"Content-Encoding": coding})
+        assert answered(data)[1]["input_tokens"] > 1000
+        if coding != "identity":
+            for broken in (data[:-5], said):
+                status, answer = answered(broken)
+                assert status == 400 and "Content-Encoding" in answer["error"]["message"]
+            bomb = (gzip if coding == "gzip" else zlib).compress(bytes(100 * MAX_BODY_BYTES))
+            assert answered(bomb)[0] == 413
+    status, answer = answered(said, "zstd")
+    assert status == 415
+    assert all(name in answer["error"]["message"] for name in ("Content-Encoding", "zstd"))
+
+
+def test_a_hang_up_behind_the_next_request_is_seen(server):
+    before = server.engine.stats()["cancelled"]
+    with socket.create_connection(server.server_address, timeout=30) as connection:
+        connection.sendall(posting(dict(messages=[user("Hi")], ignore_eos=True)) + HEALTH)
+        eventually(lambda: server.at_work)
+    eventually(lambda: not server.at_work)
+    assert server.engine.stats()["cancelled"] == before + 1
+
+
+def test_a_stream_is_neither_held_back_nor_silent(server, monkeypatch):
+    """nginx passes it on at once, and a stream that waits for its turn is not taken for dead."""
+    monkeypatch.setattr("serving.sockets.KEEPALIVE_SECONDS", 0.1)
+    running = [server.engine.submit([1], ignore_eos=True) for _ in range(2)]            # max_running
+    url, body = server.url + "/v1/responses", dict(input="Hi", stream=True, max_output_tokens=2)
+    request = urllib.request.Request(url, json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=30) as stream:
+        assert stream.headers["X-Accel-Buffering"] == "no"
+        eventually(lambda: stream.readline().startswith(b": "))
+        for handle in running:
+            handle.cancel()
+        assert b"sequence_number" in stream.read().splitlines()[-2]
+
+
+def test_no_versions_are_told(server):
+    with urllib.request.urlopen(server.url + "/health") as answer:
+        assert answer.headers["Server"] == "nano-pensieve"
+
+
+def test_ipv6(checkpoint):
+    if not socket.has_ipv6:
+        pytest.skip("needs IPv6")
+    with serving(Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0), host="::1") as server:
+        assert re.fullmatch(r"http://\[::1\]:\d+", server.url)
+        with urllib.request.urlopen(server.url + "/health") as answer:
+            assert answer.status == 200
+
+
+def test_a_slow_but_steady_reader_gets_a_long_answer_whole(server, monkeypatch):
+    """The time limit is for each piece of it."""
+    monkeypatch.setattr(Handler, "timeout", 0.5)
+    def long_answer(self, prefix):
+        self.send(200, "x" * 8_000_000, "text/plain")
+    monkeypatch.setattr(Handler, "openapi", long_answer)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        connection.connect(server.server_address)
+        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        begin, got = time.monotonic(), 0
+        while got < 8_000_000 and (piece := connection.recv(30_000)):
+            got += len(piece)
+            time.sleep(max(0, got / 4e6 - (time.monotonic() - begin)))          # 2 seconds for all
+    assert got >= 8_000_000
+
+
+def test_a_settled_turn_frees_its_place_before_its_reader_is_done(server, monkeypatch):
+    monkeypatch.setattr(server, "most_turns", 1)
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(server.server_address)
+        big = dict(messages=[user("long")], max_tokens=1500, ignore_eos=True, logprobs=True, top_logprobs=20)
+        slow.sendall(posting(big))                          # some 3 MB, of which it reads nothing
+        eventually(lambda: server.at_work == 1)
+        assert fetch(server, "POST", "/v1/chat/completions", dict(messages=[user("Hi")]))[0] == 429
+        eventually(lambda: not server.unsettled.total(), 60)
+        chat = dict(messages=[user("Hi")], max_tokens=2)
+        assert server.at_work == 1 and fetch(server, "POST", "/v1/chat/completions", chat)[0] == 200
+
+
+def test_an_engine_that_takes_no_step(checkpoint, monkeypatch):
+    """Its GPU may be lost. The health check fails, so a router passes us by. We still say how full we are."""
+    monkeypatch.setattr("serving.sockets.STUCK_SECONDS", 0.5)
+    sessions, hang = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0), threading.Event()
+    with serving(sessions) as server, ThreadPoolExecutor(1) as pool:
+        assert fetch(server, "GET", "/health")[0] == 200
+        execute = sessions.engine.worker.execute
+        monkeypatch.setattr(sessions.engine.worker, "execute", lambda batch: hang.wait(60) and execute(batch))
+        asked = pool.submit(fetch, server, "POST", "/v1/chat/completions",
+                            dict(messages=[user("Hi")], max_tokens=2))
+        eventually(lambda: fetch(server, "GET", "/health")[0] == 503)
+        assert fetch(server, "GET", "/cache")[1]["stats"]["running"] == 1
+        assert "vllm:num_requests_running" in fetch(server, "GET", "/metrics")[1]
+        hang.set()
+        assert asked.result()[0] == 200
+        eventually(lambda: fetch(server, "GET", "/health")[0] == 200)
+
+
+def test_large_bodies_leave_most_of_the_time_to_others(server):
+    """Whoever sends one after another gets a quarter of the interpreter, also on several connections."""
+    body = json.dumps(dict(input="Hi", include=[1] * 600_000)).encode()
+    begin, used = time.monotonic(), 0
+    def read_one(_):
+        with server.unhurried(body):
+            before = time.thread_time()
+            json.loads(body)
+            return time.thread_time() - before
+    with ThreadPoolExecutor(4) as pool:
+        used = sum(pool.map(read_one, range(12)))
+    assert used < 0.3 * (time.monotonic() - begin)
 
 
 def test_a_silent_client_is_cut_off(server, monkeypatch):
     assert 0 < Handler.timeout <= 60
     monkeypatch.setattr(Handler, "timeout", 0.2)
-    for sent in (b"", b"GET /health", b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 10\r\n\r\n{"):
+    for sent in (b"", b"GET /health",
+                 b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{"):
         assert raw(server, sent) == b""
 
 
@@ -543,18 +738,20 @@ def test_connections_are_kept(server):
 
 def test_we_say_that_we_close_a_connection(server):
     """Otherwise a client takes it for its next request. Some clients send a length with a GET or DELETE."""
-    answer = raw(server, b"GET /health HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}")
+    answer = raw(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}")
     assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"Connection: close\r\n") == 1
-    assert raw(server, b"GET /nothing HTTP/1.1\r\n\r\n").count(b"Connection: close\r\n") == 1
+    assert raw(server,
+               b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n").count(b"Connection: close\r\n") == 1
     assert raw(server, b"GET /health HTTP/1.0\r\n\r\n").count(b"Connection: close\r\n") == 1
 
 
 def test_early_bytes_of_the_next_request(server):
     """They don't look like hanging up, and a body that nobody reads is not taken for a request."""
     body = json.dumps(dict(messages=[user("Hi")], max_tokens=300, ignore_eos=True)).encode()
-    health = b"GET /health HTTP/1.1\r\nContent-Length: 27\r\n\r\n"
-    chat = b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
-    answer = raw(server, chat, health, b"GET /cache HTTP/1.1\r\n\r\n")
+    health = b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 27\r\n\r\n"
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    chat = head % len(body) + body
+    answer = raw(server, chat, health, b"GET /cache HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert answer.count(b"HTTP/1.1 200 OK") == 2 and b'"finish_reason": "length"' in answer
     assert answer.endswith(b'{"status": "ok"}')
 

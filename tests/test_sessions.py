@@ -14,6 +14,7 @@ import torch
 
 from engine import Engine
 from eviction import RecomputeCost
+from scheduler import TooLong
 from serving.history import History, StaleTurn
 from serving.sessions import Answering, Busy, Sessions
 from serving.tokenizer import TextStream, Tokenizer
@@ -900,6 +901,37 @@ def test_items_come_between_turns_and_none_is_lost(started):
     assert [item["content"] for item in sessions.history.items("c")][2:11] == [
         *(message["content"] for message in record.waiting), "Well?"]
     sessions.close()
+
+
+def test_messages_that_wait_for_a_turn_must_fit_into_it(started):
+    """What no turn can take is refused at once, however little a message costs by itself."""
+    sessions = opened(started, **ROOMY)
+    sessions.create("c", {}, [user("one"), user("two")])
+    for content in ("word " * 600, "x" * 2**20):
+        with pytest.raises(TooLong, match="limit"):
+            sessions.create("d", {}, [user(content)])
+        with pytest.raises(TooLong, match="limit"):
+            sessions.update("c", new=[user(content)])
+    with pytest.raises(TooLong, match="limit of 512|limit is 512"):
+        for n in range(1000):
+            sessions.update("c", new=[user("")] * 20)
+    assert 400 < len(sessions.history.record("c").waiting) < 512
+    assert sessions.history.record("d") is None
+    sessions.close()
+
+
+def test_the_oldest_messages_are_dropped_after_a_few_looks(sessions, monkeypatch):
+    """As many as must be, and no more. We tokenise the messages a few times, however many there are."""
+    turn, seen = sessions.tokenizer.turn, []
+    monkeypatch.setattr(sessions.tokenizer, "turn", lambda before, new, *more: seen.append(len(new))
+                        or turn(before, new, *more))
+    messages, limit = [user(str(n)) for n in range(1000)], sessions.engine.scheduler.limit
+    plan = sessions.plan(messages, truncate=True, max_tokens=20)
+    assert len(seen) < 15 and sum(seen) < 5 * len(messages)
+    kept = len(plan.messages)
+    assert plan.messages == messages[-kept:]
+    lengths = [len(turn([], messages[-n:], None)) for n in (kept, kept + 1)]
+    assert lengths[0] + 20 <= limit < lengths[1] + 20
 
 
 @pytest.mark.parametrize("seed, deletes", [

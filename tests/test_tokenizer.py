@@ -12,7 +12,9 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from serving.sessions import Sessions
-from serving.tokenizer import GUARD, TOO_BLANK, LibraryBackend, TextStream, TiktokenBackend, load_tokenizer
+from scheduler import TooLong
+from serving.tokenizer import (GUARD, TOO_BLANK, LibraryBackend, TextStream, TiktokenBackend,
+                               compile_template, load_tokenizer)
 
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 OWN_TEMPLATE = ("{% for message in messages %}"
@@ -277,6 +279,32 @@ def test_overlapping_special_tokens_are_all_guarded(tmp_path):
     assert not set(ours.encode("qzjqzj<|end|>qzqz")) & set(ours.special.values())
 
 
+@pytest.mark.parametrize("text", ["<", "[", "<SPECIAL_", "<SPECIAL_99", "<SPECIAL_7>", "<s>", "the cat sat "])
+def test_a_thousand_special_tokens_hold_nobody_up(tmp_path, text):
+    """As many as Mistral Nemo has: whatever the text, the guard reads it once."""
+    special = [*SPECIAL, "<s>", "</s>", "[INST]", *(f"<SPECIAL_{n}>" for n in range(1000))]
+    ours, text = save(tmp_path, byte_level(special)), text * (2**20 // len(text))
+    begin = time.thread_time()
+    guarded = ours._guarded(text)
+    assert time.thread_time() - begin < 0.3                     # 0.05 s; one big alternative: 4 to 19 s
+    assert guarded.replace(GUARD, "") == text
+    assert (GUARD in guarded) == any(token in text[:100] for token in special)
+
+
+def test_a_text_that_cannot_fit_is_refused_unread(tmp_path, monkeypatch):
+    """A token stands for a few bytes, so some texts are too long whatever their tokens would be."""
+    save(tmp_path, byte_level())
+    ours = load_tokenizer(tmp_path, most_tokens=100)
+    longest = max(map(len, ours.pieces.values()))
+    longest = max(longest, *map(len, ours.special))
+    assert ours.encode("e" * longest * 100)
+    monkeypatch.setattr(ours, "_backend", None)
+    with pytest.raises(TooLong, match=f"{longest * 100 + 1} bytes.* limit of 100"):
+        ours.encode("e" * (longest * 100 + 1))
+    with pytest.raises(TooLong):
+        ours.turn([], [{"role": "user", "content": "e" * longest * 100}], None)
+
+
 def test_special_tokens_by_name(tmp_path):
     ours = save_like_opt(tmp_path)
     assert ours.special == {"<pad>": 1, "</s>": 2, "<unk>": 3}
@@ -332,6 +360,31 @@ def test_failing_template(tmp_path, template, message):
     ours = save(tmp_path, byte_level(), template)
     with pytest.raises(ValueError, match=message):
         ours.turn([], CHAT[:2], None)
+
+
+ENDLESS = ["{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+           "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+           "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}",
+           "{{ 'x' * 10000000000 }}", "{{ [0] * 10000000000 }}", "{{ 9 ** 9 ** 9 }}",
+           "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}"]
+
+
+@pytest.mark.parametrize("template", ENDLESS)
+def test_a_template_that_never_ends_is_stopped(tmp_path, template):
+    ours = save(tmp_path, byte_level(), chat_template=template)
+    begin = time.thread_time()
+    with pytest.raises(ValueError, match="the chat template failed: (it takes|it writes|only small)"):
+        ours.turn([], [{"role": "user", "content": "x" * 10_000}], None)
+    assert time.thread_time() - begin < 5
+
+
+def test_a_template_counts_as_it_did():
+    """What loops know of themselves, arithmetic, and loops in macros."""
+    source = ("{% macro line(m) %}{% for c in m %}{{ c }}{{ ',' if not loop.last }}{% endfor %}{% endmacro %}"
+              "{% for m in messages if m %}{{ loop.index }}/{{ loop.length * 2 }}:{{ line(m) }} {% endfor %}"
+              "{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}{% for x in nothing %}x{% else %}-"
+              "{% endfor %}")
+    assert compile_template(source).render(messages=["ab", "", "c"]) == "1/4:a,b 2/4:c a1-"
 
 
 def test_a_million_blanks():

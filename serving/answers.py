@@ -1,0 +1,183 @@
+"""The JSON that we answer, as pydantic models. The table in operations.py names one for each
+operation.
+
+/openapi.json shows them to programs that write clients. The server builds its answers as plain
+dictionaries, which is faster; a test asks for every operation once and holds the answer against its
+model. A field without a default is in every answer, and no answer has other fields:
+
+    {"id": "conv_1", "object": "conversation.deleted", "deleted": true}    a Deleted
+    {"id": "conv_1", "object": "conversation.deleted"}                     not: `deleted` is missing
+"""
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Shape(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+# ---- conversations and their messages
+
+class Portrait(Shape):
+    """Where a conversation's tokens are: `serving/live.py` explains the fields."""
+    id: str | None              # null: a one-off request, of which nothing is kept
+    tokens: int
+    gpu: int
+    cpu: int
+    running: bool
+    waiting: bool
+    idle_seconds: float
+    chunks: str
+    leaves_next: int | None
+
+
+class Conversation(Shape):
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+    cache: Portrait
+
+
+class Part(Shape):
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list = None    # of a reply alone, like the next one
+    logprobs: list[dict] = None
+
+
+class Item(Shape):
+    id: str
+    type: Literal["message"]
+    role: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[Part]
+
+
+class Listing(Shape):
+    object: Literal["list"]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class Items(Listing):
+    data: list[Item]
+
+
+class Deleted(Shape):
+    id: str
+    object: Literal["response", "conversation.deleted"]
+    deleted: Literal[True]
+
+
+# ---- replies
+
+class Sources(Shape):
+    """How many of a prompt's tokens came from where."""
+    gpu: int
+    cpu: int
+    recomputed: int
+    new: int
+
+
+class PromptDetails(Sources):
+    cached_tokens: int          # gpu + cpu
+
+
+class ChatUsage(Shape):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class Choice(Shape):
+    index: int
+    message: dict[str, str | None]
+    finish_reason: Literal["stop", "length"]
+    logprobs: dict | None
+
+
+class Chat(Shape):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    conversation_id: str | None
+    choices: list[Choice]
+    usage: ChatUsage | None
+
+
+class InputDetails(PromptDetails):
+    cache_write_tokens: int
+
+
+class ResponseUsage(Shape):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class Response(Shape):
+    """A turn. It repeats the settings of its request, which are not listed here."""
+    model_config = ConfigDict(extra="allow")
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "cancelled", "failed"]
+    incomplete_details: dict[str, str] | None
+    error: dict[str, str] | None
+    model: str
+    conversation: dict[str, str] | None
+    output: list[Item]
+    usage: ResponseUsage | None
+
+
+class InputTokens(Shape):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+# ---- the server itself
+
+class Model(Shape):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class Models(Listing):
+    data: list[Model]
+
+
+class Health(Shape):
+    status: Literal["ok"]
+
+
+class DoneTurn(Sources):
+    conversation: str | int | None
+    response: str
+    prompt_tokens: int
+    completion_tokens: int
+    first_token_ms: int
+    finish_reason: Literal["stop", "length"]
+    stateless: dict[str, Any] | None
+
+
+class Cache(Shape):
+    """The live picture, with the constants that it is drawn with, and the latest turns."""
+    stats: dict[str, float]
+    conversations: list[Portrait]
+    chunk_size: int
+    limit: int
+    policy: str
+    recompute_seconds: list[float]
+    turns: list[DoneTurn]
