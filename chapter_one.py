@@ -5,7 +5,7 @@
 For each token a language model computes two vectors in every layer, K and V, which all later tokens
 read. A stateless server forgets this *KV* after a reply, and computes the whole history again next
 time. Pensieve keeps it. A *slot* of the GPU tier holds the KV of one token. A *place* of the CPU
-tier holds a copy of a *chunk*, 4 tokens. KV in neither tier is *missing*. In step 8 a returns:
+tier holds a copy of a *chunk*, here 4 tokens. KV in neither tier is *missing*. In step 8 a returns:
 
     a's context   | missing [0:4) | CPU [4:8) | GPU [8:13) | reply's last token, prompt [13:18) |
     the step        computes it     copies in   uses it      computes them
