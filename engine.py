@@ -3,12 +3,14 @@
     submit --> | inbox | --> step: schedule, launch, settle --> | outbox | --> readers
                              the owner's thread                                any threads
 
-One thread at a time is the *owner*: it alone steps, and it alone changes the books of the scheduler
-and the cache. All other threads leave functions in the inbox, and the owner runs them between two
-steps (owner.py). They read replies from outboxes (handles.py).
+Of owner.py you need: `owning()` is the lock of the owner, the one thread that steps; `take_inbox`
+runs what was posted; `handles` maps each request to its client's handle; `tell_ended` closes the
+handles of ended requests. Of handles.py: `tokens.ring()` wakes readers. `open_worker` returns the
+Worker that you have read (on several GPUs a Leader: parallel.py), and SharingCache is KVCache plus
+sharing: without parent, like and designate it does the same.
 
-To *settle* a batch is to wait for its result, write it into the books (`Scheduler.account`), and
-wake the readers.
+A copy lands, `KVCache.complete` books it; a batch is settled, `Scheduler.account` books it. To
+*settle* a batch is to wait for its result, book it, and wake the readers.
 
 Invariant: what is cached never changes a token. Any policy, CPU tier and interleaving of requests
 give the tokens of a full recompute, up to rounding.
@@ -58,7 +60,8 @@ class Engine:
         self.clock, self.debug = clock, debug
         self.directory = None if worker or config.random_weights else find_checkpoint(config.model)
         self.worker = worker = worker or open_worker(config, self.directory, profiles=cost is None)
-        make_policy: Any = POLICIES.get(config.policy, config.policy)   # or the class itself
+        # A name, or the class itself:
+        make_policy: Any = POLICIES.get(config.policy, config.policy)
         policy = make_policy(cost or worker.profile(), config.chunk_size)
         self.cache = SharingCache(worker.num_slots, worker.num_places, config.chunk_size,
                                   config.max_running, worker.max_context, policy)
@@ -96,8 +99,8 @@ class Engine:
             batch = self.scheduler.schedule(self.clock())
             for watcher in self.watchers:
                 watcher(batch)
-            # With nothing to launch and nothing to settle we wait for a copy: that is what the
-            # worker does with an empty batch.
+            # An empty batch makes the worker wait for a copy. It gets one only if there is nothing
+            # else to wait for.
             waits_for_copy = self.cache.in_flight and not self.unsettled
             if batch or waits_for_copy:
                 self._launch(batch)
@@ -162,13 +165,16 @@ class Engine:
         ends the reply. ignore_eos: a stop token does not end the reply. sampling: the fields of
         sampling.Sampling, None for the default.
 
-        context: for a caller who keeps token ids elsewhere. The conversation begins with them if
-        the engine does not hold it (any more). parent, like: for those who share KV (sharing.py:
-        fork and follow). parent: a conversation that begins as the context does. like: an earlier
-        turn with the same prompt after the same context; this turn waits while that one computes
-        it. reached_stop: the owner calls it with each token that does not end the reply as a stop
-        token; True ends it. on_end: the owner calls it when the turn has ended. Neither may fail:
-        that would stop the engine.
+            context         token ids that the caller keeps; the conversation begins with them if
+                            the engine does not hold it (any more)
+            parent          a conversation that begins as the context does (sharing.py: fork)
+            like            an earlier turn with the same prompt after the same context; this turn
+                            waits while that one computes it (sharing.py: follow)
+            reached_stop    the owner calls it with each token that does not end the reply as a stop
+                            token; True ends it
+            on_end          the owner calls it when the turn has ended
+
+        Neither reached_stop nor on_end may fail: that would stop the engine.
 
         ValueError for what cannot be served, RuntimeError if the engine has stopped."""
         given = {name: value for name, value in sampling.items() if value is not None}
@@ -209,18 +215,30 @@ class Engine:
         """Submit, and wait for the reply."""
         return self.submit(prompt, conversation, **options).result()
 
-    def _cancel(self, request: Request):
-        def cancel():
-            if request in self.owner.handles:
-                self.scheduler.cancel(request, self.clock())
-        self.call(cancel)
+    # ---- who steps
+
+    def step_until(self, ready: Callable[[], bool]):
+        """If the engine has no thread of its own, the caller steps until ready()."""
+        while not (self.owner.thread or self.failure or ready()):
+            self.step()
+
+    def call(self, function: Callable):
+        """Let the owner run a function between two steps, and return its result."""
+        return self.owner.call(function)
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the engine has stopped."""
+        return self.owner.failure
+
+    # ---- second day: checks, a thread of its own, forget, designate, stats, close, failures
 
     def _check(self, prompt, context, conversation, max_tokens, min_tokens, sampling: Sampling):
         vocabulary = self.worker.vocab_size
         require(hasattr(prompt, "__len__") and len(prompt) > 0, "prompt",
                 "a list of at least one token id", prompt)
         # A context may be long. If it holds nothing but ints, we look at two of them.
-        if {*map(type, context)} == {int}:
+        if set(map(type, context)) == {int}:
             context = [min(context), max(context)]
         ids = f"an int from 0 to {vocabulary - 1}"
         for token in [*prompt, *context, *sampling.logit_bias]:
@@ -241,7 +259,11 @@ class Engine:
         if total + (max_tokens or 1) > self.scheduler.limit:
             raise TooLong(total, max_tokens, self.scheduler.limit)
 
-    # ---- who steps
+    def _cancel(self, request: Request):
+        def cancel():
+            if request in self.owner.handles:
+                self.scheduler.cancel(request, self.clock())
+        self.call(cancel)
 
     def start(self) -> "Engine":
         """From now on a thread of the engine's own steps."""
@@ -251,27 +273,11 @@ class Engine:
     def _run(self):
         batch = None
         while self.owner.thread:
-            # After the last reply chunks go to the CPU while nobody needs the device. When there is
-            # nothing left to copy, we wait for a post.
+            # After the last reply chunks go to the CPU while nobody needs the device. So we step on
+            # if the last batch was not empty: there may be more to copy out. Else we wait.
             if not batch and not self.scheduler.busy:
                 self.owner.posted.wait()
             batch = self.step()
-
-    def step_until(self, ready: Callable[[], bool]):
-        """If the engine has no thread of its own, the caller steps until ready()."""
-        while not (self.owner.thread or self.failure or ready()):
-            self.step()
-
-    def call(self, function: Callable):
-        """Let the owner run a function between two steps, and return its result."""
-        return self.owner.call(function)
-
-    @property
-    def failure(self) -> Exception | None:
-        """Why the engine has stopped."""
-        return self.owner.failure
-
-    # ---- conversations
 
     def forget(self, conversation: str | None):
         """Cancel the turns of a conversation, and free its tokens and its chunks in both tiers. It
@@ -314,8 +320,6 @@ class Engine:
         if isinstance(self.worker, Leader):
             self.worker.dismiss()
 
-    # ---- failures
-
     def _recover(self, batch: Batch, error: Exception):
         """Go on after the worker has failed with a batch.
 
@@ -325,7 +329,7 @@ class Engine:
         It also stops after MAX_FAILURES batches have failed one after another."""
         self.worker_failures += 1
         if self.worker_failures == MAX_FAILURES:
-            raise error
+            raise error                                 # `owning` stops the engine
         traceback.print_exception(error)
         self._drain_copies()
         lost = [batch, *(unsettled for unsettled, _ in self.unsettled)]

@@ -9,9 +9,6 @@ without KV, and a batch takes them left to right while its token budget lasts. I
     a's spans       a[0:4]         copied in    is there      a[16:23]
     the batch     step 45  b[31:32] a[0:4] a[16:23] | in a[4:12] | out d[4:8]
 
-Here a returns with a new prompt. b decodes: it feeds position 31 and samples the next token. d is
-idle, so the step copies its chunk [4:8) to the CPU ahead of need.
-
 Invariant: all that a span reads is cached, arriving, or computed in this batch or an earlier one.
 """
 from bisect import insort
@@ -28,19 +25,10 @@ NOT_FINITE = -1         # in a result: no token, since its logits were NaN or in
 SOURCES = ("gpu", "cpu", "recomputed", "new")   # where the KV of a context comes from, at admission
 
 
-class TooLong(ValueError):
-    """A context would exceed the limit."""
-
-    def __init__(self, tokens: int, max_tokens: int | None, limit: int):
-        super().__init__(f"the conversation has {tokens} tokens with this prompt and max_tokens is "
-                         f"{max_tokens or 'not given'}: together they exceed the limit of {limit} "
-                         "tokens")
-
-
 @dataclass(eq=False)
 class Request:
     """One turn being served: new prompt tokens in, generated tokens out."""
-    conversation: Conversation
+    conversation: Conversation | None               # None until the owner has opened it
     prompt: list[int]
     max_tokens: int | None = None                   # None: as many as fit
     min_tokens: int = 0                             # no earlier token of stop_ids ends the reply
@@ -159,21 +147,16 @@ class Batch:
         return f"step {self.step}  " + " | ".join(parts)
 
 
-def _runs(tickets: list[Ticket]) -> str:
-    """Tickets as name[start:end], neighbouring chunks as one run."""
-    runs: list[tuple] = []
-    for name, start, end in sorted((str(t.conversation.name), t.start, t.end) for t in tickets):
-        if runs and runs[-1][0] == name and runs[-1][2] == start:
-            start = runs.pop()[1]
-        runs.append((name, start, end))
-    return " ".join(f"{name}[{start}:{end}]" for name, start, end in runs)
-
-
 class Result(NamedTuple):
     """What the worker made of a batch."""
     tokens: list[int]               # one for each of batch.placeholders, or NOT_FINITE
     landed: list[Ticket]            # copies that have ended, of this step or an earlier one
     logprobs: list | None = None    # one for each token; None where nobody asked for it
+
+
+def decodes_first(requests: list[Request]) -> list[Request]:
+    """Decodes, then requests that prefill. Both keep their order."""
+    return sorted(requests, key=lambda request: request.prefilling)
 
 
 class Scheduler:
@@ -223,30 +206,17 @@ class Scheduler:
         """Are there requests to serve, or copies to wait for?"""
         return bool(self.unfinished or self.cache.in_flight)
 
-    def cancel(self, request: Request, now: float, error: Exception | None = None):
-        """End a request early, wherever it is. The conversation's tokens become what they were
-        before it. With an error the request has failed. A request that has ended stays as it is."""
-        if request.finish_reason:
-            return
-        if request in self.running:
-            self._stop_running(request, now)
-        elif request in self.queue:
-            self.queue.remove(request)
-        if request.joined:
-            self.cache.truncate(request.conversation, request.tokens_before, request.known_before)
-        request.error = error
-        self._end(request, "failed" if error else "cancelled")
-
     # ---- one step
 
     def schedule(self, now: float) -> Batch:
-        """The next batch. It is empty if there is nothing to do, or if all requests must wait for
-        copies or tokens that are on their way."""
+        """The next batch. It is empty if there is nothing to do, or if all requests must wait for a
+        copy in flight, or for a batch that is not settled."""
         batch = self.compose(now)
+        # An empty batch has three reasons. (1) A copy or token is on its way: return it empty.
+        # (2) `compose` has just marked chunks as evictable without a copy, so slots are available
+        # now: compose again. (3) All running requests are starved and nothing is available:
+        # suspend one, compose again.
         while self.unfinished and not batch and not self._awaited():
-            # No request can run, and waiting would not help. But if composing has given chunks up
-            # without a copy (all in the full CPU tier are worth more), the next try finds their
-            # slots. If it has not, a request gives way.
             if self.running and not self.cache.available:
                 self.give_way(now)
             batch = self.compose(now)
@@ -255,25 +225,27 @@ class Scheduler:
         return batch
 
     def compose(self, now: float) -> Batch:
-        """One try at a batch.
+        """One try at a batch. It changes the books: slots, admissions, marks.
 
         1. Running requests, decodes first. Each needs slots for the tokens that it has grown by. A
            request that finds none sits out this step: it is starved. A request whose context is as
-           long as it may become has nothing left to compute.
+           long as it may become has nothing left to compute (its last token is on its way;
+           `account` will finish it).
         2. The queue, first come first served, while the budget, the slots, and the rows of the slot
            table (one for each running request) last. Nobody overtakes the head of the queue, even
-           if a later request would fit. The head is prepared without budget, too, for part 3.
+           if a later request would fit. Even with no budget left the head's prompt joins its
+           conversation, so that part 3 knows how many slots it lacks.
         3. Swap-outs ahead of need, so that starved requests and the head find slots later.
 
         At admission a request gets the slots of its whole context. If the context is longer than
         the budget, later steps take the next parts, after the decodes. With a budget of 16, a
         prompt of 20 tokens becomes a[0:16] in one step and a[16:20] in the next, which samples.
 
-        separate_phases: if any request of the batch prefills, the decodes sit out this step."""
+        separate_phases (second day): if a request prefills, the decodes sit out this step."""
         batch, starved = Batch(self.steps, self.max_batch_tokens), 0
         for request in decodes_first(self.running):
             if len(request.conversation.tokens) == request.longest:
-                continue
+                continue                    # its last token is on its way
             if self.cache.grow(request.conversation, now):
                 batch.take(request)
             else:
@@ -319,10 +291,9 @@ class Scheduler:
         grown, logprobs = [], result.logprobs or [None] * len(result.tokens)
         sampled = zip(batch.placeholders, result.tokens, logprobs, strict=True)
         for (request, position), token, logprob in sampled:
-            if request.finish_reason:
-                continue
             if token == NOT_FINITE:
                 self.cancel(request, now, RuntimeError("the model's logits are not finite"))
+            if request.finish_reason:
                 continue
             request.conversation.tokens[position] = token
             request.times.append(now)
@@ -388,53 +359,15 @@ class Scheduler:
             tickets += cache.plan_swap_out_for(head.conversation, head.total, self._reserve(), now)
         return tickets
 
-    def give_way(self, now: float):
-        """Suspend the latest arrival. Every running request is starved, no slot is available, and
-        no copy or token is on its way.
-
-        The loop in `schedule` ends, since each call makes `running` one shorter, and a request that
-        is alone always fits: the limit is at most the number of slots. The oldest request is never
-        suspended, so it finishes; then the next one is the oldest."""
-        assert len(self.running) > 1, "a lone request fits, or it would not have been admitted"
-        self.suspend(self.running[-1], now)
-
-    def suspend(self, request: Request, now: float):
-        """Take a running request out, back to its place in the queue. Its tokens stay. Its chunks
-        may leave the GPU from now on, but late: its turn waits, so the policy counts it as hardly
-        idle. The statistics count it in `suspensions`."""
-        self._stop_running(request, now)
-        self._enqueue(request)
-        self.stats["suspensions"] += 1
-
     def finish(self, request: Request, reason: str, now: float):
         """The turn has ended: its conversation is idle, and its KV stays."""
         self._stop_running(request, now)
         if request.last_token_pending:
-            # The next step was launched before we knew that 99 is the last token: it feeds 99. We
-            # take this back. 17 42 99 PLACEHOLDER, KV of 3 -> 17 42 99, KV of 2.
-            length = request.total - 1
-            self.cache.truncate(request.conversation, length, length - 1)
+            self._take_back(request)
         self.cache.policy.ended(request.conversation)           # for policies that learn
         self._end(request, reason)
 
     # ---- the small steps
-
-    def _count_sources(self, request: Request, swap_in: list[Ticket]):
-        """Count where the context's KV comes from, at first admission.
-
-        The numbers below: a conversation of 100 tokens returns with a prompt of 20. It has had KV
-        for 99 tokens, since the last one was sampled, but never fed. Of its chunks of 32, the first
-        was dropped, the second is on the CPU, the other two are on the GPU."""
-        total = request.total                                       # 100 + 20 = 120
-        # (sharing.py: other conversations may have computed the beginning of this prompt. Then more
-        # is known: all before the last missing run.)
-        known = max(request.known_before, request.missing()[-1][0]) # 99
-        cpu = sum(ticket.filled for ticket in swap_in)              # 32
-        gpu = request.conversation.sources()[0] - cpu               # 35: of 67 in slots 32 arrive
-        recomputed = known - gpu - cpu                              # 99 - 35 - 32 = 32
-        new = total - known                                         # 120 - 99 = 21
-        request.usage = dict(zip(SOURCES, (gpu, cpu, recomputed, new)))
-        self.stats.update({f"prompt_tokens_{source}": n for source, n in request.usage.items()})
 
     def _awaited(self) -> bool:
         """Is a copy on its way, or a token?"""
@@ -473,7 +406,82 @@ class Scheduler:
         self.stats["cancelled" if reason in ("cancelled", "failed") else "finished"] += 1
         self.ended.append(request)
 
+    # ---- second day: cancel, suspend, a step too far, where KV came from, text
 
-def decodes_first(requests: list[Request]) -> list[Request]:
-    """Decodes, then requests that prefill. Both keep their order."""
-    return sorted(requests, key=lambda request: request.prefilling)
+    def cancel(self, request: Request, now: float, error: Exception | None = None):
+        """End a request early, wherever it is. The conversation's tokens become what they were
+        before it. With an error the request has failed. A request that has ended stays as it is."""
+        if request.finish_reason:
+            return
+        if request in self.running:
+            self._stop_running(request, now)
+        elif request in self.queue:
+            self.queue.remove(request)
+        if request.joined:
+            self.cache.truncate(request.conversation, request.tokens_before, request.known_before)
+        request.error = error
+        self._end(request, "failed" if error else "cancelled")
+
+    def give_way(self, now: float):
+        """Suspend the latest arrival.
+
+        The loop in `schedule` ends, since each call makes `running` one shorter, and a request that
+        is alone always fits: the limit is at most the number of slots. The oldest request is never
+        suspended, so it finishes; then the next one is the oldest."""
+        assert len(self.running) > 1, "a lone request fits, or it would not have been admitted"
+        self.suspend(self.running[-1], now)
+
+    def suspend(self, request: Request, now: float):
+        """Take a running request out, back to its place in the queue. Its tokens stay. Its chunks
+        may leave the GPU from now on, but late: its turn waits, so the policy counts it as hardly
+        idle. The statistics count it in `suspensions`."""
+        self._stop_running(request, now)
+        self._enqueue(request)
+        self.stats["suspensions"] += 1
+
+    def _take_back(self, request: Request):
+        """Undo the step that was launched before we knew that 99 is the request's last token. It
+        feeds 99: 17 42 99 PLACEHOLDER, KV of 3 -> 17 42 99, KV of 2.
+
+        The KV of 99 is right. It goes all the same, so that a turn leaves the same books whether or
+        not the host runs ahead: the last token of a reply has no KV, and counts as new when the
+        conversation returns."""
+        self.cache.truncate(request.conversation, request.total - 1, request.total - 2)
+
+    def _count_sources(self, request: Request, swap_in: list[Ticket]):
+        """Count where the context's KV comes from, at first admission.
+
+        The numbers below: a conversation of 100 tokens returns with a prompt of 20. It has had KV
+        for 99 tokens, since the last one was sampled, but never fed. Of its chunks of 32, the first
+        was dropped, the second is on the CPU, the other two are on the GPU.
+
+        If other conversations have computed the beginning of this prompt (sharing.py), more is
+        known: all before the last missing run."""
+        total = request.total                                       # 100 + 20 = 120
+        known = max(request.known_before, request.missing()[-1][0]) # 99
+        cpu = sum(ticket.filled for ticket in swap_in)              # 32
+        gpu = request.conversation.sources()[0] - cpu               # 35: of 67 in slots 32 arrive
+        recomputed = known - gpu - cpu                              # 99 - 35 - 32 = 32
+        new = total - known                                         # 120 - 99 = 21
+        request.usage = dict(zip(SOURCES, (gpu, cpu, recomputed, new)))
+        # Counter.update adds:
+        self.stats.update({f"prompt_tokens_{source}": n for source, n in request.usage.items()})
+
+
+def _runs(tickets: list[Ticket]) -> str:
+    """Tickets as name[start:end], neighbouring chunks as one run."""
+    runs: list[tuple] = []
+    for name, start, end in sorted((str(t.conversation.name), t.start, t.end) for t in tickets):
+        if runs and runs[-1][0] == name and runs[-1][2] == start:
+            start = runs.pop()[1]
+        runs.append((name, start, end))
+    return " ".join(f"{name}[{start}:{end}]" for name, start, end in runs)
+
+
+class TooLong(ValueError):
+    """A context would exceed the limit."""
+
+    def __init__(self, tokens: int, max_tokens: int | None, limit: int):
+        super().__init__(f"the conversation has {tokens} tokens with this prompt and max_tokens is "
+                         f"{max_tokens or 'not given'}: together they exceed the limit of {limit} "
+                         "tokens")
