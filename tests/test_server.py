@@ -838,6 +838,39 @@ def test_every_field_of_config_is_a_flag():
     assert parse_flags([]).history == str(ROOT / "history.sqlite")
 
 
+def test_keys_from_files_and_the_environment(tmp_path, monkeypatch):
+    """Others can read a process's flags."""
+    monkeypatch.setenv("NANO_PENSIEVE_API_KEYS", "of the environment")
+    (tmp_path / "keys").write_text("one\ntwo\n")
+    (tmp_path / "metrics").write_text("counts\n")
+    flags = parse_flags(["--api-key", f"@{tmp_path}/keys", "--api-key", "k", "--metrics-key",
+                         f"@{tmp_path}/metrics"])
+    assert flags.api_key == ["of", "the", "environment", "one", "two", "k"]
+    assert flags.metrics_key == "counts"
+
+
+@pytest.mark.parametrize("content, named", [("", "api_key must be"), ("\n\n", "api_key must be"),
+                                            ("two words", "api_key must be"), (None, "No such file")])
+def test_a_file_without_keys_opens_no_server_to_all(content, named, tmp_path, monkeypatch, capsys, checkpoint):
+    if content is not None:
+        (tmp_path / "keys").write_text(content)
+    words = last_words(checkpoint, f"--api-key @{tmp_path}/keys", monkeypatch, capsys)
+    assert words.count("\n") == 1 and named in words
+
+
+@pytest.mark.parametrize("flags, warns", [("--host 0.0.0.0", True), ("--host 0.0.0.0 --api-key k", False),
+                                          ("--host 127.0.0.1", False)])
+def test_a_server_for_all_without_a_key_warns(flags, warns, monkeypatch, capsys, checkpoint):
+    import server
+    monkeypatch.setattr(sys, "argv", ["server.py", "--model", str(checkpoint), "--history", ":memory:",
+                                      "--port", "0", *flags.split()])
+    monkeypatch.setattr(server, "settle_in", lambda: None)
+    monkeypatch.setattr(server, "serve_until_stopped", lambda server: server.drain() or server.server_close())
+    server.main()
+    errors = capsys.readouterr().err
+    assert ("without a key" in errors, errors.count("\n")) == (warns, warns)
+
+
 def last_words(model, flags, monkeypatch, capsys):
     """What server.py says before it exits with 2."""
     import server
@@ -889,8 +922,10 @@ def test_a_port_that_is_taken(server, checkpoint, tmp_path, capsys, monkeypatch)
     port = str(server.server_address[1])
     monkeypatch.setattr(sys, "argv", ["server.py", "--model", str(checkpoint), "--port", port, "--history",
                                       ":memory:", "--gpu-cache-tokens", "2048"])
+    threads = set(threading.enumerate())
     with pytest.raises(SystemExit) as exit:
         main()
+    assert set(threading.enumerate()) <= threads            # the engine is closed, and so is the history
     error = capsys.readouterr().err
     assert exit.value.code == 2 and error.count("\n") == 1 and f"127.0.0.1:{port}" in error
 
