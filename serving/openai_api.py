@@ -242,8 +242,8 @@ class API:
     def _cache_of(self, prefix: str, found: ConversationRecord) -> dict:
         """Where the conversation's tokens are, as live.py shows it."""
         id = found.name.removeprefix(prefix)
-        if portraits := self.engine.call(partial(live.portraits, self.engine, [found.name])):
-            return dict(portraits[0], id=id)
+        if portrait := self.engine.call(partial(live.portrait_of, self.engine, found.name)):
+            return dict(portrait, id=id)
         head = self.history.head(found.name)
         return dict(id=id, tokens=head.length if head else 0, gpu=0, cpu=0, running=False,
                     waiting=self.sessions.answering(found.name) is not None,

@@ -470,7 +470,7 @@ class Handler(BaseHTTPRequestHandler):
     def cache(self, prefix):
         engine = self.server.engine
         turns = live.outside(prefix, list(self.server.recent_turns), "conversation")
-        whole = self.server.look(partial(live.picture, engine))
+        whole = live.picture(engine, self.server.look)
         picture = live.part_for(prefix, whole, self.server.private)
         self.send(200, dict(picture, **live.scale(engine), turns=turns))
 
