@@ -21,7 +21,7 @@ not serve.
 import json
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import count
 
@@ -73,7 +73,9 @@ class API:
             raise
         return ChatWriter(turns, prefix, self.model, body)
 
-    def create_response(self, prefix: str, body: ResponseBody) -> "ResponseWriter":
+    def create_response(self, prefix: str, body: ResponseBody,
+                        gone: Callable[[], bool]) -> "ResponseWriter":
+        """gone: has the client hung up?"""
         options = body.engine_options()
         if "message.output_text.logprobs" in body.include or body.top_logprobs:
             options["logprobs"] = body.top_logprobs or 0
@@ -81,13 +83,13 @@ class API:
         turn = self.sessions.respond(**self._question(prefix, body), keep=body.store,
                                      note=dict(note, created_at=int(time.time())),
                                      # the server waits, and sees if the client hangs up
-                                     wait=False,
-                                     **options)
+                                     wait=False, gone=gone, **options)
         return ResponseWriter(turn, prefix, self.model, body.stream)
 
-    def count_input_tokens(self, prefix: str, body: ResponseBody) -> dict:
+    def count_input_tokens(self, prefix: str, body: ResponseBody,
+                           gone: Callable[[], bool]) -> dict:
         """The number of tokens that the reply to this body would see. Nothing is generated."""
-        plan = self.sessions.plan(**self._question(prefix, body))
+        plan = self.sessions.plan(**self._question(prefix, body), gone=gone)
         return dict(object="response.input_tokens", input_tokens=plan.context + len(plan.prompt))
 
     def retrieve_response(self, prefix: str, id: str) -> dict:

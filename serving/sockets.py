@@ -35,7 +35,8 @@ from serving.guard import ALL_KEYS, Guard, page_policy
 from serving.history import StaleTurn
 from serving.metrics import Metrics
 from serving.openai_api import API, Writer, as_api_error
-from serving.operations import APIError, Operation, ReplyBody, find_operation, openapi, parse
+from serving.operations import (APIError, Operation, ReplyBody, ResponseBody, find_operation,
+                                openapi, parse)
 from serving.sessions import Answer, Answering, LiveTurn, Sessions
 
 MAX_BODY_BYTES = 2 * 2**20
@@ -338,6 +339,8 @@ class Handler(BaseHTTPRequestHandler):
         if operation.method == "POST":    # it may write: first make room in this key's share
             self.server.sessions.prune(float("inf"), self.server.bytes_of_each_key, prefix)
         arguments = [prefix, *names, fields] if operation.fields.model_fields else [prefix, *names]
+        if isinstance(fields, ResponseBody):    # it may have to be shortened, which takes its time
+            arguments.append(partial(has_hung_up, self.connection))
         turns = getattr(fields, "n", 1) if isinstance(fields, ReplyBody) else 0
         with self.server.counted(prefix, turns) as free_one:
             answer = self.when_free(getattr(self.server.api, operation.name), *arguments)

@@ -774,6 +774,14 @@ def test_who_hangs_up_cancels_the_turn(server, stream, n):
     assert server.sessions.history.conversations() == conversations
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/input_tokens"])
+def test_who_hangs_up_needs_no_shorter_context(server, monkeypatch, path):
+    """Beside a client that is gone, the messages that are too many are not even tokenised once."""
+    monkeypatch.setattr(server.sessions.tokenizer, "turn", lambda *given: pytest.fail("we tokenise"))
+    monkeypatch.setattr("serving.sockets.has_hung_up", lambda connection: True)
+    assert raw(server, posting(dict(input="Hi", truncation="auto"), path)) == b""
+
+
 def test_who_hangs_up_leaves_the_queue(server):
     body, engine = dict(messages=[user("long")], ignore_eos=True), server.engine
     before = engine.stats()["cancelled"]
