@@ -340,7 +340,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.sessions.prune(float("inf"), self.server.bytes_of_each_key, prefix)
         arguments = [prefix, *names, fields] if operation.fields.model_fields else [prefix, *names]
         if isinstance(fields, ResponseBody):    # it may have to be shortened, which takes its time
-            arguments.append(partial(has_hung_up, self.connection))
+            arguments.append(self.between_looks())
         turns = getattr(fields, "n", 1) if isinstance(fields, ReplyBody) else 0
         with self.server.counted(prefix, turns) as free_one:
             answer = self.when_free(getattr(self.server.api, operation.name), *arguments)
@@ -348,6 +348,19 @@ class Handler(BaseHTTPRequestHandler):
                 self.write(prefix, answer, free_one)
             else:
                 self.send(200, answer)
+
+    def between_looks(self) -> Callable[[], bool]:
+        """A function to call between two pieces of long work. It rests, as we do after a large
+        body, one thread at a time; then it tells whether the client has hung up."""
+        begin = time.thread_time()
+
+        def gone() -> bool:
+            nonlocal begin
+            with self.server.reading:
+                time.sleep(RESTS * (time.thread_time() - begin))
+            begin = time.thread_time()
+            return has_hung_up(self.connection)
+        return gone
 
     def when_free(self, answer: Callable, *arguments) -> dict | Writer:
         """Returns answer(*arguments). If another turn has the conversation, waits for that turn
@@ -367,6 +380,8 @@ class Handler(BaseHTTPRequestHandler):
             return {}
         try:
             with self.server.unhurried(body):
+                if len(body) > LARGE_BYTES and has_hung_up(self.connection):
+                    raise ConnectionError("the client has hung up")     # while others were read
                 given = json.loads(body)
                 if SURROGATE.search(body):      # ValueError for half of a pair
                     json.dumps(given, ensure_ascii=False).encode()

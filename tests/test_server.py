@@ -25,7 +25,7 @@ from serving import operations
 from serving.history import History
 from serving.operations import OPERATIONS
 from serving.sessions import Sessions
-from serving.sockets import MAX_BODY_BYTES, Handler
+from serving.sockets import LARGE_BYTES, MAX_BODY_BYTES, Handler
 from serving.tokenizer import compile_template
 from server import parse_flags
 from clients import (CONTEXT, ROOT, TEMPLATE, ask, connect, eventually, fetch, hang_up_after, posting,
@@ -780,6 +780,19 @@ def test_who_hangs_up_needs_no_shorter_context(server, monkeypatch, path):
     monkeypatch.setattr(server.sessions.tokenizer, "turn", lambda *given: pytest.fail("we tokenise"))
     monkeypatch.setattr("serving.sockets.has_hung_up", lambda connection: True)
     assert raw(server, posting(dict(input="Hi", truncation="auto"), path)) == b""
+
+
+def test_who_hangs_up_while_other_large_bodies_are_read_is_not_read(server, monkeypatch):
+    """Else a client that sends and hangs up again and again would fill the queue of those who wait to be read."""
+    read = []
+    monkeypatch.setattr("serving.sockets.json.loads", lambda body: read.append(len(body)) or {})
+    with server.reading:
+        for _ in range(5):
+            with socket.create_connection(server.server_address, timeout=30) as connection:
+                connection.sendall(posting(dict(input="x" * LARGE_BYTES)))
+        time.sleep(0.3)
+    eventually(lambda: not server.deadlines)
+    assert read == []
 
 
 def test_who_hangs_up_leaves_the_queue(server):
