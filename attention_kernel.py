@@ -13,7 +13,10 @@ the KV-token of that position lies.
     query at 4       x   x   x   x   x   .
     query at 5       x   x   x   x   x   x           a decode is this last line alone
 
-Invariant: the KV-token of every position that a span sees is in the cache when the kernel starts.
+Invariant: the KV-token of every position that a span sees is in the cache when attention starts.
+
+The first half says what is computed, in plain torch. The second half, the kernels, computes the
+same on a GPU: read it after attention_plan.py.
 """
 from __future__ import annotations      # where triton is absent, `tl.constexpr` is, too
 
@@ -74,7 +77,7 @@ def attend_one_query(query: Tensor, k: Tensor, v: Tensor, scale: float | None) -
     """Attention of one query, [1, H, D], over k and v [kv_len, H_kv, D]. Returns [1, H, D].
 
     A decode sees everything, so there is no mask. The query heads that share a KV head are passed
-    as if they were tokens: then K and V are read once for all of them, and never repeated."""
+    as if they were tokens: then K and V are read once for all of them."""
     _, heads, D = query.shape
     kv_heads = k.shape[1]
     grouped = query.reshape(1, kv_heads, heads // kv_heads, D)              # [1, H_kv, H / H_kv, D]
@@ -104,14 +107,13 @@ def attend_many_queries(queries: Tensor, k: Tensor, v: Tensor, scale: float | No
 
 @dataclass(eq=False)
 class SpanTensors:
-    """The spans of a batch: as integers on the host, and as the kernels' plans for them on the
-    device. All layers share both. Make one with `build`."""
+    """The spans of a batch, for all layers of a step. Make one with `build`."""
     host: np.ndarray                # [3, S] int64: table row, q_len and kv_len of each span
-    device: torch.device            # where the plans are
+    device: torch.device
     num_tokens: int                 # T, the sum of all q_len
     max_row: int                    # the largest table row
     max_kv_len: int
-    plans: dict = field(default_factory=dict)   # (group, kv_heads, D, dtype) -> Plan: see `plan`
+    plans: dict = field(default_factory=dict)   # for the kernels: see plan_of
 
     @staticmethod
     def build(row, q_len, kv_len, device="cpu") -> SpanTensors:
@@ -128,17 +130,18 @@ class SpanTensors:
         return SpanTensors(host, torch.device(device), int(q_len.sum()), int(row.max(initial=0)),
                            int(kv_len.max(initial=0)))
 
-    def plan(self, group: int, kv_heads: int, D: int, dtype: torch.dtype) -> Plan:
-        """The work of the kernels for `kv_heads` KV heads of `group` query heads each, of D
-        dimensions. The first layer that asks plans and uploads it, unless the worker has."""
-        key = group, kv_heads, D, dtype
-        if key not in self.plans:
-            plan = make_plan(self.host, group, wanted_items(kv_heads, D, dtype, self.device))
-            self.plans[key] = plan.with_arrays(upload(plan.arrays(), self.device))
-        return self.plans[key]
 
-
-# ---- the kernels ---------------------------------------------------------------------------------
+# ==== the second half, the kernels: read it after attention_plan.py ===============================
+#
+# The plan has cut the spans into work items. Its words once more, for one span with q_len 50 and
+# kv_len 1050, if 4 query heads share a KV head:
+#
+#     query row       a token and one of the 4 heads: 200 rows
+#     tile            neighbouring rows: rows 0-127 and rows 128-199
+#     work item       a tile and a piece of the positions that it sees: 3 pieces each, so 6 items
+#     program         computes one item for one KV head, TILE_N positions (a strip) at a time
+#     partial row     what an item of a split tile leaves for one query row: 3 x 200
+#     merge           joins the 3 partial rows of one query row: 200
 
 def multi_token_attention(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, slot_table: Tensor, spans: SpanTensors,
@@ -154,7 +157,7 @@ def multi_token_attention(
     out = torch.empty_like(q) if out is None else out
     D, kv_heads = q.shape[2], k_cache.shape[1]
     group = q.shape[1] // kv_heads
-    plan = spans.plan(group, kv_heads, D, q.dtype)
+    plan = plan_of(spans, group, kv_heads, D, q.dtype)
     partial_out = torch.empty(plan.partial_rows, kv_heads, D, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(plan.partial_rows, kv_heads, dtype=torch.float32, device=q.device)
     scale = D ** -0.5 if scale is None else scale
@@ -172,6 +175,17 @@ def multi_token_attention(
     return out
 
 
+def plan_of(spans: SpanTensors, group: int, kv_heads: int, D: int, dtype: torch.dtype) -> Plan:
+    """The plan for `kv_heads` KV heads of `group` query heads each, of D dimensions, uploaded. All
+    layers use the same one. (The worker uploads it together with its inputs, so only profiling and
+    tests plan here.)"""
+    key = group, kv_heads, D, dtype
+    if key not in spans.plans:
+        plan = make_plan(spans.host, group, wanted_items(kv_heads, D, dtype, spans.device))
+        spans.plans[key] = plan.with_arrays(upload(plan.arrays(), spans.device))
+    return spans.plans[key]
+
+
 @jit
 def attention_kernel(q, k_cache, v_cache, slot_table, out, partial_out, partial_lse, items,
                      scale_log2, stride_qt, stride_qh, stride_slot, stride_kh, stride_row,
@@ -181,10 +195,14 @@ def attention_kernel(q, k_cache, v_cache, slot_table, out, partial_out, partial_
     """One of the work items [n, 8] for one KV head: a tile of query rows against the positions
     [kv_start, kv_end).
 
-    Grid (H_kv, n): the heads of one item run side by side, and read neighbouring parts of the same
-    slots. The result goes to `out`, or, if the tile is split, to the piece's rows of partial_out
-    [partial_rows, H_kv, D] and partial_lse [partial_rows, H_kv]. Registers are scarce, so each
-    number of the item is loaded where it is needed."""
+    Grid (H_kv, n): the KV heads of one item run side by side, and read neighbouring parts of the
+    same slots. The result goes to `out`, or, if the tile is split, to the item's partial rows in
+    partial_out [partial_rows, H_kv, D] and partial_lse [partial_rows, H_kv]. Registers are scarce,
+    so each number of the item is loaded where it is needed.
+
+    Strides are in elements: from a token, and from a head, to the next one in q (stride_qt,
+    stride_qh) and in out (stride_ot, stride_oh); from a slot, and from a head, to the next one in
+    k_cache and v_cache (stride_slot, stride_kh); from a row to the next one in slot_table."""
     kv_head, item = tl.program_id(0), pointers_to_item(items + tl.program_id(1) * 8)
     table = slot_table + tl.load(item.table_row).to(tl.int64) * stride_row
     offsets, inside, token, _ = query_rows(item, kv_head, stride_qt, stride_qh,
@@ -203,14 +221,14 @@ def attention_kernel(q, k_cache, v_cache, slot_table, out, partial_out, partial_
         tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside)
     else:
         rows, dims = tl.arange(0, TILE_M), tl.arange(0, TILE_D)
-        entry = (first_partial + rows).to(tl.int64) * tl.num_programs(0) + kv_head
+        entry = (first_partial + rows).to(tl.int64) * tl.num_programs(0) + kv_head      # of H_kv
         tl.store(partial_out + entry[:, None] * D + dims[None, :], acc, mask=inside)
         tl.store(partial_lse + entry, lse, mask=exists)
 
 
 @jit
 def pointers_to_item(first):
-    """The work item of pointers to the eight numbers from `first` on."""
+    """A WorkItem whose fields are pointers to the eight numbers from `first` on."""
     return WorkItem(first_row=first, end_row=first + 1, first_partial=first + 2,
                     table_row=first + 3, shift=first + 4, kv_start=first + 5, kv_end=first + 6,
                     unused=first + 7)
@@ -220,7 +238,8 @@ def pointers_to_item(first):
 def query_rows(item, kv_head, stride_token, stride_head,
                TILE_M: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr):
     """The query rows of an item: their offsets in q or out, and which of these to touch [TILE_M,
-    TILE_D]; the token of each row, and whether the row exists [TILE_M].
+    TILE_D]; the token of each row, and whether the row exists [TILE_M]. GROUP 4: row 22 is token 5,
+    and for KV head 1 query head 1 * 4 + 2.
 
     The kernel calls this before the loop over K and V and again behind it. The volatile load makes
     the compiler compute all of it again: kept over the loop, it takes a third of the registers."""
@@ -254,12 +273,14 @@ def attend_range(query, position, k_head, v_head, table, kv_start, kv_end, scale
         highest 1, total 1;     then shrink 2^(1 - 3), total 0.25 + 1, lse 3 + log2(1.25),
                                 output (0.25 v1 + v2) / 1.25
 
-    kv_start is a multiple of TILE_N; kv_end is one, too, or lies beyond all that the rows see. So
-    only strips that reach beyond the first row's position need a mask, the causal one. Rows that do
-    not exist compute garbage, which is never stored."""
+    kv_start is a multiple of TILE_N. A kv_end that is none is the end of all that the tile sees.
+    With kv_end 6 and TILE_N 4, the strip 4..7 reads the slots of the positions 4, 5, 5, 5, because
+    behind kv_end the table may hold anything. No row stands at 6 or 7, so the causal mask hides
+    both. Strips up to the first row's position need no mask. (Rows that do not exist may see
+    6 and 7. What they compute is never stored.)"""
     columns, dims = tl.arange(0, TILE_N), tl.arange(0, TILE_D)
     seen_by_all = tl.min(position, 0) + 1
-    last = tl.maximum(kv_end - 1, 0)        # behind it the table may hold anything: read it again
+    last = tl.maximum(kv_end - 1, 0)                    # 0: an item of zeros, which does nothing
     highest = tl.full([TILE_M], -1e38, tl.float32)      # not -inf: -inf - -inf is NaN
     total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, TILE_D], tl.float32)
@@ -292,7 +313,8 @@ def merge_kernel(partial_out, partial_lse, out, merges, stride_ot, stride_oh,
     exp2(lse), TILE_P pieces at a time. merges [m, 4]. Grid (H_kv, m).
 
     Every query row sees something in the first piece, which holds position 0, so `highest` is
-    finite from there on. A merge of zeros, which pads a graph's plan, stores nothing."""
+    finite from there on. A plan for a CUDA graph is filled up with merges of zeros: they have no
+    pieces, and store nothing."""
     kv_head, first = tl.program_id(0), merges + tl.program_id(1) * 4
     merge = Merge(query_row=first, first_partial=first + 1, stride=first + 2, pieces=first + 3)
     query_row, first_partial = tl.load(merge.query_row), tl.load(merge.first_partial)
@@ -301,7 +323,7 @@ def merge_kernel(partial_out, partial_lse, out, merges, stride_ot, stride_oh,
     highest, total, acc = float("-inf"), 0.0, tl.zeros([TILE_D], tl.float32)
     for start in range(0, pieces, TILE_P):
         piece = start + tl.arange(0, TILE_P)
-        entry = (first_partial + piece * stride).to(tl.int64) * tl.num_programs(0) + kv_head
+        entry = (first_partial + piece * stride).to(tl.int64) * tl.num_programs(0) + kv_head  # H_kv
         lse = tl.load(partial_lse + entry, mask=piece < pieces, other=float("-inf"))    # [TILE_P]
         inside = (piece < pieces)[:, None] & (dims < D)[None, :]
         values = tl.load(partial_out + entry[:, None] * D + dims[None, :], mask=inside, other=0.0)

@@ -49,20 +49,19 @@ MIN_PIECE = 256                     # positions: finer pieces cost more to merge
 
 class WorkItem(NamedTuple):
     """A tile and a piece of its context. On the host each field is a column of an array [n, 8]; the
-    kernel has a pointer to each. Items of zeros do nothing."""
+    kernel has a pointer to each. Items of zeros do nothing: they fill up a graph's plan."""
     first_row: int      # the tile's query rows are [first_row, end_row)
     end_row: int
     first_partial: int  # the partial row of first_row; -1: the tile is not split, so write to `out`
     table_row: int      # the span's row of the slot table
-    shift: int          # a token's position minus its index in the packed queries:
-    #                     packed at 7, position 1000: shift 993
+    shift: int          # a token's position minus its index in the packed queries: 1000 - 7 = 993
     kv_start: int       # this item attends to the positions [kv_start, kv_end)
     kv_end: int
     unused: int = 0     # so that every item begins at a multiple of 16 bytes
 
 
 class Merge(NamedTuple):
-    """One query row of a split tile: [m, 4] on the host, as above. Merges of zeros do nothing."""
+    """One query row of a split tile: [m, 4] on the host, as above. Merges of zeros likewise."""
     query_row: int
     first_partial: int  # its partial row in the first piece
     stride: int         # partial rows from one piece to the next
@@ -71,8 +70,8 @@ class Merge(NamedTuple):
 
 ITEM = np.dtype([(name, np.int32) for name in WorkItem._fields])
 MERGE = np.dtype([(name, np.int32) for name in Merge._fields])
-NO_ITEMS = np.zeros((0, len(ITEM)), np.int32)
-NO_MERGES = np.zeros((0, len(MERGE)), np.int32)
+NO_ITEMS = np.zeros((0, len(WorkItem._fields)), np.int32)
+NO_MERGES = np.zeros((0, len(Merge._fields)), np.int32)
 
 
 class Plan(NamedTuple):
@@ -91,11 +90,11 @@ class Plan(NamedTuple):
         launches = [(shape, moved) for (shape, _), moved in zip(self.launches, items)]
         return self._replace(launches=launches, merges=merges)
 
-    def padded(self, room: "Room") -> "Plan":
-        """The same plan, filled up with items and merges of zeros. ValueError if it has more."""
+    def padded(self, size: "PlanSize") -> "Plan":
+        """The same plan, filled up with zeros to that size. ValueError if it is larger."""
         planned = dict(self.launches)
-        launches = [(shape, with_zeros(planned.get(shape, NO_ITEMS), n)) for shape, n in room.items]
-        return Plan(launches, with_zeros(self.merges, room.merges), room.partial_rows)
+        launches = [(shape, with_zeros(planned.get(shape, NO_ITEMS), n)) for shape, n in size.items]
+        return Plan(launches, with_zeros(self.merges, size.merges), size.partial_rows)
 
 
 def with_zeros(array: np.ndarray, length: int) -> np.ndarray:
@@ -113,9 +112,8 @@ def wanted_items(kv_heads: int, D: int, dtype: torch.dtype, device: torch.device
     """
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     processors = gpu.multi_processor_count if gpu else 100      # about as many as a GPU has
-    if dtype == torch.float32 or D > 128:
-        shapes = FLOAT32
-    else:
+    shapes: tuple[TileShape, ...] = FLOAT32
+    if dtype != torch.float32 and D <= 128:
         shapes = HOPPER if gpu and gpu.major == 9 else AMPERE
     return {shape: max(1, processors * shape.resident // kv_heads) for shape in shapes}
 
@@ -211,7 +209,7 @@ def list_items(tiles: Tiles, first_partial, pieces, length) -> np.ndarray:
     items["kv_start"] = nth * length[tile]
     items["kv_end"] = np.minimum(items["kv_start"] + length[tile], tiles.kv_end[tile])
     longest_first = np.argsort(items["kv_start"] - items["kv_end"], kind="stable")
-    return items.view(np.int32).reshape(-1, len(ITEM))[longest_first]
+    return items.view(np.int32).reshape(-1, len(WorkItem._fields))[longest_first]
 
 
 def list_merges(tiles: Tiles, first_partial, pieces) -> np.ndarray:
@@ -222,20 +220,20 @@ def list_merges(tiles: Tiles, first_partial, pieces) -> np.ndarray:
     merges["first_partial"] = first_partial[tile] + nth
     merges["stride"] = tiles.rows()[tile]
     merges["pieces"] = pieces[tile]
-    return merges.view(np.int32).reshape(-1, len(MERGE))
+    return merges.view(np.int32).reshape(-1, len(Merge._fields))
 
 
-# ---- the room of a captured graph, which launches as many programs each time --------------------
+# ---- the size of a captured graph's plan: it launches as many programs each time -----------------
 
-class Room(NamedTuple):
+class PlanSize(NamedTuple):
     """How large the plans of some batches can become."""
     items: list[tuple[TileShape, int]]      # (shape, work items) of each shape that can occur
     merges: int
     partial_rows: int
 
 
-def room_for(tokens: int, longest: int, group: int, wanted: Wanted) -> Room:
-    """The room for the plan of any batch of `tokens` tokens, if no span has more than `longest`.
+def largest_plan(tokens: int, longest: int, group: int, wanted: Wanted) -> PlanSize:
+    """A size for the plan of any batch of `tokens` tokens, if no span has more than `longest`.
 
     If n items of a shape are wanted, a tile is split only if its share of them (see split_context)
     is two or more. So at most n // 2 tiles are split, into at most n pieces in all. Every other
@@ -256,4 +254,4 @@ def room_for(tokens: int, longest: int, group: int, wanted: Wanted) -> Room:
         items.append((shape, tiles + n))
         merges += min(tiles, n // 2) * tallest
         partial_rows += n * tallest
-    return Room(items, min(merges, total), partial_rows)
+    return PlanSize(items, min(merges, total), partial_rows)

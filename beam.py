@@ -41,7 +41,7 @@ def beam_search(engine: Engine, prompt: list[int], width: int, max_tokens: int,
     try:
         while beams:
             parents, children = held, [f"beam {uuid4()}" for _ in beams]
-            held = parents + children
+            held = parents + children           # to be forgotten if `advance` fails
             # All `width` beams that go on may come from one beam, and every stop token may be
             # likelier there.
             longer = advance(engine, prompt, beams, children, top=width + len(stop_ids))

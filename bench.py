@@ -24,6 +24,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from itertools import chain
@@ -169,7 +170,7 @@ def print_rows(figure: Figure, rows: list[dict]):
         print()
 
 
-def print_table(rows: list[dict], columns: tuple = ()):
+def print_table(rows: list[dict], columns: Sequence[str] = ()):
     """One line for each row, with these columns. Without columns, one line
     for each field of the rows."""
     if columns:

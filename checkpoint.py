@@ -14,7 +14,7 @@ not fit is refused by name.
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
-from model import ACTIVATIONS, ALONE, NORMS, Alone, Model, ModelConfig, empty_model
+from model import ACTIVATIONS, ALONE, Alone, Model, ModelConfig, empty_model
 
 SIZES = "vocab_size", "num_layers", "num_heads", "num_kv_heads", "width", "ffn_width", "max_context"
 MOST_LAYERS = 1000      # no model has so many; to make a million modules would take minutes
@@ -196,8 +196,8 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 class Destination(NamedTuple):
     """Where a tensor of theirs goes: the parts of one or several parameters, row below row."""
-    parts: list[Tensor]  # views of our parameters: of several ranks, what this one has of each part
-    wholes: list[Tensor]    # of the same parts in a whole model, on the device "meta": their shapes
+    parts: Sequence[Tensor]     # views of our parameters: what this rank has of each part
+    wholes: Sequence[Tensor]    # of the same parts in a whole model, on "meta": their shapes
     transposed: bool            # they store the tensor [in, out]
 
 
@@ -226,7 +226,7 @@ def destinations(model: Model, whole: Model,
     return found
 
 
-def split(module: str, parameter: Tensor, config: ModelConfig) -> tuple[Tensor, ...]:
+def split(module: str, parameter: Tensor, config: ModelConfig) -> Sequence[Tensor]:
     """The parts of a parameter, row below row, each of which the ranks share by itself."""
     if module.endswith("attn.qkv"):
         heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
@@ -262,10 +262,9 @@ def share(whole: Tensor, shape: torch.Size, rank: int) -> Tensor:
 
 def keep_one_of_biases(model: Model, rank: int):
     """A bias behind a sum over all ranks is rank 0's to add, so all others add zeros."""
-    for layer in model.layers if rank else ():
-        for linear in (layer.attn.out, layer.mlp.down):
-            if linear.bias is not None:
-                linear.bias.zero_()
+    for name, bias in model.named_parameters():
+        if rank and name.endswith(("attn.out.bias", "mlp.down.bias")):
+            bias.zero_()
 
 
 # ---- architectures -------------------------------------------------------------------------------
@@ -516,7 +515,7 @@ def random_model(preset: str, device, dtype: torch.dtype, max_context: int | Non
         for part, values in zip(parts, split(module, drawn, whole.config)):
             part.copy_(share(values, part.shape, ranks.rank))
     keep_one_of_biases(model, ranks.rank)
-    for module in model.modules():
-        if isinstance(module, tuple(NORMS.values())):
-            module.reset_parameters()           # weight 1, bias 0
+    for norm in model.modules():
+        if isinstance(norm, (nn.LayerNorm, nn.RMSNorm)):
+            norm.reset_parameters()             # weight 1, bias 0
     return model

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, fields
 from eviction import POLICIES
 
 
-def require(ok: bool, name: str, description: str, value):
-    """ValueError unless ok: `name` must be `description`, got `value`."""
+def require(ok: object, name: str, description: str, value):
+    """ValueError unless `ok` counts as true: `name` must be `description`, got `value`."""
     if not ok:
         raise ValueError(f"{name} must be {description}, got {value!r:.100}")
 
@@ -44,8 +44,8 @@ class Config:
     max_running: int = flag(64, "most requests that run at the same time")
     swap_threshold: float = flag(0.25, "share of the GPU tier that is kept available by copying "
                                  "chunks to the CPU ahead of time; 0: copy only on demand")
-    reserve: float = flag(0.10, "share of the GPU tier that an admission leaves free, so that "
-                          "other running requests can grow")
+    reserve: float = flag(0.10, "share of the GPU tier that an admission leaves available, "
+                          "so that running requests can grow")
     policy: str = flag("retention", "which chunks leave a full tier first", tuple(POLICIES))
     stateless: bool = flag(False, "forget all KV-tokens when a request ends, as most servers do")
     separate_phases: bool = flag(False, "never put prompts and decodes into the same batch")
@@ -58,7 +58,7 @@ class Config:
         return {entry.name for entry in fields(cls)}
 
     @classmethod
-    def add_flags(cls, parser: argparse.ArgumentParser):
+    def add_flags(cls, parser: argparse.ArgumentParser | argparse._ArgumentGroup):
         """Add a flag for every field."""
         for entry in fields(cls):
             name, text = "--" + entry.name.replace("_", "-"), entry.metadata["help"]

@@ -7,12 +7,11 @@ One thread at a time is the *owner*: it alone steps, and it alone changes the bo
 and the cache. All other threads leave functions in the inbox, and the owner runs them between two
 steps (owner.py). They read replies from outboxes (handles.py).
 
-To the engine a conversation is a name and its token ids. serving/sessions.py adds text, and a
-history that survives a restart.
+To *settle* a batch is to wait for its result, write it into the books (`Scheduler.account`), and
+wake the readers.
 
 Invariant: what is cached never changes a token. Any policy, CPU tier and interleaving of requests
-give the tokens of a full recompute, up to rounding. (The GPU tier's size limits how long a context
-may be.)
+give the tokens of a full recompute, up to rounding.
 
 `python engine.py` plays three conversations under starved tiers, and prints the batch of each step.
 """
@@ -24,6 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from checkpoint import find_checkpoint
 from config import Config, require
@@ -36,7 +36,7 @@ from sampling import Sampling
 from scheduler import Batch, Request, Result, Scheduler, TooLong
 from sharing import SharingCache
 
-MAX_FAILURES = 3            # after so many failures of the worker in a row the engine stops
+MAX_FAILURES = 3            # failures of the worker in a row, then the engine stops
 
 
 class Engine:
@@ -51,39 +51,40 @@ class Engine:
         we measure it now. debug: check all books of the cache after every step. TypeError for
         unknown flags, ValueError for those that cannot be served.
 
-        Under torchrun this returns on rank 0 only. The other processes take part in its steps until
-        it is closed, and end."""
+        (Under torchrun this returns on rank 0 only: see parallel.py.)"""
         if unknown := sorted(flags.keys() - Config.names()):
-            raise TypeError(f"Engine has no flag {unknown[0]!r}; text, a history and a system "
-                            "prompt are the business of serving.sessions.Sessions")
+            raise TypeError(f"Engine has no flag {unknown[0]!r} (for text and history: Sessions)")
         self.config = config = Config(model=str(model), **flags)
         self.clock, self.debug = clock, debug
         self.directory = None if worker or config.random_weights else find_checkpoint(config.model)
         self.worker = worker = worker or open_worker(config, self.directory, profiles=cost is None)
-        make_policy = POLICIES.get(config.policy, config.policy)
+        make_policy: Any = POLICIES.get(config.policy, config.policy)   # or the class itself
         policy = make_policy(cost or worker.profile(), config.chunk_size)
         self.cache = SharingCache(worker.num_slots, worker.num_places, config.chunk_size,
                                   config.max_running, worker.max_context, policy)
         self.scheduler = Scheduler(self.cache, min(worker.max_context, worker.num_slots),
                                    config.max_batch_tokens, config.swap_threshold, config.reserve,
                                    config.stateless, config.separate_phases)
-        self.forgets_cold = False       # forget idle conversations of which no KV is cached?
-        # Functions that `step` calls with each new batch, even an empty one, before its launch.
-        # They must not call the engine: that could end a turn of the batch.
+        # Forget idle conversations without KV? (Sessions keep their tokens elsewhere.)
+        self.forgets_cold = False
+        # `step` calls them with each new batch, even an empty one, before its launch. They must not
+        # call the engine: that could end a turn of the batch.
         self.watchers: list[Callable[[Batch], None]] = []
 
         self.owner = Owner(self.scheduler.ended)
-        self.depth: int = getattr(worker, "depth", 0)   # steps that the host runs ahead: 1 on a GPU
+        # How many batches the host runs ahead of the device: 1 on a GPU. (A simulated worker does
+        # not say, and the host waits for it.)
+        self.depth: int = getattr(worker, "depth", 0)
         # Launched and not settled: each batch, and a function that waits for its result.
         self.unsettled: deque[tuple[Batch, Callable[[], Result]]] = deque()
-        self.worker_failures = 0        # in a row
+        self.worker_failures = 0                        # in a row
         if isinstance(worker, Leader):
             atexit.register(self.close)                 # else the other processes wait for ever
 
     # ---- the loop
 
     def step(self) -> Batch:
-        """One iteration: schedule, launch, settle. Everyone uses it, the simulation too.
+        """Schedule a batch, launch it, settle what is due. Everyone uses it, the simulation too.
 
         With depth 0 a step settles its own batch. With depth 1 it settles the batch before, so the
         host schedules batch 8 while the device computes batch 7:
@@ -95,9 +96,10 @@ class Engine:
             batch = self.scheduler.schedule(self.clock())
             for watcher in self.watchers:
                 watcher(batch)
-            # To launch an empty batch is to wait for a copy. An unsettled batch comes first: when
-            # it ends, there may be something to compute.
-            if batch or self.cache.in_flight and not self.unsettled:
+            # With nothing to launch and nothing to settle we wait for a copy: that is what the
+            # worker does with an empty batch.
+            waits_for_copy = self.cache.in_flight and not self.unsettled
+            if batch or waits_for_copy:
                 self._launch(batch)
             ahead = self._ahead(batch)
             while len(self.unsettled) > ahead:
@@ -111,7 +113,7 @@ class Engine:
             return batch
 
     def _launch(self, batch: Batch):
-        """Hand the batch to the worker, and book what it will have done."""
+        """Hand the batch to the worker, and count what it computes as done."""
         try:
             if self.depth:
                 wait = self.worker.launch(batch)
@@ -126,14 +128,15 @@ class Engine:
 
     def _ahead(self, batch: Batch) -> int:
         """How many batches may stay unsettled after this step: `depth`. But 0 if the batch computes
-        nothing, or if the host must know its tokens before it launches the next one."""
+        nothing, or if the host must know its tokens before the next launch (for example, penalties
+        count earlier tokens)."""
         if not self.depth or not batch.spans:
             return 0
         looks_back = any(span.request.sampling.looks_back for span in batch.spans)
         return 0 if looks_back else self.depth
 
     def _settle(self, batch: Batch, wait: Callable[[], Result]):
-        """Wait for the result of a batch, book it, and wake the readers of its tokens."""
+        """Wait for the result of a batch, account for it, and wake the readers of its tokens."""
         try:
             result = wait()
         except Exception as error:
@@ -159,24 +162,24 @@ class Engine:
         ends the reply. ignore_eos: a stop token does not end the reply. sampling: the fields of
         sampling.Sampling, None for the default.
 
-        A caller who keeps token ids elsewhere has more to say. context: the token ids that the
-        conversation had before, in case the engine does not hold it (any more). parent: a
-        conversation that begins as the context does; what it has cached is shared. like: an earlier
-        turn with the same prompt after the same context. While that one computes the prompt, this
-        one waits; then it shares what is cached of it. reached_stop: the owner calls it with each
-        token that does not end the reply as a stop token; True ends it. on_end: the owner calls it
-        when the turn has ended. Neither may fail: that would stop the engine.
+        context: for a caller who keeps token ids elsewhere. The conversation begins with them if
+        the engine does not hold it (any more). parent, like: for those who share KV (sharing.py:
+        fork and follow). parent: a conversation that begins as the context does. like: an earlier
+        turn with the same prompt after the same context; this turn waits while that one computes
+        it. reached_stop: the owner calls it with each token that does not end the reply as a stop
+        token; True ends it. on_end: the owner calls it when the turn has ended. Neither may fail:
+        that would stop the engine.
 
         ValueError for what cannot be served, RuntimeError if the engine has stopped."""
         given = {name: value for name, value in sampling.items() if value is not None}
-        sampling, context = Sampling(**given), list(context)
-        self._check(prompt, context, conversation, max_tokens, min_tokens, sampling)
+        options, context = Sampling(**given), list(context)
+        self._check(prompt, context, conversation, max_tokens, min_tokens, options)
         self._check_length(prompt, conversation, context, max_tokens)
-        stop_ids = frozenset() if ignore_eos else self.worker.stop_ids
-        # Prompt and context are copied: the caller may change its own before the owner reads them.
-        # None: the owner will open the conversation.
-        request = Request(None, list(prompt), max_tokens, min_tokens or 0, stop_ids, reached_stop,
-                          sampling)
+        # The owner will open the conversation. Prompt and context are copied: the caller may change
+        # its own before the owner reads them.
+        request = Request(conversation=None, prompt=list(prompt), max_tokens=max_tokens,
+                          min_tokens=min_tokens or 0, reached_stop=reached_stop, sampling=options,
+                          stop_ids=frozenset() if ignore_eos else self.worker.stop_ids)
         handle = Handle(request, conversation, self.clock(), self.step_until,
                         partial(self._cancel, request), on_end)
         self.owner.post(partial(self._enter, handle, context, parent, like))
@@ -217,18 +220,18 @@ class Engine:
         require(hasattr(prompt, "__len__") and len(prompt) > 0, "prompt",
                 "a list of at least one token id", prompt)
         # A context may be long. If it holds nothing but ints, we look at two of them.
-        in_doubt = [min(context), max(context)] if {*map(type, context)} == {int} else context
-        wrong = [token for token in [*prompt, *in_doubt, *sampling.logit_bias]
-                 if type(token) is not int or not 0 <= token < vocabulary]
-        require(not wrong, "a token id", f"an int from 0 to {vocabulary - 1}", wrong and wrong[0])
+        if {*map(type, context)} == {int}:
+            context = [min(context), max(context)]
+        ids = f"an int from 0 to {vocabulary - 1}"
+        for token in [*prompt, *context, *sampling.logit_bias]:
+            require(type(token) is int and 0 <= token < vocabulary, "a token id", ids, token)
         require(conversation is None or isinstance(conversation, str), "conversation",
                 "a string or None", conversation)
         require(max_tokens is None or type(max_tokens) is int and max_tokens >= 1, "max_tokens",
                 "an int of at least 1", max_tokens)
         most = max_tokens or self.scheduler.limit
         require(min_tokens is None or type(min_tokens) is int and 0 <= min_tokens <= most,
-                "min_tokens", f"an int from 0 to {most}, which is max_tokens or the limit",
-                min_tokens)
+                "min_tokens", f"an int from 0 to {most}, max_tokens or the limit", min_tokens)
 
     def _check_length(self, prompt, conversation, context, max_tokens):
         """TooLong if the context would exceed the limit. One that is still growing in a turn ahead
@@ -248,9 +251,8 @@ class Engine:
     def _run(self):
         batch = None
         while self.owner.thread:
-            # After the last reply we go on stepping until a step finds nothing to copy and no copy
-            # is in flight: so chunks go to the CPU while nobody needs the device. Then we wait for
-            # a post.
+            # After the last reply chunks go to the CPU while nobody needs the device. When there is
+            # nothing left to copy, we wait for a post.
             if not batch and not self.scheduler.busy:
                 self.owner.posted.wait()
             batch = self.step()
@@ -272,8 +274,8 @@ class Engine:
     # ---- conversations
 
     def forget(self, conversation: str | None):
-        """Cancel the turns of a conversation, and free its tokens and its chunks in both tiers. A
-        name that the engine does not know is no error."""
+        """Cancel the turns of a conversation, and free its tokens and its chunks in both tiers. It
+        does nothing for an unknown name."""
         def forget():
             if held := self.cache.conversations.get(conversation):
                 for request in list(self.scheduler.unfinished.get(held.order, ())):
@@ -282,8 +284,9 @@ class Engine:
         self.call(forget)
 
     def designate(self, tokens: list[int]):
-        """From now on contexts that begin like these tokens share the full chunks that they have in
-        common with them. No eviction takes these chunks. Call this before the first turn."""
+        """These tokens are the operator's system prompt. Contexts that begin like them share the
+        full chunks of what they have in common, and no eviction takes these chunks. Call this
+        before the first turn."""
         self.cache.designate(tokens)
         left = self.worker.num_slots - len(self.cache.prefix)
         self.scheduler.limit = min(self.worker.max_context, left)
@@ -295,7 +298,7 @@ class Engine:
     def read_stats(self) -> dict:
         cache, scheduler = self.cache, self.scheduler
         running, turns = len(scheduler.running), sum(map(len, scheduler.unfinished.values()))
-        of_worker = getattr(self.worker, "stats", dict)()
+        of_worker = getattr(self.worker, "stats", dict)()       # a simulated worker has none
         return dict(**scheduler.stats, **cache.stats, **of_worker, steps=scheduler.steps,
                     slots_total=cache.num_slots, slots_free=len(cache.free_slots),
                     cpu_chunks_total=cache.num_places, cpu_chunks_free=len(cache.free_places),
@@ -318,10 +321,8 @@ class Engine:
 
         We trust nothing in the tiers any more, so all KV goes. The requests of this batch and of
         all unsettled ones fail. All other requests are recomputed, since we still have their
-        tokens.
-
-        If the device is lost for good, `_drain_copies` fails, too, and the engine stops at once.
-        MAX_FAILURES stops an engine whose device recovers but whose batches keep failing."""
+        tokens. If the device is lost for good, `_drain_copies` fails, too, and the engine stops.
+        It also stops after MAX_FAILURES batches have failed one after another."""
         self.worker_failures += 1
         if self.worker_failures == MAX_FAILURES:
             raise error
@@ -338,19 +339,18 @@ class Engine:
 
     def _drain_copies(self):
         """Execute empty batches until no copy moves any more."""
-        landed = True
-        while landed:
-            landed = self.worker.execute(Batch(self.scheduler.steps, budget=0)).landed
+        while self.worker.execute(Batch(self.scheduler.steps, budget=0)).landed:
+            pass
 
 
 def demo():
-    """Three conversations, 32 GPU slots, 3 CPU places of 4 tokens, at most 16 tokens in a step. The
+    """Three conversations, 32 GPU slots, 4 CPU places of 4 tokens, at most 16 tokens in a step. The
     clock is one second later at each look. The costs are invented seconds: the attention of a chunk
-    costs 1 s at context 4 and 8 s at 32; all else costs 1.1 s. chapter_one.py does the same."""
-    engine = Engine("tiny_chat", gpu_cache_tokens=32, cpu_cache_tokens=12, chunk_size=4,
+    costs 1 s at context 4 and 8 s at 32; all else costs 1 s. chapter_one.py does the same."""
+    engine = Engine("tiny_chat", gpu_cache_tokens=32, cpu_cache_tokens=16, chunk_size=4,
                     max_batch_tokens=16, debug=True, clock=count().__next__,
-                    cost=RecomputeCost({4: 1.0, 32: 8.0}, rest=1.1))
-    for turns in ({"a": 6, "b": 7}, {"c": 7, "a": 10, "b": 4}, {"c": 7}, {"b": 4}):
+                    cost=RecomputeCost({4: 1.0, 32: 8.0}, rest=1.0))
+    for turns in ({"a": 11, "b": 11}, {"c": 11}, {"a": 4}):
         handles = [engine.submit(list(range(65, 65 + length)), name, max_tokens=3, ignore_eos=True)
                    for name, length in turns.items()]
         while not all(handle.reply for handle in handles):

@@ -10,7 +10,7 @@ length at the chunk's end. Attention grows with l, everything else (c) is the sa
 So the leading chunks of a conversation are the cheapest, and they leave first. T is the time for
 which the conversation has been idle.
 
-    c = 4.0 ms, attention = 0.1 ms per 1,000 tokens of context:
+    c = 4.0 ms, attention = 0.1 ms per 1,000 tokens of context. V in ms of recomputation per s:
 
     chunk that ends at    1,000 tokens, idle for 60 s      V = 4.1 / 60 = 0.068
     chunk that ends at   16,000 tokens, idle for 60 s      V = 5.6 / 60 = 0.093
@@ -27,7 +27,7 @@ import math
 from bisect import bisect_right
 from functools import cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MIN_IDLE = 1e-3     # seconds; no conversation counts as idle for less
 
@@ -68,9 +68,8 @@ class RecomputeCost:
 
 
 class Policy:
-    """Of all chunks that could leave a tier now, the one that is worth least leaves first,
-    whichever conversation it belongs to. A policy says what chunks are worth. Most policies
-    override one or two methods:
+    """What chunks are worth. Of all that could leave a tier now, the one that is worth least leaves
+    first, whichever conversation it belongs to. Most policies override one or two methods:
 
         value(key, idle)            what a user of the chunk loses if it leaves
         key(conversation, index)    a small integer: all that this depends on, but for idle time
@@ -84,9 +83,15 @@ class Policy:
 
     A chunk that three conversations use is worth three times its value. Of chunks that are worth
     the same, the longest idle leaves first, then the one whose `nth_to_leave` is lowest, then that
-    of the oldest conversation. (All chunks of a conversation that shares none are idle for as long.
-    So if their values are equal, as under LeastRecentlyUsed, `nth_to_leave` decides among them.)
-    """
+    of the oldest conversation.
+
+    So there are two kinds of preference. Across conversations the value decides. Within one, all
+    chunks have the same value under LeastRecentlyUsed (they have been idle for as long, if they are
+    not shared), and `nth_to_leave` decides. To move one chunk among others of different values,
+    give it the key of another chunk: with `return index or len(conversation.chunks) - 1`, chunk 0
+    is worth as much as the last one, and `nth_to_leave` decides between the two. To make a chunk
+    worth more, multiply its value and do not add: 1 + 1 / idle never falls below 1, so a
+    conversation that nobody continues would stay for ever, but 2 / idle falls."""
     part = 0.0      # 0: each chunk leaves alone; 0.5: with half of its conversation's; 1: with all
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
@@ -98,12 +103,13 @@ class Policy:
         raise NotImplementedError
 
     def key(self, conversation, index: int) -> int:
-        """The key of chunk number `index`. Of several users, `conversation` is the first.
+        """The key of chunk number `index` of the conversation. VictimIndex has a heap for each key,
+        so a few hundred different keys are fine, and one per conversation is not.
 
-        We ask when the chunk may leave or has changed its tier, and when a user begins or ends to
-        wait or to run. So the key may depend on anything that changes only while the conversation
-        runs: its tokens, its chunks, its turns. It must not depend on the time or on other
-        conversations, and a policy does not know how long the longest context is."""
+        We ask again for all its chunks when a conversation has run or been cut. So the key may
+        depend on its tokens, its turns, and how many chunks it has, but not on the time or on other
+        conversations. If several share the chunk, we ask with the first of them
+        alone; `worth` counts the others."""
         return 0
 
     def nth_to_leave(self, index: int) -> float:
@@ -112,11 +118,9 @@ class Policy:
         return index
 
     def last_needed(self, conversation) -> float:
-        """When the conversation was last needed, in seconds; inf if a turn of it waits.
-
-        Then it is needed soon: `idle` gives MIN_IDLE, and its chunks are worth most. (The paper
-        counts from its last answer. On an hour of Mooncake's trace that recomputes 37% more tokens:
-        `bench.py fig14 --trace`, "literal idleness".)"""
+        """When the conversation was last needed, in seconds; inf if a turn of it waits: then it is
+        needed soon, `idle` gives MIN_IDLE, and its chunks are worth most. (The paper counts from
+        its last answer even then: experiments/policies.py, LiteralIdleness.)"""
         return math.inf if conversation.waiting else conversation.last_active
 
     def idle(self, now: float, last_needed: float) -> float:
@@ -127,10 +131,7 @@ class Policy:
         """A turn of the conversation has been admitted, be it its first."""
 
     def ended(self, conversation):
-        """A turn of the conversation has ended by itself, neither cancelled nor failed.
-
-        (If a policy learns between two victims of one moment, its choice follows at the next
-        moment.)"""
+        """A turn of the conversation has ended by itself, neither cancelled nor failed."""
 
 
 class LeastRecentlyUsed(Policy):
@@ -194,8 +195,8 @@ class Member(NamedTuple):
     order: int              # its conversation's: the older one's is lower
     key: int                # the policy's
     users: int              # conversations that use the chunk: one, unless sharing.py shares it
-    move: str               # what eviction would do to it: each index is for one move
-    chunk: object           # chunk.member is this one, or this one is out of date
+    move: str               # how it would leave: each index is for one move, see kv_cache.py
+    chunk: Any
 
     @property
     def group(self) -> tuple[int, int]:
@@ -204,6 +205,8 @@ class Member(NamedTuple):
 
     @property
     def stale(self) -> bool:
+        """The chunk has another member now, or none. (An equal one is another one, too: the chunk
+        may have left its index and come back.)"""
         return self.chunk.member is not self
 
 
@@ -238,34 +241,35 @@ class VictimIndex:
     At 12:10 we compute what A0, A1 and C5 are worth and keep them in one more heap, `tops`. Each
     further victim of that moment costs us only a look at what has changed since.
 
-    Whoever changes a chunk gives it another `chunk.member`, and files that one if it is not None.
-    The old one is *stale* then. We drop it when it comes to the top, or when too many members have
-    gathered."""
+    If a chunk changes, its owner gives it another `chunk.member` (None: it cannot leave now) and
+    files that. The old one is *stale* then. We drop it when it comes to the top, or all stale ones
+    when many members have been filed."""
 
     def __init__(self, policy: Policy):
         self.policy = policy
         self.heaps: dict[tuple, list[Member]] = {}          # by group
-        self.room = 64                                      # so many more, then we drop stale ones
+        self.files_left = 64                                # calls of `file` until `_drop_stale`
         self.now: float | None = None                       # the moment for which `tops` holds
         self.tops: list[tuple[float, Member]] = []          # a heap of (worth, member)
         self.latest_top: dict[tuple, Member] = {}           # group -> its latest entry in `tops`
-        self.changed: set[tuple] = set()                    # groups that may have another top now
+        self.changed_groups: set[tuple] = set()             # their lowest member may be another now
 
     def file(self, member: Member):
         """Add a chunk's new member."""
         self._push(member)
-        self.room -= 1
-        if not self.room:
+        self.files_left -= 1
+        if not self.files_left:
             self._drop_stale()
 
     def cheapest(self, now: float) -> Member | None:
         """O(groups) at a new moment, then O(log members), amortised, for every further call at this
         moment."""
         if now != self.now:
-            self.now, self.tops, self.latest_top, self.changed = now, [], {}, set(self.heaps)
-        for group in self.changed:
+            self.now, self.tops, self.latest_top = now, [], {}
+            self.changed_groups = set(self.heaps)
+        for group in self.changed_groups:
             self._push_top(group)
-        self.changed.clear()
+        self.changed_groups.clear()
         while self.tops:
             _, member = self.tops[0]
             if not member.stale:
@@ -290,11 +294,11 @@ class VictimIndex:
         heap = self.heaps.setdefault(member.group, [])
         heapq.heappush(heap, member)
         if heap[0] is member:
-            self.changed.add(member.group)
+            self.changed_groups.add(member.group)
 
     def _drop_stale(self):
         """O(members), after as many calls of `file`."""
         members = [member for heap in self.heaps.values() for member in heap if not member.stale]
-        self.heaps, self.room = {}, len(members) + 64
+        self.heaps, self.files_left = {}, len(members) + 64
         for member in members:
             self._push(member)

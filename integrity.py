@@ -18,7 +18,7 @@ def check(cache, conversations: list):
     check_indexes(cache, chunks)
     named = cache.conversations.values()
     assert {one for one in named if one.row is not None} == {*cache.running.values()}
-    cold = {one for one in named if not (one.pinned or one.waiting or has_cached(one))}
+    cold = {one for one in named if one.cold}
     assert {*cache.cold_conversations()} == cold
 
 
@@ -76,9 +76,5 @@ def check_indexes(cache, chunks: set):
         members = [member for heap in index.heaps.values() for member in heap]
         filed = {member.chunk for member in members if not member.stale}
         assert filed == {chunk for chunk in chunks if chunk.next_move == move}, move
-    offered = [len(chunk.slots) for chunk in chunks if chunk.next_move == "reclaim"]
-    assert cache.reclaimable == sum(offered) == sum(chunk.offered for chunk in chunks)
-
-
-def has_cached(conversation) -> bool:
-    return any(chunk.state and conversation in chunk.users for chunk in conversation.chunks)
+    slots = sum(len(chunk.slots) for chunk in chunks if chunk.next_move == "reclaim")
+    assert cache.reclaimable == slots == sum(chunk.reclaimable for chunk in chunks)

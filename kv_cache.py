@@ -7,28 +7,13 @@ conversation, and a *place* holds one chunk on the CPU. A chunk owns its slots a
     chunk      | absent |  CPU   | GPU_AND_CPU  |  GPU   | GPU |     the last one has filled = 12
 
 A running conversation is *pinned*: it keeps the slots of all its chunks. When space runs out,
-chunks of idle conversations leave, the cheapest first. `Chunk.next_move` names what eviction may do
-to a chunk next:
-
-    state          idle                                      pinned
-    GPU            swap_out: copy it, it becomes GPU_AND_CPU
-    GPU_AND_CPU    reclaim: take its slots, it becomes CPU   spare: take its place, it becomes GPU
-    CPU            drop: take its place, it becomes absent
-
-Chunks are copied to the CPU ahead of need. If that tier is full, and every chunk there is worth
-more than the one to copy, we do not copy it. It is `evictable_without_copy` then: it stays usable
-on the GPU until another request takes its slots (reclaim, it becomes absent), or until its
-conversation runs again.
-
-A conversation that returns gets slots for all its chunks (`admit`). Those in state CPU are copied
-in, and absent ones are computed again (`computed`). A copy in flight is a `Ticket`. The row of a
-running conversation in the *slot table* has the slot of each position, so that attention finds its
-KV.
+chunks of idle conversations leave (`Chunk.next_move`), the cheapest first (eviction.py). A
+conversation that returns gets slots for all its chunks (`admit`). Those in state CPU are copied in,
+and absent ones are computed again. A copy in flight is a `Ticket`. A row of the *slot table* has
+the slots of a running conversation by position: there attention finds its KV.
 
 Invariants: KV that counts as cached is there when a step reads it. Every slot and every place is
 free, or in exactly one chunk, or held by a copy in flight alone. (integrity.py checks the second.)
-
-Admission and release cost O(context), a decode O(1), however many conversations there are.
 """
 import heapq
 import math
@@ -43,15 +28,13 @@ import numpy as np
 import integrity
 from eviction import Member, Policy, VictimIndex, worth
 
-MOVES = ("swap_out", "reclaim", "drop", "spare")        # see the table above
-
 
 class Chunk:
     """Up to `chunk_size` consecutive tokens of a conversation. The first `filled` of them have KV.
 
     An absent chunk (never computed, or dropped) has neither slots nor a place."""
     __slots__ = ("users", "index", "filled", "slots", "place", "ticket", "evictable_without_copy",
-                 "member", "offered")
+                 "member", "reclaimable")
 
     def __init__(self, users: "tuple[Conversation, ...]", index: int):
         self.users = users              # its conversation (sharing.py: its conversations)
@@ -61,9 +44,9 @@ class Chunk:
         self.place: int | None = None   # in the CPU tier
         self.ticket: Ticket | None = None       # the copy in flight, in either direction
         self.evictable_without_copy = False     # until its conversation runs again
-        # Kept up to date by KVCache.refile:
+        # As of the last KVCache.refile:
         self.member: Member | None = None       # its entry in the index of its next move
-        self.offered = 0                # how many of its slots count as reclaimable
+        self.reclaimable = 0            # its share of KVCache.reclaimable
 
     def __lt__(self, other: "Chunk") -> bool:
         """Of two members of an index that are equal otherwise, the leading chunk's is lower."""
@@ -71,7 +54,7 @@ class Chunk:
 
     @property
     def state(self) -> str | None:
-        """Where its slots and its place are. None: it is absent."""
+        """In which tiers it has slots or a place, be its KV there or on the way. None: absent."""
         if self.place is None:
             return "GPU" if self.slots else None
         return "GPU_AND_CPU" if self.slots else "CPU"
@@ -85,8 +68,18 @@ class Chunk:
 
     @property
     def next_move(self) -> str | None:
-        """See the table above. None: it has no KV, or a copy of it is in flight, or it is pinned
-        and has no place to spare."""
+        """How eviction may change its state next:
+
+            state         idle                                     pinned
+            GPU           swap_out: copy it, then GPU_AND_CPU
+            GPU *         reclaim: take its slots, then absent
+            GPU_AND_CPU   reclaim: take its slots, then CPU        spare: take its place, then GPU
+            CPU           drop: take its place, then absent
+
+            * evictable_without_copy: the CPU tier was full of chunks that are worth more, so we
+              did not copy it. It stays usable until another request takes its slots.
+
+        None: it is pinned and not in both tiers, or has no KV, or a copy of it is in flight."""
         if self.ticket or not self.filled:
             return None
         if self.pinned:
@@ -105,15 +98,15 @@ class Conversation:
         self.name = order if self.one_off else name
         self.order, self.chunk_size = order, chunk_size
         self.tokens = array("i", tokens)
-        # The first `known` tokens count as computed before, by us or before a restart. If one of
-        # them has no KV now, it is recomputed; all later tokens are new. The last token of a reply
-        # was sampled, but never fed to the model.
+        # The first `known` tokens had KV once, here or before a restart. Usage calls those of them
+        # that lack it now "recomputed", and all later tokens "new". (The last token of a reply was
+        # sampled, but never fed to the model.)
         self.known = max(len(self.tokens) - 1, 0)
         self.chunks: list[Chunk] = []
         self.alone = (self,)            # the users of a chunk that nobody shares
         self.row: int | None = None     # in the slot table, while it runs
         self.room = 0                   # while it runs, positions [0, room) have slots
-        self.pinned = False             # it runs, or we make room for it just now
+        self.pinned = False             # it runs (and for a moment in plan_swap_out_for)
         self.waiting = False            # a turn of it waits in the queue
         self.last_active = 0.0          # when it last stopped running, in seconds
         self.turns = 0                  # for a policy that counts them (experiments/policies.py)
@@ -125,24 +118,32 @@ class Conversation:
 
     def sources(self) -> tuple[int, int]:
         """How many cached tokens are in chunks that have slots, and how many in chunks on the CPU
-        alone. (If a copy in is in flight, the slots are there, and the KV will be.)"""
+        alone."""
         gpu = sum(chunk.filled for chunk in self.chunks if chunk.slots)
         return gpu, sum(chunk.filled for chunk in self.chunks) - gpu
+
+    @property
+    def cold(self) -> bool:
+        """It neither runs nor waits, and nothing of its own is cached. (The designated prefix of
+        sharing.py is not its own.)"""
+        cached = any(chunk.state and self in chunk.users for chunk in self.chunks)
+        return not (self.pinned or self.waiting or cached)
 
 
 @dataclass(eq=False)
 class Ticket:
     """A copy in flight between `slots` (of the first `filled` tokens of a chunk) and a CPU `place`.
 
-    A chunk with a ticket is never evicted. During a copy out the ticket owns the place. What holds
-    when the copy has ended depends on what has happened to the chunk meanwhile:
+    A chunk with a ticket is never evicted. During a copy out the ticket owns the place. What
+    happened to the chunk meanwhile decides what `complete` does at the end:
 
         nothing; steps may have read it    the chunk gets the place: GPU_AND_CPU
-        a part of it was truncated         the same; slots that it gave up are free now
-        it has grown                       the copy is stale; the place is free, the chunk stays GPU
-        it became absent                   the copy is stale; the place and all slots are free now
+        a part of it was truncated         the same; frees the slots that it gave up
+        it has grown                       the copy is stale: frees the place, the chunk stays GPU
+        it became absent                   the copy is stale: frees the place and the slots
 
-    During a copy in the chunk has slots and a place. If it grows, the place is free at the end."""
+    During a copy in the chunk has slots and a place. If it grows, it loses the place, and
+    `complete` frees that."""
     conversation: Conversation     # "in": the one that returns; "out": the first user of the chunk
     chunk: Chunk
     direction: str                 # "in" or "out"
@@ -159,7 +160,8 @@ class Ticket:
 
 
 class KVCache:
-    """The books of both tiers."""
+    """The books of both tiers. Admission and release cost O(tokens of the context), a decode O(1),
+    however many conversations there are."""
 
     def __init__(self, num_slots: int, num_places: int, chunk_size: int, rows: int,
                  max_context: int, policy: Policy):
@@ -172,15 +174,16 @@ class KVCache:
         self.free_rows = list(range(rows - 1, -1, -1))              # a stack
         self.table = np.full((rows, max_context), -1, np.int32)     # the slot table's master copy
         self.table_updates: list[tuple[int, int, int]] = []     # (row, start, end) written lately
-        self.slot_copies: dict[int, int] = {}       # target -> source, see `take_slot_copies`
+        self.slot_copies: dict[int, int] = {}       # target -> source, only in sharing.py
         self.conversations: dict[str | int, Conversation] = {}      # by name
         self.running: dict[int, Conversation] = {}                  # by order
         self.in_flight: set[Ticket] = set()
-        self.indexes = {move: VictimIndex(policy) for move in MOVES}
+        self.indexes = {move: VictimIndex(policy)                   # see Chunk.next_move
+                        for move in ("swap_out", "reclaim", "drop", "spare")}
         self.reclaimable = 0                        # slots of the chunks in the index for "reclaim"
-        # Chunks that have changed. What `indexes` say of them may be out of date: see `refile`.
-        self.changed: set[Chunk] = set()
-        self.maybe_cold: dict[int, Conversation] = {}       # by order, see `cold_conversations`
+        self.changed: set[Chunk] = set()            # see "the cheapest chunk"
+        # By order. Suspects, so that `cold_conversations` need not look at all conversations.
+        self.maybe_cold: dict[int, Conversation] = {}
         self.orders = count()
         self.stats = Counter(chunks_swapped_in=0, chunks_swapped_out=0, chunks_dropped=0)
 
@@ -207,59 +210,6 @@ class KVCache:
         conversation.waiting = waiting
         self._note_change(conversation)
 
-    def forget(self, conversation: Conversation):
-        """Free everything in both tiers. The conversation must not be running."""
-        self.truncate(conversation, 0, 0)
-        if self.conversations.get(conversation.name) is conversation:
-            del self.conversations[conversation.name]
-        self.maybe_cold.pop(conversation.order, None)
-
-    def truncate(self, conversation: Conversation, length: int, known: int):
-        """Keep `length` tokens, and the KV of no more than the first `known` of them. The
-        conversation must not be running. (A chunk that has other users stays as it is with them.)
-
-        Chunks of 32, length 50, known 49: chunk 0 stays, chunk 1 keeps 17 tokens, all others go."""
-        assert conversation.row is None
-        del conversation.tokens[length:]
-        conversation.known = min(conversation.known, known)
-        whole, rest = divmod(known, self.chunk_size)
-        cut = conversation.chunks[whole:]
-        del conversation.chunks[whole:]
-        if rest and cut and cut[0].users == conversation.alone:
-            chunk = cut.pop(0)
-            chunk.filled = min(chunk.filled, rest)      # a copy on the CPU stays right for these
-            self._trim(chunk)
-            conversation.chunks.append(chunk)
-        for chunk in cut:
-            self._leave(chunk, conversation)
-        self._note_change(conversation)
-
-    def drop_all(self, conversation: Conversation):
-        """Free the KV of a conversation that is not running, and keep its tokens."""
-        known = conversation.known
-        self.truncate(conversation, len(conversation.tokens), 0)
-        conversation.known = known          # these tokens count as recomputed when they return
-
-    def drop_everything(self):
-        """Free all KV. No conversation may be running, and no copy may be moving any more (whether
-        we have heard of its end or not)."""
-        for conversation in self.conversations.values():
-            self.drop_all(conversation)
-        for ticket in list(self.in_flight):
-            self.complete(ticket)
-
-    def cold_conversations(self) -> list[Conversation]:
-        """Those that neither run nor wait nor have anything cached. Whoever keeps their tokens may
-        forget them."""
-        for order, conversation in list(self.maybe_cold.items()):
-            if not self._is_cold(conversation):
-                del self.maybe_cold[order]
-        return list(self.maybe_cold.values())
-
-    def _is_cold(self, conversation: Conversation) -> bool:
-        cached = any(chunk.state and conversation in chunk.users for chunk in conversation.chunks)
-        return not (conversation.pinned or conversation.waiting or cached)
-
     # ---- while a conversation runs
 
     @property
@@ -277,18 +227,17 @@ class KVCache:
         available, 20 of them in chunks of this conversation, which holds 50 slots. With total = 200
         it needs 150 more, and with reserve = 10 another 10 must remain. It finds 80. So the
         shortfall is 150 + 10 - 80 = 80 slots."""
-        others = self.available - sum([chunk.offered for chunk in conversation.chunks])
+        others = self.available - sum([chunk.reclaimable for chunk in conversation.chunks])
         return total - conversation.held + reserve - others
 
     def admit(self, conversation: Conversation, total: int, now: float) -> list[Ticket]:
         """Pin the conversation. Give it a row, and a slot to each position below `total` that has
-        none. The caller has checked `shortfall` and `free_rows`.
+        none, all at once. Returns the swap-ins: one ticket (`_begin_copy`) for each chunk in state
+        CPU. The caller has checked `shortfall` and `free_rows`.
 
-        It is pinned first, so that `_take_slots` takes none of its own. Its turn waits no longer,
-        and none of its chunks stays evictable without a copy. `_give_slots` hands out the slots,
-        all at once, and `_write_table` writes the whole row.
-
-        Returns the swap-ins, one ticket (`_begin_copy`) for each chunk in state CPU."""
+        The order matters. It is pinned before `_take_slots`, which takes none of its own then. Its
+        chunks in state CPU are listed before `_give_slots`, after which they have slots like all
+        others. Its turn waits no longer, and none of its chunks stays evictable without a copy."""
         conversation.pinned, conversation.waiting = True, False
         conversation.row = self.free_rows.pop()
         self.running[conversation.order] = conversation
@@ -324,12 +273,12 @@ class KVCache:
         return True
 
     def computed(self, conversation: Conversation, start: int, end: int):
-        """The model has computed the KV of positions [start, end) of a running conversation, or a
-        step that has been launched will compute it before any later step.
+        """The positions [start, end) of a running conversation count as computed: a step that has
+        been launched computes their KV before any later step reads it.
 
         They fill one or more chunks from the left, and `known` is at least `end` now. A chunk that
         has grown needs more than its copy holds: it gives up its place, and a copy in flight is
-        stale. (A chunk that is shared may be filled further already. Then it stays as it is.)"""
+        stale. (A shared chunk may be filled further already. Then it stays as it is.)"""
         size = self.chunk_size
         for index in range(start // size, (end - 1) // size + 1):
             chunk, first = conversation.chunks[index], index * size
@@ -361,20 +310,13 @@ class KVCache:
         updates, self.table_updates = self.table_updates, []
         return [(row, start, self.table[row, start:end].copy()) for row, start, end in updates]
 
-    def take_slot_copies(self) -> dict[int, int]:
-        """target -> source: the next step begins by copying the KV of these slots. (Only sharing.py
-        plans such copies.)"""
-        copies, self.slot_copies = self.slot_copies, {}
-        return copies
-
     # ---- eviction
 
     def plan_swap_out(self, wanted: int, now: float) -> list[Ticket]:
-        """Copy idle chunks to the CPU, the cheapest first, until `wanted` more slots are available
-        or will be when the copies in flight have ended. Returns the new copies. The GPU copies stay
-        valid until someone takes their slots.
-
-        A chunk for which `_take_place` finds no place becomes evictable without a copy.
+        """Copy idle chunks to the CPU ahead of need, the cheapest first, until `wanted` more slots
+        are available, or will be when the copies in flight have ended (`_coming_available`).
+        Returns the new copies. A chunk for which `_take_place` finds no place becomes evictable
+        without a copy.
 
         Three full chunks of 32 tokens are idle on the GPU, worth 1, 2 and 3. 60 slots are wanted.
         The CPU tier has one place, and the chunk there is worth 1.5:
@@ -383,8 +325,7 @@ class KVCache:
             worth 2    takes the place, and the one worth 1.5 is dropped             64 of 60 slots
             worth 3    is not needed
 
-        `_victims` names the chunks that leave together, so more than `wanted` slots may become
-        available. `_coming_available` counts what the copies in flight will free."""
+        `_victims` names the chunks that leave together, all of them, even if a part would do."""
         tickets = []
         if wanted > 0:
             wanted -= self._coming_available()
@@ -401,21 +342,25 @@ class KVCache:
 
     def plan_swap_out_for(self, conversation: Conversation, total: int, reserve: int,
                           now: float) -> list[Ticket]:
-        """`plan_swap_out` for what a waiting request lacks, at the expense of all others."""
+        """`plan_swap_out` for what the waiting request of the conversation lacks, at the expense of
+        all others.
+
+        Its own chunks are no help, so it is pinned for this one call. It may have hundreds, and we
+        do not refile them all for that: `_cheapest` unfiles only those that it meets, and then
+        they join `changed`, to be filed again."""
         wanted = self.shortfall(conversation, total, reserve)
         if wanted <= 0:
             return []
-        conversation.pinned = True              # so that `_cheapest` passes over its chunks
+        conversation.pinned = True
         tickets = self.plan_swap_out(wanted, now)
         conversation.pinned = False
         self.changed.update([chunk for chunk in conversation.chunks if not chunk.member])
         return tickets
 
     def complete(self, ticket: Ticket):
-        """The copy has ended. A copy out gives the chunk its place, unless the chunk changed
-        meanwhile. Slots and a place that were given up during the copy become free only now: the
-        slots are the ticket's `orphans`, and the place is free if it is not the chunk's. (The
-        statistics count stale copies, too: `chunks_swapped_in` and `chunks_swapped_out`.)"""
+        """The copy has ended: see the table of `Ticket`. A copy out gives the chunk its place,
+        unless it is stale. What was given up during the copy becomes free only now: the ticket's
+        `orphans`, and its place if that is not the chunk's. `stats` counts it, stale or not."""
         self.in_flight.remove(ticket)
         chunk = ticket.chunk
         chunk.ticket = None
@@ -427,11 +372,6 @@ class KVCache:
         self.changed.add(chunk)
         self.stats["chunks_swapped_" + ticket.direction] += 1
 
-    def next_to_leave(self, now: float) -> Chunk | None:
-        """The chunk that leaves the GPU next, if nobody returns before: the cheapest whose slots
-        may be taken at once. If there is none, it is the one that is copied to the CPU next."""
-        return self._cheapest("reclaim", now) or self._cheapest("swap_out", now)
-
     def reclaim(self, chunk: Chunk):
         """Free the slots of an idle chunk. If it has a CPU copy, it lives on there. If it has none,
         it becomes absent (`_drop`)."""
@@ -441,12 +381,11 @@ class KVCache:
             self._give_up_slots(chunk, 0)
 
     def _coming_available(self) -> int:
-        """Slots that will be available when the copies in flight have ended: those that have been
-        given up, and those of chunks that a copy out makes reclaimable."""
-        given_up = sum(len(ticket.orphans) for ticket in self.in_flight)
+        """Slots that will be available when the copies in flight have ended: orphans, and those of
+        chunks that a copy out makes reclaimable."""
         copied = sum(len(ticket.chunk.slots) for ticket in self.in_flight
                      if ticket.direction == "out" and not ticket.stale and not ticket.chunk.pinned)
-        return given_up + copied
+        return copied + sum(len(ticket.orphans) for ticket in self.in_flight)
 
     def _take_slots(self, needed: int, now: float) -> list[int]:
         """Take free slots; if they do not suffice, first reclaim those of idle chunks, the cheapest
@@ -457,14 +396,12 @@ class KVCache:
             for chunk in victims:
                 self.reclaim(chunk)
         cut = len(self.free_slots) - needed
-        taken = self.free_slots[cut:]
-        del self.free_slots[cut:]
+        taken, self.free_slots[cut:] = self.free_slots[cut:], []
         return taken
 
     def _take_place(self, chunk: Chunk, now: float) -> int | None:
-        """A place for an idle chunk: a free one, or one that a running conversation can spare, or
-        that of the cheapest chunk in state CPU if that is worth less. None if there is no such
-        place."""
+        """Take a place for an idle chunk: a free one, or one that a running conversation can spare,
+        or that of the cheapest chunk in state CPU if that is worth less. None: there is none."""
         if not self.free_places:
             if spare := self._cheapest("spare", now):
                 self._give_up_place(spare)
@@ -501,14 +438,8 @@ class KVCache:
         self.table[conversation.row, start:conversation.room] = slots
         self.table_updates.append((conversation.row, start, conversation.room))
 
-    def _leave(self, chunk: Chunk, conversation: Conversation):
-        """The conversation uses the chunk no longer. Without any user the chunk is empty."""
-        chunk.users = tuple(user for user in chunk.users if user is not conversation)
-        if not chunk.users:
-            self._empty(chunk)
-        self.changed.add(chunk)
-
     def _drop(self, chunk: Chunk):
+        """Evict its only KV."""
         self._empty(chunk)
         self.stats["chunks_dropped"] += 1
 
@@ -532,7 +463,8 @@ class KVCache:
 
     def _give_up_slots(self, chunk: Chunk, keep: int):
         """Give up all but the first `keep` slots. They stay busy while a copy is in flight."""
-        (chunk.ticket.orphans if chunk.ticket else self.free_slots).extend(chunk.slots[keep:])
+        receiver = chunk.ticket.orphans if chunk.ticket else self.free_slots
+        receiver += chunk.slots[keep:]
         del chunk.slots[keep:]
         self.changed.add(chunk)
 
@@ -545,6 +477,11 @@ class KVCache:
         self.changed.add(chunk)
 
     # ---- the cheapest chunk
+    #
+    # `indexes` has one VictimIndex per move. A chunk stands in that of its next move, as
+    # `chunk.member`, and in no other: a Member that it had before is stale, and its index drops it.
+    # Whoever changes a chunk only adds it to `changed`. Before each question `refile` gives the
+    # changed chunks their new members: once, though a chunk changes several times on its way.
 
     def _note_change(self, conversation: Conversation):
         """Its chunks may be worth more or less than before, or be pinned, or no longer."""
@@ -552,8 +489,7 @@ class KVCache:
         self.maybe_cold[conversation.order] = conversation
 
     def refile(self):
-        """Bring the indexes up to date with the chunks that have changed. We do so when somebody
-        asks, and not before, because a chunk changes several times on its way."""
+        """Bring the indexes up to date with the chunks that have changed."""
         for chunk in self.changed:
             move = chunk.next_move
             member = self.member(chunk, move) if move else None
@@ -561,9 +497,9 @@ class KVCache:
                 chunk.member = member
                 if member:
                     self.indexes[move].file(member)
-            offered = len(chunk.slots) if move == "reclaim" else 0
-            self.reclaimable += offered - chunk.offered
-            chunk.offered = offered
+            reclaimable = len(chunk.slots) if move == "reclaim" else 0
+            self.reclaimable += reclaimable - chunk.reclaimable
+            chunk.reclaimable = reclaimable
         self.changed.clear()
 
     def member(self, chunk: Chunk, move: str) -> Member:
@@ -579,11 +515,12 @@ class KVCache:
         while member := self.indexes[move].cheapest(now):
             if member.chunk.next_move == move:
                 return member.chunk
-            member.chunk.member = None          # `plan_swap_out_for` has pinned it for a moment
+            member.chunk.member = None          # plan_swap_out_for has pinned it
         return None
 
     def _victims(self, move: str, now: float) -> list[Chunk]:
-        """The cheapest chunk, and that part of its conversation that leaves together with it."""
+        """The cheapest chunk, and those of its conversation that leave with it (`Policy.part`).
+        Shared chunks leave alone."""
         chunk = self._cheapest(move, now)
         if not chunk or not self.policy.part or len(chunk.users) > 1:
             return [chunk] if chunk else []
@@ -596,6 +533,76 @@ class KVCache:
         """Is the chunk worth less than the other one? (Or the same, but it would leave first.)"""
         one, two = chunk.member, other.member
         return (worth(self.policy, one, now), one) < (worth(self.policy, two, now), two)
+
+    # ---- not for the first reading: forgetting, and what others ask
+
+    def forget(self, conversation: Conversation):
+        """Free everything in both tiers. The conversation must not be running."""
+        self.truncate(conversation, 0, 0)
+        if self.conversations.get(conversation.name) is conversation:
+            del self.conversations[conversation.name]
+        self.maybe_cold.pop(conversation.order, None)
+
+    def truncate(self, conversation: Conversation, length: int, known: int):
+        """Keep `length` tokens, and the KV of no more than the first `known` of them. The
+        conversation must not be running.
+
+        Chunks of 32, length 50, known 49: chunk 0 stays, chunk 1 keeps 17 tokens, all others go.
+        (If chunk 1 has other users, they keep it as it is, and this conversation loses it.)"""
+        assert conversation.row is None
+        del conversation.tokens[length:]
+        conversation.known = min(conversation.known, known)
+        whole, rest = divmod(known, self.chunk_size)
+        cut = conversation.chunks[whole:]
+        del conversation.chunks[whole:]
+        if rest and cut and cut[0].users == conversation.alone:
+            chunk = cut.pop(0)
+            chunk.filled = min(chunk.filled, rest)      # a copy on the CPU stays right for these
+            self._trim(chunk)
+            conversation.chunks.append(chunk)
+        for chunk in cut:
+            self._stop_using(chunk, conversation)
+        self._note_change(conversation)
+
+    def _stop_using(self, chunk: Chunk, conversation: Conversation):
+        """The conversation uses the chunk no longer. Without any user the chunk becomes absent."""
+        chunk.users = tuple(user for user in chunk.users if user is not conversation)
+        if not chunk.users:
+            self._empty(chunk)
+        self.changed.add(chunk)
+
+    def drop_all(self, conversation: Conversation):
+        """Free the KV of a conversation that is not running, and keep its tokens."""
+        known = conversation.known
+        self.truncate(conversation, len(conversation.tokens), 0)
+        conversation.known = known          # these tokens count as recomputed when they return
+
+    def drop_everything(self):
+        """Free all KV. No conversation may be running, and no copy may be moving any more (whether
+        we have heard of its end or not)."""
+        for conversation in self.conversations.values():
+            self.drop_all(conversation)
+        for ticket in list(self.in_flight):
+            self.complete(ticket)
+
+    def cold_conversations(self) -> list[Conversation]:
+        """Those that neither run nor wait nor have anything cached. Whoever keeps their tokens may
+        forget them."""
+        for order, conversation in list(self.maybe_cold.items()):
+            if not conversation.cold:
+                del self.maybe_cold[order]
+        return list(self.maybe_cold.values())
+
+    def next_to_leave(self, now: float) -> Chunk | None:
+        """The chunk that leaves the GPU next, if nobody returns before: the cheapest whose slots
+        may be taken at once. If there is none, it is the one that is copied to the CPU next."""
+        return self._cheapest("reclaim", now) or self._cheapest("swap_out", now)
+
+    def take_slot_copies(self) -> dict[int, int]:
+        """target -> source: the next step begins by copying the KV of these slots. (Only sharing.py
+        plans such copies.)"""
+        copies, self.slot_copies = self.slot_copies, {}
+        return copies
 
     def check_integrity(self):
         """Check the invariants of the books from scratch: see integrity.py. O(everything)."""

@@ -18,11 +18,11 @@ slot away that a copy still reads or writes.) Without CUDA the same code runs in
 has ended when the call returns.
 """
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from arrays import enumerate_each
 from kv_cache import Ticket
-from tier_copies import copy_tokens, pinned
+from tier_copies import copy_tokens, page_locked
 
 
 @dataclass(eq=False)
@@ -39,30 +39,38 @@ class Flight:
     direction: str                  # "in" or "out"
     tickets: list[Ticket]
     nbytes: int
-    begin: object
-    end: object = None
+    begin: Any
+    end: Any = None
     arrived: list = field(default_factory=list)     # one for each layer, on the way in
     # (reached, arrived) of each layer: the model's stream reached the layer; the layer had arrived.
     waits: list = field(default_factory=list)
 
 
 class KVPool:
-    """Both tiers of all layers. The CPU tier has a row for each token of each place: that of token
-    i of place p is row p * chunk_size + i."""
+    """Both tiers of all layers. The CPU tier has a line for each token of each place: that of token
+    i of place p is line p * chunk_size + i."""
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, num_slots: int, num_places: int,
                  chunk_size: int, device, dtype: torch.dtype, pipeline: bool = True):
-        """pipeline=False: no layer attends before all layers have arrived."""
+        """num_slots: those of the scheduler, and the worker's one for padding. pipeline=False: no
+        layer attends before all layers have arrived."""
         cuda = torch.device(device).type == "cuda"
         gpu_shape = layers, 2, num_slots, kv_heads, head_dim                # 2: K and V
         cpu_shape = layers, 2, num_places * chunk_size, kv_heads, head_dim
         self.gpu = torch.empty(gpu_shape, device=device, dtype=dtype)
-        self.cpu = pinned(cpu_shape, dtype, self) if cuda else torch.empty(cpu_shape, dtype=dtype)
         self.chunk_size, self.pipeline = chunk_size, pipeline
         self.flights: list[Flight] = []         # by time of issue
-        self.arriving: Flight | None = None  # the latest one in, until a step waited for all layers
+        # The latest flight in, until a step has waited for all its layers. One stream copies all of
+        # them in order, so whoever waits for the latest has waited for those before.
+        self.arriving: Flight | None = None
         self.metrics = SwapMetrics()
+        self.stream: Callable           # stream(): the current stream
+        self.on: Callable               # on(s): in this block s is the current one
+        self.event: Callable            # event(): a new event
+        self.stream_in: Any
+        self.stream_out: Any
         if cuda:
+            self.cpu = page_locked(cpu_shape, dtype, self)
             self.stream, self.on = torch.cuda.current_stream, torch.cuda.stream
             self.event = partial(torch.cuda.Event, enable_timing=True)
             self.stream_in = torch.cuda.Stream(device, priority=-1)     # before the model's kernels
@@ -70,6 +78,7 @@ class KVPool:
             nothing = torch.empty(0, dtype=torch.int64, device=device)
             copy_tokens(self.cpu[0], nothing, self.gpu[0], nothing)     # compiles the kernel
         else:
+            self.cpu = torch.empty(cpu_shape, dtype=dtype)
             self.stream, self.on, self.event = InOrder, nullcontext, InOrder
             self.stream_in, self.stream_out = InOrder(), InOrder()
 
@@ -100,9 +109,9 @@ class KVPool:
             return
         self.stream_in.wait_stream(self.stream())
         with self._flight("in", tickets, self.stream_in) as flight:
-            slots, rows = self._addresses(tickets)
+            slots, lines = self._addresses(tickets)
             for layer in range(len(self.gpu)):
-                copy_tokens(self.cpu[layer], rows, self.gpu[layer], slots)
+                copy_tokens(self.cpu[layer], lines, self.gpu[layer], slots)
                 flight.arrived.append(self.now())
         self.arriving = flight
 
@@ -112,15 +121,15 @@ class KVPool:
 
         stream_out waits for the copies in, and for `written`: an event of the current stream,
         behind all that writes to these slots (None: behind all that is launched so far). The worker
-        gives an event before this step, so the copies wait for earlier steps, and run while this
-        one computes."""
+        gives one that it recorded before this step's model: so the copies run while that
+        computes."""
         if not tickets:
             return
         self.stream_out.wait_event(written or self.now())
         self.stream_out.wait_stream(self.stream_in)
         with self._flight("out", tickets, self.stream_out):
-            slots, rows = self._addresses(tickets)
-            copy_tokens(self.gpu.flatten(0, 1), slots, self.cpu.flatten(0, 1), rows)
+            slots, lines = self._addresses(tickets)
+            copy_tokens(self.gpu.flatten(0, 1), slots, self.cpu.flatten(0, 1), lines)
 
     def landed(self, wait: bool) -> list[Ticket]:
         """The tickets whose copies have ended since the last call. wait: if a copy is in flight,
@@ -168,7 +177,7 @@ class KVPool:
                 self.flights.append(flight)
 
     def _addresses(self, tickets: list[Ticket]) -> Tensor:
-        """The slot [t] and the row of the CPU tier [t] of each token, together [2, t].
+        """The slot [t] and the line of the CPU tier [t] of each token, together [2, t].
 
         chunk_size 4, a ticket of place 5 with slots 9 and 2: [[9, 2], [20, 21]]"""
         places, filled = np.array([(ticket.place, ticket.filled) for ticket in tickets]).T
@@ -179,13 +188,12 @@ class KVPool:
     def _upload(self, addresses: np.ndarray) -> Tensor:
         on_host = torch.from_numpy(addresses)
         if self.gpu.is_cuda:
-            on_host = on_host.pin_memory()      # else the host would wait for the stream
+            on_host = on_host.pin_memory()  # page-locked: else the host would wait for the stream
         return on_host.to(self.gpu.device, non_blocking=True)
 
 
 class InOrder:
-    """A stream, and an event, where everything runs in order: nothing is ever waited for. Each call
-    of KVPool.stream() or event() makes a new one; only `time` has meaning."""
+    """Without CUDA, a stream and an event: everything runs in order, and nothing is waited for."""
 
     def __init__(self):
         self.time = 0.0
@@ -215,8 +223,8 @@ class SwapMetrics:
     """Bytes and seconds of the copies that have ended."""
 
     def __init__(self):
-        self.totals = Counter(swap_in_bytes=0, swap_out_bytes=0, swap_in_seconds=0.0,
-                              swap_out_seconds=0.0)
+        self.totals: dict[str, float] = dict(swap_in_bytes=0, swap_out_bytes=0,
+                                             swap_in_seconds=0.0, swap_out_seconds=0.0)
         self.overhead_seconds = 0.0     # the host was busy swapping, or the model's stream waited
 
     @contextmanager
@@ -227,20 +235,18 @@ class SwapMetrics:
         self.overhead_seconds += time.perf_counter() - start
 
     def add(self, flight: Flight):
-        """Count a flight that has ended. Its layers made the model's stream wait, but for those
-        that the stream has not reached even now."""
+        """Count a flight that has ended, and how long the model's stream waited for its layers."""
         self.totals[f"swap_{flight.direction}_bytes"] += flight.nbytes
         seconds = flight.begin.elapsed_time(flight.end) / 1e3
         self.totals[f"swap_{flight.direction}_seconds"] += seconds
         for reached, arrived in flight.waits:
-            if reached.query():
+            if reached.query():         # else the stream has not come to this layer yet
                 self.overhead_seconds += max(0.0, reached.elapsed_time(arrived)) / 1e3      # of ms
 
     def stats(self) -> dict:
         """The totals, and the share of these seconds that was hidden: neither did the model's
-        stream wait for a copy, nor was the host busy with copies. Under load it is a lower bound:
-        the GPU may have computed while the host was busy, and the host's time for copies still in
-        flight counts already. (A copy beside an idle GPU counts as hidden.) (0 without CUDA.)"""
+        stream wait for a copy, nor was the host busy with copies. (0 without CUDA.) Under load it
+        is a lower bound: the GPU may have computed while the host was busy."""
         seconds = self.totals["swap_in_seconds"] + self.totals["swap_out_seconds"]
         hidden = max(0.0, 1 - self.overhead_seconds / seconds) if seconds else 0.0
         return dict(self.totals, swap_hidden_share=hidden)

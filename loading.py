@@ -18,6 +18,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -214,14 +215,14 @@ def fuse(model: Model, compiler: Callable = INDUCTOR):
 
     # With `model` in it, the function would be part of a cycle, and a model that nobody needs would
     # stay in memory until a garbage collection.
-    layers, norm = model.layers, model.norm
+    layers, norm = list[Any](model.layers), model.norm
 
-    def run_layers(x: Tensor, attend: Attend) -> Tensor:    # computes what model.run_layers does
+    def fused_layers(x: Tensor, attend: Attend) -> Tensor:  # computes what plain_layers does
         q_k_v = layers[0].before_attention(x)
         for number, (layer, following) in enumerate(pairwise(layers)):
             x, *q_k_v = between(layer, x, attend(number, *q_k_v), following)
         return norm(layers[-1].after_attention(x, attend(len(layers) - 1, *q_k_v)))
-    model.run_layers = run_layers
+    model.run_layers = fused_layers
 
 
 @torch.inference_mode()
@@ -238,7 +239,7 @@ def warm_up(worker: Worker):
         q_len = min(rows // worker.group + 1, end)
         packed = Packed([worker.padding_row], [end - q_len], [end], array("i", [0]) * q_len,
                         sample_at=[q_len - 1], sampling_requests=[])
-        worker.logits(worker.upload_inputs(packed, table_changes([])))
+        worker.compute_logits(worker.upload_inputs(packed, table_changes([])))
 
 
 def try_capture(worker: Worker, make_graph: Callable):

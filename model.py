@@ -19,14 +19,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 Attend = Callable[..., Tensor]          # see Model.forward
-ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "gelu_new": partial(F.gelu, approximate="tanh"),
-               "silu": F.silu}
+ACTIVATIONS: dict[str, Callable] = {
+    "relu": F.relu, "gelu": F.gelu, "gelu_new": partial(F.gelu, approximate="tanh"), "silu": F.silu}
 NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 
@@ -60,8 +61,7 @@ class ModelConfig:
 
     @property
     def matmul_parameters(self) -> int:
-        """How many weights multiply every token, at 2 FLOP each: the matrices of all layers. The
-        output layer has vocab_size * width more, for a token after which the next one is sampled."""
+        """Of all layers: how many weights multiply every token. (For experiments/.)"""
         attention = 2 * self.width * self.head_dim * (self.num_heads + self.num_kv_heads)
         mlp = (3 if self.gated else 2) * self.width * self.ffn_width
         return self.num_layers * (attention + mlp)
@@ -79,7 +79,8 @@ class ModelConfig:
 
 
 class Alone:
-    """The processes that share a model, seen by one: here it is alone. parallel.Ranks has more."""
+    """The processes that share a model, seen by one: this one is alone. On several GPUs there are
+    more: parallel.Ranks."""
     rank, size = 0, 1
 
     def add_up(self, part: Tensor) -> Tensor:
@@ -149,11 +150,11 @@ class Layer(nn.Module):
 
 
 def embedding(rows: int, width: int) -> nn.Embedding:
-    """With no values yet: even on the device "meta", drawing the first random ones takes 1.5 s."""
+    """Uninitialised. (nn.Embedding itself would draw random values: 1.5 s even on "meta".)"""
     return nn.Embedding.from_pretrained(torch.empty(rows, width))
 
 
-def run_layers(layers: nn.ModuleList, norm: nn.Module, x: Tensor, attend: Attend) -> Tensor:
+def plain_layers(layers: Any, norm: nn.Module, x: Tensor, attend: Attend) -> Tensor:
     """Embeddings -> hidden states, both [T, width]. attend(layer, q, k, v): that of Model.forward,
     with the rotation already given."""
     for number, layer in enumerate(layers):
@@ -165,9 +166,9 @@ def run_layers(layers: nn.ModuleList, norm: nn.Module, x: Tensor, attend: Attend
 class Model(nn.Module):
     """A pre-norm decoder over packed tokens. Build it with `load_model` or `random_model`.
 
-    Several processes can share a model: each has some of the heads and some of each MLP's inner
-    values. attn.out and mlp.down have a bias on rank 0 only, since the sum over all processes
-    follows them. Everything else is the same in all. `config` has the sizes of this process."""
+    Several processes (ranks) can share a model: each has some of the heads and some of each MLP's
+    inner values. A sum over all of them follows attn.out and mlp.down, so there only rank 0's
+    biases are not zero. All else is the same in all. `config` has the sizes of this process."""
 
     def __init__(self, config: ModelConfig, ranks: Alone = ALONE):
         super().__init__()
@@ -180,7 +181,7 @@ class Model(nn.Module):
         if not config.tied_embeddings:
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         # (x, attend) -> hidden. May be replaced by what computes the same faster: see loading.fuse.
-        self.run_layers: Callable[..., Tensor] = partial(run_layers, self.layers, self.norm)
+        self.run_layers: Callable[..., Tensor] = partial(plain_layers, self.layers, self.norm)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens [T], positions [T] (each token's index in its own context) -> hidden [T, width],

@@ -4,9 +4,9 @@
                   call(function)     the same, and waits for its result
 
 One thread at a time is the *owner*: it alone steps, and it alone changes the books of scheduler and
-cache. After `start` that is a thread of the engine's own. Without it the owner is whoever steps,
-waits for a handle, or calls: then all happens in the caller's thread, so that breakpoints and
-exceptions work as one expects.
+cache. After `start` the owner is a thread of the engine's own. Without it the owner is whoever
+steps, waits for a handle, or calls. Then all happens in the caller's thread, so that breakpoints
+and exceptions work as one expects.
 
 Invariant: every function that was posted runs once, in the order of the posts, also when the engine
 stops.
@@ -32,7 +32,7 @@ class Owner:
         self.thread: threading.Thread | None = None     # the engine's own, while it is started
         self.failure: Exception | None = None           # why the engine has stopped
         self.inbox: deque[Callable[[], None]] = deque()
-        self.taken = 0                                  # functions that have left the inbox so far
+        self.taken = 0                                  # functions taken out of the inbox so far
         self.posted = threading.Event()                 # there may be something in the inbox
         # Held to post, and to set `failure`. So either the post comes first, and `stop` finds it in
         # the inbox; or it comes too late, and its caller gets the failure.
@@ -68,12 +68,12 @@ class Owner:
         self.posted.set()
 
     def take_inbox(self):
-        """Run what was posted before this look, in the order of the posts. Later posts wait for the
-        next look: however fast others post, the owner goes on with its step."""
+        """Run what was posted before this call, in the order of the posts. Later posts wait for the
+        next call: however fast others post, the owner goes on with its step."""
         with self.owning():
-            self.posted.clear()         # before the look: a later post sets it again
+            self.posted.clear()         # first: a later post sets it again
             last = self.taken + len(self.inbox)
-            while self.taken < last:    # not `for`: a function may itself look into the inbox
+            while self.taken < last:    # not `for`: a function may itself call take_inbox
                 self.taken += 1
                 self.inbox.popleft()()
                 self.tell_ended()

@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -126,9 +126,9 @@ class Ranks(Alone):
         if sizes[0] < 0:
             return []
         end = STEP_ARRAYS + sum(sizes)
-        missing = end - FIRST_SIZE
-        if missing > 0:
-            dist.broadcast(rest := torch.zeros(missing, dtype=torch.int32), src=0)
+        if end > FIRST_SIZE:
+            rest = torch.zeros(end - FIRST_SIZE, dtype=torch.int32)
+            dist.broadcast(rest, src=0)
             message = torch.cat([message, rest])
         return np.split(message[STEP_ARRAYS:end].numpy(), np.cumsum(sizes)[:-1])
 
@@ -223,7 +223,7 @@ class Leader(RankWorker):
 
     def _start(self, *step) -> tuple[Inputs, Tensor | None]:
         landed = [n for n, flight in enumerate(self.told) if flight not in self.pool.flights]
-        self.ranks.tell(to_numbers(*step, landed))
+        self.ranks.tell(to_numbers(*[*step, landed]))
         started = super()._start(*step)
         self.told = list(self.pool.flights)
         return started
@@ -293,7 +293,7 @@ def follow_engine(ranks: Ranks):
     except RuntimeError:
         leave()                                 # rank 0 has ended without another engine
     directory = None if config.random_weights else find_checkpoint(config.model)
-    worker = load_worker(config, directory, ranks, partial(Follower, ranks))
+    worker: Any = load_worker(config, directory, ranks, partial(Follower, ranks))
     ranks.watch()
     if profiles:
         worker.profile()

@@ -51,7 +51,8 @@ def all_but_attention(model: Model, pool: KVPool, count: int):
     slots = tokens % pool.gpu.shape[2]
 
     def store(layer, q, k, v, rotation):
-        return rotate_and_store(q, k, v, *pool.gpu[layer], slots, rotation)
+        k_cache, v_cache = pool.gpu[layer]                              # [slots, H_kv, D] each
+        return rotate_and_store(q, k, v, k_cache, v_cache, slots, rotation)
     model(tokens % model.config.vocab_size, tokens % model.config.max_context, store)
 
 
@@ -61,8 +62,8 @@ def attention_of_chunk(model: Model, pool: KVPool, slot_table: Tensor, chunk: in
     q = torch.zeros(chunk, config.num_heads, config.head_dim, device=pool.gpu.device,
                     dtype=pool.gpu.dtype)                                   # [chunk, H, D]
     spans = SpanTensors.build(row=[0], q_len=[chunk], kv_len=[length], device=slot_table.device)
-    for layer in pool.gpu:                                                  # [2, slots, H_kv, D]
-        multi_token_attention(q, *layer, slot_table, spans)
+    for k_cache, v_cache in pool.gpu:                                  # [slots, H_kv, D] each
+        multi_token_attention(q, k_cache, v_cache, slot_table, spans)
 
 
 def device_seconds(device: torch.device, run: Callable) -> float:

@@ -1,9 +1,7 @@
-"""From logits to tokens: every row of a batch as its own request wants it, in one pass of tensor
-operations.
+"""From logits to tokens: every row of a batch as its request wants it, by tensor operations.
 
-    logits -> repetition penalty -> reply penalties -> bias -> temperature -> top_k -> top_p ->
-    min_p
-           -> noise -> argmax
+    logits -> repetition penalty -> reply penalties -> bias -> temperature
+           -> top_k -> top_p -> min_p -> noise -> argmax
 
 Each stage changes the rows [n, vocab] whose requests ask for it. A stage that nobody asks for costs
 nothing: a greedy batch is little more than an argmax. All that the stages must know is uploaded in
@@ -22,7 +20,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +28,8 @@ from torch import Tensor
 
 from arrays import upload
 from scheduler import Request
+
+Numbers = TypeVar("Numbers", Tensor, np.ndarray)
 
 LIMITS = {      # of each value, both inclusive; where the limits are ints, so must the value be
     "temperature": (0.0, 100.0),
@@ -137,7 +137,7 @@ def read(requests: list[Request], tokens: Tensor,
     gets None. If that is so for all, the list of reports is None, too."""
     if not logprobs:
         return tokens.tolist(), None
-    reports = [None] * len(requests)
+    reports: list = [None] * len(requests)
     columns = (part.tolist() for part in logprobs)
     for row, own, ids, values in zip(rows_to_report(requests), *columns):
         top = requests[row].sampling.logprobs
@@ -273,7 +273,8 @@ STAGES = (
 
 def noise_keys(seeds: list[int], positions: list[int]) -> np.ndarray:
     """int32, a function of the seed (64 bits) and the position: [n]."""
-    seed, key = np.array(seeds), np.ones(len(seeds), np.int32)
+    seed: np.ndarray = np.array(seeds)
+    key: np.ndarray = np.ones(len(seeds), np.int32)
     for word in (seed >> 32, seed, np.array(positions)):
         key = mix(key ^ word.astype(np.int32))                              # of its lower 32 bits
     return mix(key)
@@ -287,7 +288,7 @@ def uniform(keys: Tensor, vocab_size: int) -> Tensor:
     return bits.float().add_(0.5).mul_(2**-31 - 2**-55)                         # at most 1 - 2**-24
 
 
-def mix(x: Tensor | np.ndarray) -> Tensor | np.ndarray:
+def mix(x: Numbers) -> Numbers:
     """A bijection of 32-bit integers that leaves nothing of their order (Wellons' lowbias32).
 
     It gives the same bits on any device: products of int32 wrap, and the masks remove the signs

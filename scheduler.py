@@ -1,5 +1,10 @@
 """Who runs in the next step: one queue, first come first served, one running list (paper §4).
 
+A *span* is a run of positions of one request to compute in this step. A decode is a span of length
+1 at the end. A new prompt is a span at the end. Dropped tokens are a span before that (the paper's
+sub-request). A part of a long prompt is a span that stops early. `Request.missing()` lists the runs
+without KV, and a batch takes them left to right while its token budget lasts. In chunks of 4:
+
     a's context   | absent [0:4) | CPU [4:12) | GPU [12:16) | last reply token, new prompt [16:23) |
     a's spans       a[0:4]         copied in    is there      a[16:23]
     the batch     step 45  b[31:32] a[0:4] a[16:23] | in a[4:12] | out d[4:8]
@@ -7,23 +12,19 @@
 Here a returns with a new prompt. b decodes: it feeds position 31 and samples the next token. d is
 idle, so the step copies its chunk [4:8) to the CPU ahead of need.
 
-A *span* is a run of positions of one request to compute in this step. A decode is a span of length
-1 at the end. A new prompt is a span at the end. Dropped tokens are a span before that (the paper's
-sub-request). A part of a long prompt is a span that stops early. `Request.missing()` lists the runs
-without KV, and a batch takes them left to right while its token budget lasts.
-
 Invariant: all that a span reads is cached, arriving, or computed in this batch or an earlier one.
 """
-import itertools
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import count
+from typing import Any, NamedTuple
 
 from kv_cache import Conversation, KVCache, Ticket
 
-PLACEHOLDER = -1        # stands for a token that the device samples, until the host knows it
+PLACEHOLDER = -1        # in a context: a token that the device samples, unknown to the host so far
+NOT_FINITE = -1         # in a result: no token, since its logits were NaN or infinite
 SOURCES = ("gpu", "cpu", "recomputed", "new")   # where the KV of a context comes from, at admission
 
 
@@ -46,16 +47,17 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     # Called with each token that does not end the reply as a stop token. True: the reply ends here.
     reached_stop: Callable[[int], bool] | None = None
-    sampling: object = None                         # the worker's business
+    sampling: Any = None                            # the worker's business
 
     # The scheduler writes all that follows.
     arrival: int = 0                                # its number in the order of submission
-    tokens_before: int | None = None                # of the conversation, before the prompt joined
-    known_before: int = 0                           # how many of these had been computed
-    longest: int | None = None                      # how long its context may become
-    prefilling: bool = False                        # admitted, no step launched since that samples
-    admitted: float | None = None                   # when it first was
-    usage: dict[str, int] | None = None             # by SOURCES, fixed at first admission
+    # The conversation's length before the prompt joined it; how many of these tokens had had KV.
+    tokens_before: int | None = None
+    known_before: int = 0
+    longest: int | None = None                      # its context with the longest reply, in tokens
+    prefilling: bool = False                        # admitted, and no step since then samples
+    admitted: float | None = None                   # when it first was, in seconds
+    usage: dict[str, int] | None = None             # by SOURCES, counted at first admission
     generated: list[int] = field(default_factory=list)  # the reply so far; other threads read it
     times: list[float] = field(default_factory=list)    # when the host learnt each of its tokens
     logprobs: list = field(default_factory=list)        # of each of its tokens, if asked for
@@ -72,11 +74,11 @@ class Request:
 
     @property
     def total(self) -> int:
-        """Positions of its context so far, the prompt included."""
-        return len(self.conversation.tokens) + (0 if self.joined else len(self.prompt))
+        """Positions of its context so far. The prompt has joined it."""
+        return len(self.conversation.tokens)
 
     @property
-    def unsettled(self) -> bool:
+    def last_token_pending(self) -> bool:
         """Is its last token a placeholder?"""
         return self.conversation.tokens[-1] == PLACEHOLDER
 
@@ -86,21 +88,19 @@ class Request:
         The request is running, so its conversation has a chunk for every position. The first
         `filled` tokens of each chunk are cached or arriving. A request that prefills, with chunks
         of 4, filled = 0, 4, 2, 0, and 14 tokens in all, misses [(0, 4), (10, 14)]. A decode misses
-        nothing but its last position."""
-        total = len(self.conversation.tokens)
+        its last position alone."""
+        total, size = self.total, self.conversation.chunk_size
         if not self.prefilling:
             return [(total - 1, total)]
-        runs, start = [], 0
-        for chunk in self.conversation.chunks:
-            if chunk.filled:    # a run ends where its KV begins, and the next one begins behind it
-                end = chunk.index * self.conversation.chunk_size
-                if start < end:
-                    runs.append((start, end))
-                start = end + chunk.filled
-        return runs + [(start, total)] if start < total else runs
+        # The runs lie between the cached parts. In the example these are [4, 8) and [8, 10):
+        cached = [(chunk.index * size, chunk.filled) for chunk in self.conversation.chunks
+                  if chunk.filled]
+        starts = [0] + [first + filled for first, filled in cached]             # 0, 8, 10
+        ends = [first for first, _ in cached] + [total]                         # 4, 8, 14
+        return [(start, end) for start, end in zip(starts, ends) if start < end]
 
     def ended_by(self, token: int) -> str | None:
-        """The finish_reason, if this token, the latest one, is the last of the reply."""
+        """The finish_reason, if this token, its latest one, ends the reply."""
         length = len(self.generated)
         if token in self.stop_ids and length >= self.min_tokens:
             return "stop"
@@ -117,8 +117,8 @@ class Span(NamedTuple):
 
     @property
     def samples(self) -> bool:
-        """Is its last position the last of the context? Then the next token is sampled there. Ask
-        before the launch: it adds a placeholder to the context."""
+        """Is its last position the last of the context? Then the next token is sampled there. (Ask
+        before `Scheduler.launched`, which makes the context longer.)"""
         return self.end == len(self.request.conversation.tokens)
 
 
@@ -129,11 +129,12 @@ class Batch:
         self.step = step
         self.budget = budget                        # tokens that still fit
         self.spans: list[Span] = []
-        self.swap_in: list[Ticket] = []             # copies CPU -> GPU, each of one chunk
-        self.swap_out: list[Ticket] = []            # copies GPU -> CPU
+        # A Ticket (kv_cache.py) is the copy of one chunk.
+        self.swap_in: list[Ticket] = []             # CPU -> GPU
+        self.swap_out: list[Ticket] = []            # GPU -> CPU
         self.table_updates: list[tuple] = []        # (row, start, slots): for the slot table
-        self.slot_copies: dict[int, int] = {}       # target -> source: KV to copy before all else
-        # Since its launch: whose tokens it samples, and their positions in the contexts.
+        self.slot_copies: dict[int, int] = {}       # target -> source; copied first
+        # `launched` notes whose tokens it samples, and their positions in the contexts.
         self.placeholders: list[tuple[Request, int]] = []
 
     def __bool__(self) -> bool:
@@ -160,19 +161,17 @@ class Batch:
 
 def _runs(tickets: list[Ticket]) -> str:
     """Tickets as name[start:end], neighbouring chunks as one run."""
-    runs = []
-    for ticket in sorted(tickets, key=lambda ticket: (str(ticket.conversation.name), ticket.start)):
-        name = ticket.conversation.name
-        if runs and runs[-1][0] == name and runs[-1][2] == ticket.start:
-            runs[-1][2] = ticket.end
-        else:
-            runs.append([name, ticket.start, ticket.end])
+    runs: list[tuple] = []
+    for name, start, end in sorted((str(t.conversation.name), t.start, t.end) for t in tickets):
+        if runs and runs[-1][0] == name and runs[-1][2] == start:
+            start = runs.pop()[1]
+        runs.append((name, start, end))
     return " ".join(f"{name}[{start}:{end}]" for name, start, end in runs)
 
 
 class Result(NamedTuple):
     """What the worker made of a batch."""
-    tokens: list[int]               # one for each of batch.placeholders; -1: logits not finite
+    tokens: list[int]               # one for each of batch.placeholders, or NOT_FINITE
     landed: list[Ticket]            # copies that have ended, of this step or an earlier one
     logprobs: list | None = None    # one for each token; None where nobody asked for it
 
@@ -181,7 +180,8 @@ class Scheduler:
     """Decides each step's batch and accounts for its result.
 
     Every request is in `unfinished` until it ends. The first one of each conversation is also in
-    `running` or in `queue`; the others wait behind it. After a1, b1, a2 and c1 have arrived:
+    `running` or in `queue`; the others wait behind it. After a1, b1, a2 and c1 have arrived, in
+    this order, and a1 was admitted:
 
         unfinished    a: [a1, a2]   b: [b1]   c: [c1]
         running       [a1]
@@ -201,11 +201,10 @@ class Scheduler:
         self.running: list[Request] = []                    # by arrival
         self.queue: list[Request] = []                      # by arrival; its first is the *head*
         self.ended: deque[Request] = deque()    # the engine takes them out and tells their readers
-        self.arrivals = itertools.count()
+        self.arrivals = count()
         self.steps = 0
-        self.stats = Counter(prompt_tokens_gpu=0, prompt_tokens_cpu=0, prompt_tokens_recomputed=0,
-                             prompt_tokens_new=0, generated_tokens=0, suspensions=0, finished=0,
-                             cancelled=0)
+        self.stats = Counter(**{f"prompt_tokens_{source}": 0 for source in SOURCES},
+                             generated_tokens=0, suspensions=0, finished=0, cancelled=0)
 
     # ---- in and out
 
@@ -226,11 +225,11 @@ class Scheduler:
 
     def cancel(self, request: Request, now: float, error: Exception | None = None):
         """End a request early, wherever it is. The conversation's tokens become what they were
-        before. With an error the request has failed."""
+        before it. With an error the request has failed. A request that has ended stays as it is."""
         if request.finish_reason:
             return
         if request in self.running:
-            self._leave(request, now)
+            self._stop_running(request, now)
         elif request in self.queue:
             self.queue.remove(request)
         if request.joined:
@@ -243,16 +242,17 @@ class Scheduler:
     def schedule(self, now: float) -> Batch:
         """The next batch. It is empty if there is nothing to do, or if all requests must wait for
         copies or tokens that are on their way."""
-        while True:
-            batch = self.compose(now)
-            if batch or not self.unfinished or self._waits():
-                batch.table_updates = self.cache.take_table_updates()
-                batch.slot_copies = self.cache.take_slot_copies()
-                return batch
-            # Nothing can run, and nothing is on its way. If composing has made slots available, the
-            # next try finds them. If not, a request gives way, until one is left that fits.
+        batch = self.compose(now)
+        while self.unfinished and not batch and not self._awaited():
+            # No request can run, and waiting would not help. But if composing has given chunks up
+            # without a copy (all in the full CPU tier are worth more), the next try finds their
+            # slots. If it has not, a request gives way.
             if self.running and not self.cache.available:
                 self.give_way(now)
+            batch = self.compose(now)
+        batch.table_updates = self.cache.take_table_updates()
+        batch.slot_copies = self.cache.take_slot_copies()
+        return batch
 
     def compose(self, now: float) -> Batch:
         """One try at a batch.
@@ -261,16 +261,15 @@ class Scheduler:
            request that finds none sits out this step: it is starved. A request whose context is as
            long as it may become has nothing left to compute.
         2. The queue, first come first served, while the budget, the slots, and the rows of the slot
-           table (one for each running request) last. Nobody overtakes the head, even if a later
-           request would fit. The head is prepared even without budget: part 3 asks for its slots.
-        3. Copies to the CPU ahead of need, so that starved requests and the head find slots later.
+           table (one for each running request) last. Nobody overtakes the head of the queue, even
+           if a later request would fit. The head is prepared without budget, too, for part 3.
+        3. Swap-outs ahead of need, so that starved requests and the head find slots later.
 
         At admission a request gets the slots of its whole context. If the context is longer than
         the budget, later steps take the next parts, after the decodes. With a budget of 16, a
         prompt of 20 tokens becomes a[0:16] in one step and a[16:20] in the next, which samples.
 
-        separate_phases: if any span of the batch is of a prefilling request, only such spans stay
-        in it."""
+        separate_phases: if any request of the batch prefills, the decodes sit out this step."""
         batch, starved = Batch(self.steps, self.max_batch_tokens), 0
         for request in decodes_first(self.running):
             if len(request.conversation.tokens) == request.longest:
@@ -279,16 +278,19 @@ class Scheduler:
                 batch.take(request)
             else:
                 starved += 1
-        while (head := self.prepare_head(now)) and batch.budget > 0 and self.fits(head):
+        head = self.prepare_head(now)
+        while head and batch.budget > 0 and self.fits(head):
             batch.swap_in += self.admit(head, now)
             batch.take(head)
+            head = self.prepare_head(now)
         if self.separate_phases:
             batch.spans = [span for span in batch.spans if span.request.prefilling] or batch.spans
         batch.swap_out = self.plan_swap_out(starved, head, now)
         return batch
 
     def launched(self, batch: Batch):
-        """Book what a batch will have done before any batch that is launched after it.
+        """Count what a batch computes as done: on the device it will be, before any later batch
+        begins.
 
         So the books run ahead of the device. A PLACEHOLDER stands for each token that the batch
         will sample. The next batch can be launched behind it before the host knows these tokens:
@@ -296,37 +298,37 @@ class Scheduler:
             launched    a's tokens  17 42 PLACEHOLDER       step 8 samples the token at position 2
             schedule    step 9  a[2:3]                      on the device it will be there by then
             launched    a's tokens  17 42 PLACEHOLDER PLACEHOLDER
-            account     a's tokens  17 42 99 PLACEHOLDER    the host has heard of step 8"""
+            account     a's tokens  17 42 99 PLACEHOLDER    the host has step 8's result"""
         self.steps += 1
         for request, start, end in batch.spans:
             conversation = request.conversation
             self.cache.computed(conversation, start, end)
-            if end == len(conversation.tokens):         # Span.samples, without a call
+            if end == len(conversation.tokens):     # span.samples; the call costs 5% of a step
                 conversation.tokens.append(PLACEHOLDER)
                 request.prefilling = False
                 batch.placeholders.append((request, end))
 
     def account(self, batch: Batch, result: Result, now: float) -> list[Request]:
-        """Book the result of a batch, and return the requests whose replies have grown by a token.
+        """Put the tokens of a batch in their places, and return the requests whose replies have
+        grown.
 
         Batches are accounted for in the order of their launch. If a request has ended since the
         launch, we ignore its token."""
         for ticket in result.landed:
             self.cache.complete(ticket)
-        grown, logprobs = [], result.logprobs or itertools.repeat(None, len(result.tokens))
+        grown, logprobs = [], result.logprobs or [None] * len(result.tokens)
         sampled = zip(batch.placeholders, result.tokens, logprobs, strict=True)
         for (request, position), token, logprob in sampled:
             if request.finish_reason:
                 continue
-            if token < 0:
-                error = RuntimeError("the model's logits are not finite (NaN or infinity)")
-                self.cancel(request, now, error)
+            if token == NOT_FINITE:
+                self.cancel(request, now, RuntimeError("the model's logits are not finite"))
                 continue
             request.conversation.tokens[position] = token
             request.times.append(now)
             if logprob is not None:
                 request.logprobs.append(logprob)
-            request.generated.append(token)             # last, since readers may look at any moment
+            request.generated.append(token)     # last, since other threads may look at any moment
             grown.append(request)
             reason = request.ended_by(token)
             if reason and not request.finish_reason:    # reached_stop may have cancelled it
@@ -338,27 +340,28 @@ class Scheduler:
 
     def prepare_head(self, now: float) -> Request | None:
         """Let the prompt of the queue's head join its conversation, and return the head, which is
-        then ready for admission. None if the queue is empty, or if the head has to wait until
-        another request has computed the same prompt (see sharing.py). A head whose context has
-        outgrown the limit since it was submitted fails, and the next request is the head."""
+        then ready for admission. None if the queue is empty, or if the head must wait until another
+        request has computed the same prompt (sharing.py). A head whose context has outgrown the
+        limit since it was submitted fails, and the next request is the head."""
         while self.queue:
             request, conversation = self.queue[0], self.queue[0].conversation
             if request.joined:
                 return request
-            total = request.total
+            before, known = len(conversation.tokens), conversation.known
+            total = before + len(request.prompt)
             if total + (request.max_tokens or 1) > self.limit:
                 self.cancel(request, now, TooLong(total, request.max_tokens, self.limit))
                 continue
-            before, known = len(conversation.tokens), conversation.known
             if not self.cache.extend(conversation, request.prompt):
                 return None
             request.tokens_before, request.known_before = before, known
-            if request.max_tokens is None:
-                request.max_tokens = self.limit - total
+            request.max_tokens = request.max_tokens or self.limit - total
             request.longest = total + request.max_tokens
+            return request
+        return None
 
     def fits(self, request: Request) -> bool:
-        """Are there a row and slots for the whole context, so that the reserve stays available?"""
+        """Are there a row, and slots for the whole context beside the reserve?"""
         shortfall = self.cache.shortfall(request.conversation, request.total, self._reserve())
         return bool(self.cache.free_rows) and shortfall <= 0
 
@@ -370,25 +373,24 @@ class Scheduler:
         request.prefilling = True
         if request.admitted is None:
             request.admitted = now
-            self.cache.policy.returned(request.conversation, now)
+            self.cache.policy.returned(request.conversation, now)   # for policies that learn
         swap_in = self.cache.admit(request.conversation, request.total, now)
         if request.usage is None:
             self._count_sources(request, swap_in)
         return swap_in
 
     def plan_swap_out(self, starved: int, head: Request | None, now: float) -> list[Ticket]:
-        """Copies ahead of need: until the threshold is available (or a slot for each starved
+        """Swap-outs ahead of need: until the threshold is available (or a slot for each starved
         request, if that is more), then until the head of the queue fits."""
-        wanted = max(self.threshold_slots, starved)
-        tickets = self.cache.plan_swap_out(wanted - self.cache.available, now)
+        cache, wanted = self.cache, max(self.threshold_slots, starved)
+        tickets = cache.plan_swap_out(wanted - cache.available, now)
         if head:
-            conversation, total = head.conversation, head.total
-            tickets += self.cache.plan_swap_out_for(conversation, total, self._reserve(), now)
+            tickets += cache.plan_swap_out_for(head.conversation, head.total, self._reserve(), now)
         return tickets
 
     def give_way(self, now: float):
-        """Suspend the latest arrival: every running request is starved, no slot is available, and
-        nothing that is on its way will change that.
+        """Suspend the latest arrival. Every running request is starved, no slot is available, and
+        no copy or token is on its way.
 
         The loop in `schedule` ends, since each call makes `running` one shorter, and a request that
         is alone always fits: the limit is at most the number of slots. The oldest request is never
@@ -397,35 +399,35 @@ class Scheduler:
         self.suspend(self.running[-1], now)
 
     def suspend(self, request: Request, now: float):
-        """Take a running request out, back to its place in the queue. Nothing generated is lost.
-        Its chunks may leave the GPU from now on, but late: its turn waits, so the policy counts it
-        as hardly idle. The statistics count it in `suspensions`."""
-        self._leave(request, now)
+        """Take a running request out, back to its place in the queue. Its tokens stay. Its chunks
+        may leave the GPU from now on, but late: its turn waits, so the policy counts it as hardly
+        idle. The statistics count it in `suspensions`."""
+        self._stop_running(request, now)
         self._enqueue(request)
         self.stats["suspensions"] += 1
 
     def finish(self, request: Request, reason: str, now: float):
         """The turn has ended: its conversation is idle, and its KV stays."""
-        self._leave(request, now)
-        if request.unsettled:
-            # A step was launched that feeds the last token of the reply. We take back the
-            # placeholder of that step, and the KV of the last token.
-            length = len(request.conversation.tokens) - 1
+        self._stop_running(request, now)
+        if request.last_token_pending:
+            # The next step was launched before we knew that 99 is the last token: it feeds 99. We
+            # take this back. 17 42 99 PLACEHOLDER, KV of 3 -> 17 42 99, KV of 2.
+            length = request.total - 1
             self.cache.truncate(request.conversation, length, length - 1)
-        self.cache.policy.ended(request.conversation)
+        self.cache.policy.ended(request.conversation)           # for policies that learn
         self._end(request, reason)
 
     # ---- the small steps
 
     def _count_sources(self, request: Request, swap_in: list[Ticket]):
-        """Fix where the context's KV comes from. It counts once, at first admission.
+        """Count where the context's KV comes from, at first admission.
 
         The numbers below: a conversation of 100 tokens returns with a prompt of 20. It has had KV
         for 99 tokens, since the last one was sampled, but never fed. Of its chunks of 32, the first
         was dropped, the second is on the CPU, the other two are on the GPU."""
         total = request.total                                       # 100 + 20 = 120
-        # A conversation that shares its beginning may find KV that another one has computed: all
-        # before its last missing run is known as well.
+        # (sharing.py: other conversations may have computed the beginning of this prompt. Then more
+        # is known: all before the last missing run.)
         known = max(request.known_before, request.missing()[-1][0]) # 99
         cpu = sum(ticket.filled for ticket in swap_in)              # 32
         gpu = request.conversation.sources()[0] - cpu               # 35: of 67 in slots 32 arrive
@@ -434,15 +436,15 @@ class Scheduler:
         request.usage = dict(zip(SOURCES, (gpu, cpu, recomputed, new)))
         self.stats.update({f"prompt_tokens_{source}": n for source, n in request.usage.items()})
 
-    def _waits(self) -> bool:
+    def _awaited(self) -> bool:
         """Is a copy on its way, or a token?"""
-        return bool(self.cache.in_flight) or any(request.unsettled for request in self.running)
+        return bool(self.cache.in_flight) or any(each.last_token_pending for each in self.running)
 
     def _reserve(self) -> int:
         """Slots that an admission must leave available: none if nothing runs."""
         return self.reserve_slots if self.running else 0
 
-    def _leave(self, request: Request, now: float):
+    def _stop_running(self, request: Request, now: float):
         self.running.remove(request)
         self.cache.release(request.conversation, now)
 
@@ -455,7 +457,8 @@ class Scheduler:
         queue at its own arrival."""
         request.finish_reason = reason
         conversation = request.conversation
-        if self.stateless and request.joined:           # else an earlier turn may be running
+        # (A prompt that has not joined has no KV, and an earlier turn may be running.)
+        if self.stateless and request.joined:
             self.cache.drop_all(conversation)
         requests = self.unfinished[conversation.order]
         was_first = requests[0] is request
@@ -472,5 +475,5 @@ class Scheduler:
 
 
 def decodes_first(requests: list[Request]) -> list[Request]:
-    """Decodes, then unfinished prefills. Both stay in the order that they have in `requests`."""
+    """Decodes, then requests that prefill. Both keep their order."""
     return sorted(requests, key=lambda request: request.prefilling)

@@ -12,7 +12,7 @@ import os
 import signal
 
 
-def leave(number, frame):
+def leave(number: int, frame: object):
     """For a signal while we start: no turn is at work, so the process may end at once."""
     os.write(2, b"stopped\n")
     os._exit(128 + number)
@@ -62,7 +62,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     exits with 2 if a flag is wrong."""
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, allow_abbrev=False, description=ABOUT)
 
-    def flag(name: str, default, help: str):
+    def flag(name: str, default: str | int | float, help: str):
         parser.add_argument(name, type=type(default), default=default,
                             help=f"{help} (default: {default})")
     flag("--host", "127.0.0.1", "the address to listen on")

@@ -3,8 +3,7 @@
 Neighbouring tokens of a chunk lie in slots anywhere, so a copy moves single tokens. To call the
 driver for each would take longer than the copies. So one kernel reads one tier and writes the
 other, for all tokens of a layer (on the way out: of all layers). The GPU reaches the host's memory
-by itself, if that memory is pinned: its pages never move. (Pinned conversations are something
-else.)
+by itself, if that memory is page-locked: its pages never move. (CUDA and torch call it pinned.)
 
     copy_tokens     target[:, [9, 2]] = source[:, [20, 21]]     two tokens of place 5 go to slots
 
@@ -31,7 +30,7 @@ TILE_BYTES = 128 * 1024     # in flight per program: so one reached 30 GB/s, two
 def copy_tokens(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: Tensor):
     """target[:, target_rows] = source[:, source_rows]; source and target [n, rows, H_kv, D],
     contiguous: n = 2 for one layer, its K and its V, and 2 more for each further layer; source_rows
-    and target_rows [t] int64. On CUDA one of source and target is pinned memory of the host."""
+    and target_rows [t] int64. On CUDA one of the two tiers is page-locked memory of the host."""
     if not source_rows.is_cuda:
         target.index_copy_(1, target_rows, source.index_select(1, source_rows))
         return
@@ -66,12 +65,12 @@ def copy_kernel(source, source_rows, target, target_rows, halves, tokens, source
         tl.store(target + target_row[:, None] * WIDTH + column, values, mask=inside)
 
 
-def pinned(shape: tuple[int, ...], dtype: torch.dtype, owner: object) -> Tensor:
+def page_locked(shape: tuple[int, ...], dtype: torch.dtype, owner: object) -> Tensor:
     """A tensor in host memory which the GPU reads and writes by itself, for as long as `owner`
     exists. OSError or RuntimeError if there is not enough memory.
 
-    torch's own pinned memory comes in powers of two: it takes 128 GB for a tier of 70 GB. Here the
-    tensor's storage begins where the pinned pages do, since is_pinned() asks about that address."""
+    What torch pins comes in powers of two: it takes 128 GB for a tier of 70 GB. Here the tensor's
+    storage begins where the locked pages do, since is_pinned() asks about that address."""
     nbytes = math.prod(shape) * dtype.itemsize
     size = max(1, nbytes)
     memory = mmap.mmap(-1, size, access=mmap.ACCESS_COPY)       # whole pages, ours alone

@@ -5,17 +5,17 @@ into one ragged sequence of T tokens and go through the model together, whatever
 requests are in. In each layer the worker stores the new K and V into their slots, waits until the
 swapped-in KV of this layer has arrived, and attends.
 
-    tokens      a0 a1 a2 a3 | a16 ... a22 | b31         [T]
-    positions    0  1  2  3 |  16 ...  22 |  31         [T]   slot = slot_table[table_row, position]
-    sampled at                         ^     ^          [N]   where a span ends its context
+    tokens      b31 | a0 a1 a2 a3 | a16 ... a22         [T]   a decode of b; two spans of a
+    positions    31 |  0  1  2  3 |  16 ...  22         [T]   slot = slot_table[row, position]
+    sampled at    ^                          ^          [N]   where a span ends its context
 
 A launch does not wait for the device, so the last token of a context may be one that the device has
 yet to sample. The host says PLACEHOLDER, and the device takes the token that it last sampled in
 that row of the slot table. A batch without spans skips the model; it still writes the slot table
-and moves chunks. A small batch that waits for no swap-in is replayed (graphs.py).
+and moves chunks. A small batch that waits for no swap-in is launched as one captured CUDA graph.
 
 Invariant: a token depends on its request alone: the context, where the reply begins in it, and the
-options of sampling, seed included. The other spans of the batch change logits by rounding only.
+options of sampling, seed included.
 """
 from array import array
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from arrays import enumerate_each, join, runs_triton, split_like, upload
 from attention_kernel import SpanTensors, multi_token_attention
-from attention_plan import NO_MERGES, Plan, make_plan, room_for, wanted_items
+from attention_plan import NO_MERGES, Plan, make_plan, largest_plan, wanted_items
 from eviction import RecomputeCost
 from graphs import Captured, Graphs, GraphSize, graph_sizes
 from kv_cache import Ticket
@@ -43,7 +43,7 @@ from scheduler import PLACEHOLDER, Batch, Request, Result, Span
 
 class Packed(NamedTuple):
     """The spans of a batch, one behind another, on the host."""
-    table_row: list[int]        # [S] the row of the slot table
+    table_row: list[int]        # [S] the span's row of the slot table
     start: list[int]            # [S] the span's positions are [start, end)
     end: list[int]              # [S]
     tokens: array               # [T]
@@ -51,11 +51,12 @@ class Packed(NamedTuple):
     sampling_requests: list[Request]    # [N] the requests of those spans
 
     def padded(self, size: int, table_row: int) -> "Packed":
-        """Append spans of one token, at position 0 of `table_row`, up to `size` tokens."""
-        missing = size - len(self.tokens)
-        return self._replace(table_row=self.table_row + [table_row] * missing,
-                             start=self.start + [0] * missing, end=self.end + [1] * missing,
-                             tokens=self.tokens + array("i", [0]) * missing)
+        """Append spans of one token, at position 0 of `table_row`, up to `size` tokens: a CUDA
+        graph always computes that many."""
+        padding = size - len(self.tokens)
+        return self._replace(table_row=self.table_row + [table_row] * padding,
+                             start=self.start + [0] * padding, end=self.end + [1] * padding,
+                             tokens=self.tokens + array("i", [0]) * padding)
 
 
 def pack(spans: list[Span]) -> Packed:
@@ -67,10 +68,21 @@ def pack(spans: list[Span]) -> Packed:
         starts.append(start)
         ends.append(end)
         tokens.extend(conversation.tokens[start:end])
-        if end == len(conversation.tokens):             # Span.samples, without a call
+        if end == len(conversation.tokens):             # the span ends its context
             sample_at.append(len(tokens) - 1)
             sampling_requests.append(request)
     return Packed(table_rows, starts, ends, tokens, sample_at, sampling_requests)
+
+
+def describe(packed: Packed) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The packed spans as arrays: for each span its table row, q_len and kv_len, [S] each; for each
+    token its id, position and table row, [T] each. For b31 and a0 ... a3 above, in rows 1 and 0:
+
+        [1, 0], [1, 4], [32, 4]     and     [b31, a0, ...], [31, 0, 1, 2, 3], [1, 0, 0, 0, 0]"""
+    table_row, start, end = np.array(packed[:3], dtype=np.int64)                # [S] each
+    span, nth = enumerate_each(end - start)                                     # [T] each
+    of_spans = [table_row, end - start, end]
+    return of_spans, [np.array(packed.tokens), start[span] + nth, table_row[span]]
 
 
 def table_changes(updates: list[tuple[int, int, np.ndarray]]) -> list[np.ndarray]:
@@ -86,10 +98,10 @@ class Inputs(NamedTuple):
     """What the worker tells the device about a step. The tensors are int32, and on the device."""
     tokens: Tensor              # [T]
     positions: Tensor           # [T]
-    table_rows: Tensor          # [T] of the slot table
+    row_of_token: Tensor        # [T] of the slot table
     spans: SpanTensors          # with the plan of the kernels
     sample_at: Tensor           # [N] indices into T: behind these tokens the next one is sampled
-    flat: Tensor                # the memory of tokens, positions, table_rows and the plan, in one
+    flat: Tensor                # the memory of what the model reads, see Worker.upload_inputs
 
 
 class Worker:
@@ -116,7 +128,7 @@ class Worker:
         self.padding_row = max_running
         self.slot_table[self.padding_row] = num_slots
         self.sampled = self.slot_table.new_zeros(max_running + 1)       # the last token of each row
-        self.depth = int(self.device.type == "cuda")                # batches in flight, see Engine
+        self.depth = int(self.device.type == "cuda")                # steps that the host runs ahead
         self.graphs = Graphs()
 
     def execute(self, batch: Batch) -> Result:
@@ -137,7 +149,7 @@ class Worker:
         sampled = sample(logits, packed.sampling_requests)
         # -1 says that the logits were not finite. It has no embedding, so later steps read 0.
         self._remember(inputs, sampled[0].clamp(min=0).int())
-        on_host = [part.to("cpu", non_blocking=True) for part in sampled]       # into pinned memory
+        on_host = [part.to("cpu", non_blocking=True) for part in sampled]       # page-locked
         done = self.pool.now()
 
         def wait() -> Result:
@@ -156,63 +168,63 @@ class Worker:
         """All of a step but the sampling. (parallel.py sends the numbers in these arguments to
         other processes.) Returns the inputs, and the logits [N, vocab]: None if there is no span.
 
-        The upload of the inputs comes first: behind the copies of KV it would wait for the link."""
+        The upload of the inputs comes first: behind the copies of KV it would wait for the bus
+        between CPU and GPU."""
         size = None
         if packed.tokens and not swap_in and not self.pool.arriving:    # graphs wait for none
             size = self.graphs.size_for(len(packed.tokens), len(packed.table_row))
         inputs = self.upload_inputs(packed, changes, size)
         self.pool.copy_slots(slot_copies)
         self.pool.swap_in(swap_in)
-        earlier = self.pool.now()               # earlier steps have written what is swapped out
-        logits = self.logits(inputs, size) if packed.tokens else None           # [N, vocab]
-        self.pool.swap_out(swap_out, earlier)   # started while the GPU computes
+        written = self.pool.now()               # earlier steps have written what is swapped out
+        logits = self.compute_logits(inputs, size) if packed.tokens else None   # [N, vocab]
+        self.pool.swap_out(swap_out, written)   # started while the GPU computes
         return inputs, logits
 
     def _remember(self, inputs: Inputs, tokens: Tensor):
         """The device notes the tokens [N] that were sampled, for later steps."""
-        self.sampled[inputs.table_rows[inputs.sample_at]] = tokens
+        self.sampled[inputs.row_of_token[inputs.sample_at]] = tokens
 
     def upload_inputs(self, packed: Packed, changes: list[np.ndarray],
                       size: GraphSize | None = None) -> Inputs:
         """Upload a batch, padded to the size of a graph if one is given, together with the changes
-        of the slot table (see table_changes), and carry these out: one copy for all."""
+        of the slot table (see table_changes), and carry these out.
+
+        All goes to the device in one copy, which begins with what the model reads (first the plan,
+        since the kernels want it aligned). That part is `flat`: a graph's replay copies it into the
+        graph's own memory.
+
+            | plan | tokens | positions | row_of_token | sample_at | changes |
+            | flat                                     |"""
         if size:
             packed = packed.padded(size.tokens, self.padding_row)
-        columns = [packed.table_row, packed.start, packed.end]
-        table_row, start, end = np.array(columns, dtype=np.int64)               # [S] each
-        spans = SpanTensors.build(table_row, end - start, end, self.device)
+        (row, q_len, kv_len), of_tokens = describe(packed)
+        spans = SpanTensors.build(row, q_len, kv_len, self.device)
         plan = self._plan(spans.host, size)
-        span, nth = enumerate_each(end - start)                                 # [T] each
-        tokens, positions, table_rows = np.array(packed.tokens), start[span] + nth, table_row[span]
-        # The plan comes first: the kernels want it aligned.
-        for_kernels = [*plan.arrays(), tokens, positions, table_rows]
-        sample_at = np.array(packed.sample_at, dtype=np.int64)                  # [N]
-
-        flat, sample_at, *changed = upload([join(for_kernels), sample_at, *changes], self.device)
-        *planned, tokens, positions, table_rows = split_like(flat, for_kernels)
+        for_model = [*plan.arrays(), *of_tokens]
+        arrays = [join(for_model), np.array(packed.sample_at, dtype=np.int64), *changes]
+        flat, sample_at, rows, columns, slots = upload(arrays, self.device)
+        *planned, tokens, positions, row_of_token = split_like(flat, for_model)
         key = self.group, self.kv_heads, self.head_dim, self.dtype
         spans.plans[key] = plan.with_arrays(planned)
-        self._change_table(*changed)
-        known = torch.where(tokens == PLACEHOLDER, self.sampled[table_rows], tokens)
-        tokens.copy_(known)                                 # in place: they are a part of `flat`
-        return Inputs(tokens, positions, table_rows, spans, sample_at, flat)
 
-    def _change_table(self, rows: Tensor, positions: Tensor, slots: Tensor):
-        """Write the slots. An entry that is named twice has the same slot both times."""
-        self.slot_table[rows, positions] = slots
+        self.slot_table[rows, columns] = slots  # what is named twice has the same slot both times
+        known = torch.where(tokens == PLACEHOLDER, self.sampled[row_of_token], tokens)
+        tokens.copy_(known)                     # in place: they are a part of `flat`
+        return Inputs(tokens, positions, row_of_token, spans, sample_at, flat)
 
     def _plan(self, host: np.ndarray, size: GraphSize | None) -> Plan:
-        """The work of the kernels for spans, host [3, S]; for a graph, with as much room as any
-        batch of this size can need."""
+        """The plan of the attention kernel's work (attention_plan.py) for spans, host [3, S]; for a
+        graph, filled up to what any batch of this size can need."""
         if not runs_triton(self.device, self.dtype):
             return Plan([], NO_MERGES, 0)
         wanted = wanted_items(self.kv_heads, self.head_dim, self.dtype, self.device)
         plan = make_plan(host, self.group, wanted)
         if not size:
             return plan
-        return plan.padded(room_for(size.tokens, size.longest, self.group, wanted))
+        return plan.padded(largest_plan(size.tokens, size.longest, self.group, wanted))
 
-    def logits(self, inputs: Inputs, size: GraphSize | None = None) -> Tensor:
+    def compute_logits(self, inputs: Inputs, size: GraphSize | None = None) -> Tensor:
         """One forward over all spans -> logits [N, vocab] of the tokens at `sample_at`."""
         hidden = (self.graphs.replay(size, inputs.flat, inputs.spans) if size else
                   self._forward(inputs))                # [T, width], of padding too
@@ -220,7 +232,7 @@ class Worker:
 
     def _forward(self, inputs: Inputs) -> Tensor:
         """The hidden state of every token: [T, width]. This is what a graph captures."""
-        slots = self.slot_table[inputs.table_rows, inputs.positions].long()     # [T]
+        slots = self.slot_table[inputs.row_of_token, inputs.positions].long()   # [T]
 
         def attend(layer, q, k, v, rotation):       # [T, H, D], [T, H_kv, D] twice -> [T, H, D]
             k_cache, v_cache = self.pool.gpu[layer]     # [slots, H_kv, D] each
@@ -234,11 +246,8 @@ class Worker:
 
     @torch.inference_mode()
     def capture(self, make_graph: Callable):
-        """Capture a graph for each of graph_sizes(). make_graph(run) returns a function that does,
-        and returns, the same as run() on whatever run's tensors hold when the function is called.
-
-        Each graph keeps the memory of its result. So a graph ends at the hidden states: the logits
-        of all decodes up to 256 would be 2,191 rows, 1.1 GB with a vocabulary of 128,256."""
+        """Capture a graph for each of graph_sizes(). make_graph(run) returns a function that does
+        run() again, on what run's tensors hold by then, and returns the result."""
         for size in tqdm(graph_sizes(self.max_running), "CUDA graphs", leave=False, disable=None):
             inputs = self.upload_inputs(pack([]), table_changes([]), size)  # nothing but padding
             replay = make_graph(partial(self._forward, inputs))

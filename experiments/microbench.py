@@ -237,7 +237,7 @@ def one_way(bench: Bench, model: str, pool: KVPool, slots: list[int], chunks: in
     """Copies of chunks in shuffled slots, in and out, one way at a time. (A copy out waits for
     those in. Only the next step's copies in may overlap it.)
 
-    The limit is one large copy of as many bytes, from and to pinned memory."""
+    The limit is one large copy of as many bytes, from and to page-locked memory."""
     host = torch.empty_like(pool.cpu[:, :, :CHUNK * chunks], pin_memory=bench.cuda)
     there = torch.empty_like(host, device=bench.device)
     neighbours = tickets(range(chunks), slots)

@@ -9,9 +9,8 @@
 A policy of your own is a class like these and a line in `EXPERIMENTS`; then `bench.py fig14`
 compares it, too. `eviction.Policy` says what a policy answers.
 
-Invariant, as for every policy: `value` never rises with `idle`. The longer idle of
-two conversations with equal keys leaves first, now and later. (To the oracle, `idle`
-is the time until the return.)
+Invariant, as for every policy: `value` never rises with `idle`. (To the oracle, `idle` is the time
+until the return.)
 """
 import math
 
@@ -19,8 +18,8 @@ from eviction import MIN_IDLE, LeastRecentlyUsed, Policy, RecomputeCost, Retenti
 
 
 class LiteralIdleness(RetentionValue):
-    """The paper's letter: idle since the last answer, even while the
-    conversation's next turn waits."""
+    """The paper's letter: idle since the last answer, even while the conversation's next turn
+    waits."""
 
     def last_needed(self, conversation):
         return conversation.last_active
@@ -32,7 +31,7 @@ class TailOptimized(LeastRecentlyUsed):
     If a conversation returns, and its next prompt and all that must be recomputed take no more than
     200 ms, its first token still comes in time. Chunks within that budget are free: they leave
     first, in the order of LRU. (That paper's server can use a prefix only, so there the trailing
-    blocks are free; here the leading ones are.)"""
+    chunks are free; here the leading ones are.)"""
     BUDGET = 0.2        # seconds
     PROMPT = 200        # tokens that we expect of the next prompt, as vLLM's implementation does
     FREE = 1e-9         # what a free chunk is worth, as a share of another one
@@ -59,16 +58,17 @@ class ReuseByCategory(Policy):
     next turn, so waiting is included.
 
     A category's share p returns at all, after `mean` seconds on average. The odds that a
-    conversation which has been idle for `idle` seconds still returns are p exp(-idle / mean) : 1 -
-    p. The value is the chance of a return within the next HORIZON seconds.
-    """
+    conversation which has been idle for `idle` seconds still returns are
+
+        p exp(-idle / mean) : 1 - p
+
+    The value is the chance of a return within the next HORIZON seconds."""
     HORIZON = 300.0
     TURNS = 8
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
         super().__init__(cost, chunk_size)
-        # We begin as if of 10 conversations of a category 5 had
-        # returned, after a minute on average.
+        # We begin as if 5 of 10 conversations of a category had returned, after 60 s on average.
         self.left = [10] * (self.TURNS + 1)           # [turns]: how many conversations became idle
         self.returns = [5] * (self.TURNS + 1)         # [turns]: how many of them returned
         self.waited = [300.0] * (self.TURNS + 1)      # [turns]: seconds until they returned, summed
@@ -127,8 +127,8 @@ class Oracle(RetentionValue):
         self.thinks: dict[str, float] = {}          # conversation -> seconds of its next think time
 
     def foresee(self, name: str, think_seconds: float):
-        """After its present turn the conversation will be idle for
-        think_seconds (inf: for ever)."""
+        """After its present turn the conversation will be idle for think_seconds (inf: for ever).
+        """
         self.thinks[name] = think_seconds
 
     def last_needed(self, conversation):

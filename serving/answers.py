@@ -5,8 +5,8 @@ operation.
 dictionaries, which is faster; a test asks for every operation once and holds the answer against its
 model. A field without a default is in every answer, and no answer has other fields:
 
-    {"id": "conv_1", "object": "conversation.deleted", "deleted": true}      a Deleted
-    {"id": "conv_1", "object": "conversation.deleted"}                       none: `deleted` is missing
+    {"id": "conv_1", "object": "conversation.deleted", "deleted": true}    a Deleted
+    {"id": "conv_1", "object": "conversation.deleted"}                     not: `deleted` is missing
 """
 from typing import Any, Literal
 
@@ -74,11 +74,15 @@ class Deleted(Shape):
 
 # ---- replies
 
-class PromptDetails(Shape):
+class Sources(Shape):
+    """How many of a prompt's tokens came from where."""
     gpu: int
     cpu: int
     recomputed: int
     new: int
+
+
+class PromptDetails(Sources):
     cached_tokens: int          # gpu + cpu
 
 
@@ -158,15 +162,11 @@ class Health(Shape):
     status: Literal["ok"]
 
 
-class DoneTurn(Shape):
+class DoneTurn(Sources):
     conversation: str | int | None
     response: str
     prompt_tokens: int
     completion_tokens: int
-    gpu: int
-    cpu: int
-    recomputed: int
-    new: int
     first_token_ms: int
     finish_reason: Literal["stop", "length"]
     stateless: dict[str, Any] | None

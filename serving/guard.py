@@ -67,12 +67,11 @@ class Guard:
         host, origin = ", ".join(headers.get_all("Host", [])), headers.get("Origin")
         called_by = name_of(host)
         if self.is_local and host and not (is_loopback(called_by) or called_by in self.our_names):
-            raise APIError(403,
-                           f"we listen on a loopback address, which {host!r:.100} does not name: "
-                           "use "
-                                "localhost, or start the server with --allow-origin http://NAME")
-        # A page that loads our answer as an image, say, sends no Origin. But browsers say where it
-        # is from.
+            raise APIError(403, "we listen on a loopback address, which "
+                                f"{host!r:.100} does not name: use localhost, or start the server "
+                                "with --allow-origin http://NAME")
+        # A page that loads our answer (as an image, for example) sends no Origin. But browsers
+        # say where the page is from.
         loads = origin is None and headers.get("Sec-Fetch-Mode") != "navigate"
         strange = headers.get("Sec-Fetch-Site") in ("cross-site", "same-site")
         if loads and strange and "*" not in self.origins:
@@ -80,10 +79,8 @@ class Guard:
         ours = origin is None or origin.lower() in (f"http://{host.lower()}",
                                                     f"https://{host.lower()}")
         if not (ours or self.allowed_origin(headers)):
-            raise APIError(403,
-                           f"the site {origin!r:.100} may not use this server: start the server "
-                           "with "
-                                "--allow-origin if it may")
+            raise APIError(403, f"the site {origin!r:.100} may not use this server: start the "
+                                "server with --allow-origin if it may")
 
     def allowed_origin(self, headers: Headers) -> str | None:
         """The origin of the request if --allow-origin names it; "*" if it names all sites; else
@@ -94,15 +91,17 @@ class Guard:
     def prefix(self, headers: Headers, path: str) -> str:
         """The prefix of all that this client may see. We compare with every key, in constant time.
 
-        APIError if the client needs a key for this path and sends none of ours."""
+        APIError if the client needs a key for this path and sends none of ours. Our page and
+        /health are open to all."""
+        if path in ("/", "/health"):
+            return ""
         scheme, _, key = headers.get("Authorization", "").partition(" ")
-        key = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+        sent = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
         keys = self.metrics_keys if path == "/metrics" else self.keys
-        prefixes = [prefix for wanted, prefix in keys if hmac.compare_digest(key, wanted)]
+        prefixes = [prefix for key, prefix in keys if hmac.compare_digest(sent, key)]
         if self.keys and not prefixes:
-            raise APIError(401,
-                           "the API key is missing or wrong: send the header Authorization: "
-                           "Bearer KEY", code="invalid_api_key")
+            raise APIError(401, "the API key is missing or wrong: send the header Authorization: "
+                                "Bearer KEY", code="invalid_api_key")
         return prefixes[0] if prefixes else ""
 
     def cors(self, headers: Headers) -> dict[str, str]:

@@ -37,7 +37,7 @@ import stat
 import threading
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import dropwhile, islice
 from pathlib import Path
@@ -122,7 +122,8 @@ class History:
         to a server that is running, or if it is not a history. Then the file stays as it was."""
         self._root_hash = digest(b"", fingerprint)
         self._open = ExitStack()        # closes all that we open, in reverse order
-        self._path, self._file = path, None    # the descriptor, unless the history is in memory
+        self._path = path
+        self._file: int | None = None   # the descriptor, unless the history is in memory
         try:
             if path != ":memory:":
                 self._take_file(path, fingerprint)
@@ -162,7 +163,7 @@ class History:
         count_bytes(self._db)
         self._reader, self._read_lock = self._db, self._write_lock
         if path != ":memory:":
-            self._reader, self._read_lock = connect(), threading.Lock()
+            self._reader, self._read_lock = connect(), threading.RLock()
             self._reader.execute("PRAGMA query_only = ON")
 
     # ---- turns
@@ -237,7 +238,7 @@ class History:
             db.execute("""
                 INSERT INTO conversation VALUES (:conversation, :id, NULL, '[]', :created, :created)
                 ON CONFLICT (name) DO UPDATE SET head = :id, active = :created,
-                                                 waiting = CASE WHEN :raw THEN waiting ELSE '[]' END""",
+                    waiting = CASE WHEN :raw THEN waiting ELSE '[]' END""",
                 turn._asdict() | dict(raw=text is None))
         return turn
 
@@ -314,7 +315,8 @@ class History:
         with self._reading() as db:
             return find_record(db, conversation)
 
-    def update(self, conversation: str, metadata: dict | None = None, new: list[dict] = ()) -> bool:
+    def update(self, conversation: str, metadata: dict | None = None,
+               new: Sequence[dict] = ()) -> bool:
         """Replace the metadata, unless it is None; append messages to those that wait for the next
         turn. From now on the conversation counts as created by name. False if it does not exist."""
         with self._writing() as db:
@@ -382,7 +384,8 @@ class History:
             db.execute("""
                 UPDATE conversation
                 SET head = ?, waiting = ?, metadata = coalesce(metadata, '{}'), active = ?
-                WHERE name = ?""", (last_visible(db, head), json.dumps(remaining), time.time(), conversation))
+                WHERE name = ?""",
+                (last_visible(db, head), json.dumps(remaining), time.time(), conversation))
             delete_unneeded(db, record.head)
             return True
 
@@ -454,13 +457,12 @@ class History:
                 return                          # with the lock
             except BaseException as error:
                 self._write_lock.release()
-                is_busy = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
-                if not is_busy or time.monotonic() > deadline:
+                if str(error) != "database is locked" or time.monotonic() > deadline:
                     raise
             time.sleep(0.02)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The file.
 
 def open_alone(path: str | os.PathLike) -> int:
@@ -549,7 +551,7 @@ def count_bytes(db: sqlite3.Connection):
                        f"BEGIN {steps} END")
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Rows. The callers hold the connection's lock.
 
 def owned_by(prefix: str, column: str) -> str:
@@ -580,9 +582,9 @@ def find_record(db: sqlite3.Connection, conversation: str) -> ConversationRecord
     row = db.execute("SELECT * FROM conversation WHERE name = ?", (conversation,)).fetchone()
     if row is None:
         return None
-    record = ConversationRecord(*row)
-    return record._replace(metadata=json.loads(record.metadata or "null"),
-                           waiting=json.loads(record.waiting))
+    name, head, metadata, waiting, created, active = row
+    return ConversationRecord(name, head, json.loads(metadata or "null"), json.loads(waiting),
+                              created, active)
 
 
 def last_visible(db: sqlite3.Connection, turn_id: str | None) -> str | None:
@@ -681,8 +683,9 @@ def rolled(start: bytes, messages: list[dict]) -> list[bytes]:
 
 
 def said(message: dict) -> str:
-    """The content without the thoughts that a reply begins with: <think>2 + 2</think> 4  ->  4. Many clients
-    and chat templates do not send the thoughts back, and we must recognise the reply all the same."""
+    """The content without the thoughts that a reply begins with: <think>2 + 2</think> 4  ->  4.
+    Many clients and chat templates do not send the thoughts back, and we must recognise the reply
+    all the same."""
     _, end_of_thoughts, answer = message["content"].rpartition("</think>")
     if message["role"] == "assistant" and end_of_thoughts:
         return answer.lstrip()

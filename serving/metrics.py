@@ -1,8 +1,8 @@
 """The numbers that Prometheus reads at /metrics.
 
-    the engine's counts      read from `engine.stats()` at the moment when Prometheus asks
-    answers and seconds      counted here when a turn is done, since the engine keeps no histogram; and so are
-                             the tokens of each API key
+    the engine's counts     read from `engine.stats()` at the moment when Prometheus asks
+    answers and seconds     counted here when a turn is done, since the engine keeps no histogram;
+                            and so are the tokens of each API key
 
 A server with several API keys counts for each key separately, and shows a key no counts of the
 engine: they would tell how long the others' turns are. `--metrics-key` shows the counts of the
@@ -14,14 +14,16 @@ work. All numbers of the engine have a name of our own as well, `nano_pensieve:.
 The engine counts the tokens of a context once, when its request is first admitted, by where their
 KV was. Of a context of 206 tokens:
 
-    gpu 96 + cpu 64 + recomputed 32 + new 14        prefix_cache_hits += 96 + 64, prefix_cache_queries += 206
+    gpu 96 + cpu 64 + recomputed 32 + new 14    prefix_cache_hits    += 96 + 64
+                                                prefix_cache_queries += 206
 """
 from collections.abc import Callable
 from itertools import pairwise
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily as Counter, GaugeMetricFamily as Gauge, Metric
+from prometheus_client.core import (CounterMetricFamily as Counter, GaugeMetricFamily as Gauge,
+                                    Metric)
 from prometheus_client.registry import Collector
 
 from scheduler import SOURCES

@@ -21,7 +21,7 @@ not serve.
 import json
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count
 
@@ -82,8 +82,8 @@ class API:
         note = body.model_dump(include=set(ECHOED), exclude_unset=True)
         turn = self.sessions.respond(**self._question(prefix, body), keep=body.store,
                                      note=dict(note, created_at=int(time.time())),
-                                     # the server waits, and sees if the client hangs up
-                                     wait=False, gone=gone, **options)
+                                     wait=False,    # the server waits, see Handler.when_free
+                                     gone=gone, **options)
         return ResponseWriter(turn, prefix, self.model, body.stream)
 
     def count_input_tokens(self, prefix: str, body: ResponseBody,
@@ -106,9 +106,7 @@ class API:
     def list_input_items(self, prefix: str, id: str, query: ItemsQuery) -> dict:
         """All messages before the reply, those of earlier responses included."""
         turn_id = self._finished(prefix, id).id
-        items = self.history.input_items(turn_id, query.after, query.order == "desc",
-                                         query.limit + 1)
-        return first_items(items, query.limit)
+        return listed(self.history.input_items, turn_id, query)
 
     def delete_response(self, prefix: str, id: str) -> dict:
         turn = self._unfinished(prefix, id)
@@ -123,7 +121,7 @@ class API:
         if not turn:
             return self.retrieve_response(prefix, id)
         turn.cancel()
-        return ResponseWriter(turn, prefix, self.model).whole(turn.result())
+        return ResponseWriter(turn, prefix, self.model).whole([turn.result()])
 
     # ---- conversations
 
@@ -156,9 +154,7 @@ class API:
         return [dict(plain(message), id=f"msg_{self.sessions.new_id()}") for message in messages]
 
     def list_items(self, prefix: str, id: str, query: ItemsQuery) -> dict:
-        name = self._conversation(prefix, id).name
-        items = self.history.items(name, query.after, query.order == "desc", query.limit + 1)
-        return first_items(items, query.limit)
+        return listed(self.history.items, self._conversation(prefix, id).name, query)
 
     def retrieve_item(self, prefix: str, id: str, item_id: str) -> dict:
         found = self.history.item(self._conversation(prefix, id).name, item_id)
@@ -189,7 +185,8 @@ class API:
     def _question(self, prefix: str, body: ResponseBody) -> dict:
         """The messages to answer, and the turn that they follow, as keywords of Sessions.plan."""
         self.retrieve_model(prefix, body.model)
-        name, previous = body.conversation and body.conversation.id, body.previous_response_id
+        name = body.conversation.id if body.conversation else None
+        previous = body.previous_response_id
         if name and (previous or not body.store):
             raise APIError(400, f"conversation {name!r:.100} cannot be combined with "
                                 "previous_response_id or store: false: leave out one of the two",
@@ -270,9 +267,8 @@ def as_api_error(error: Exception) -> APIError:
 
 
 def missing(kind: str, id: str) -> APIError:
-    return APIError(404,
-                    f"there is no {kind} {id!r:.100} here: it was deleted, or it never existed",
-                    "id")
+    return APIError(404, f"there is no {kind} {id!r:.100} here: it was deleted, or it never "
+                         "existed", "id")
 
 
 def turn_id_of(response_id: str) -> str:
@@ -300,7 +296,7 @@ def plain(message: Message | Item) -> dict:
     return dict(role=role, content="".join(part.text for part in message.content))
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The JSON of answers.
 
 # The fields of a request that its response repeats, with their defaults.
@@ -335,9 +331,12 @@ def listing(data: list[dict], has_more: bool = False) -> dict:
     return dict(object="list", data=data, has_more=has_more, first_id=first_id, last_id=last_id)
 
 
-def first_items(messages: list[dict], limit: int) -> dict:
-    """At most `limit` of the messages. One message more tells us that there are more."""
-    return listing([item(message) for message in messages[:limit]], has_more=len(messages) > limit)
+def listed(read: Callable, name: str, query: ItemsQuery) -> dict:
+    """The messages that read(name, ...) finds, at most query.limit of them. We ask for one message
+    more, which tells us whether there are more."""
+    messages = read(name, query.after, query.order == "desc", query.limit + 1)
+    return listing([item(message) for message in messages[:query.limit]],
+                   has_more=len(messages) > query.limit)
 
 
 def prompt_details(usage: dict) -> dict:
@@ -354,7 +353,7 @@ def response_usage(usage: dict) -> dict:
 
 
 def response(turn_id: str, model: str, conversation: str | None, note: dict, status: str,
-             output: list[dict] = (), usage: dict | None = None, error: dict | None = None,
+             output: Sequence[dict] = (), usage: dict | None = None, error: dict | None = None,
              ended: float | None = None) -> dict:
     """note: the turn's, which has the settings of the request. usage: the engine's. ended: the
     moment when the turn settled, in seconds since 1970."""
@@ -370,7 +369,8 @@ def response(turn_id: str, model: str, conversation: str | None, note: dict, sta
 def logprobs_of(turn: LiveTurn, start: int = 0, end: int | None = None) -> list[dict]:
     """The log probabilities of the turn's tokens [start, end), if the client has asked for them.
     Special tokens, which have no text, are left out."""
-    pieces, token_ids, logprobs = turn.tokenizer.pieces, turn.handle.token_ids, turn.handle.logprobs or []
+    pieces, handle = turn.tokenizer.pieces, turn.handle
+    chosen = zip(handle.token_ids[start:end], (handle.logprobs or [])[start:end])
 
     def entry(token: int, logprob: float) -> dict:
         piece = pieces[token]
@@ -378,26 +378,14 @@ def logprobs_of(turn: LiveTurn, start: int = 0, end: int | None = None) -> list[
                     bytes=list(piece))
 
     entries = []
-    for token, (logprob, most_likely) in zip(token_ids[start:end], logprobs[start:end]):
+    for token, (logprob, most_likely) in chosen:
         if token in pieces:
             top = [entry(*other) for other in most_likely if other[0] in pieces]
             entries.append(dict(entry(token, logprob), top_logprobs=top))
     return entries
 
 
-class Writer:
-    """Writes the answer of one turn or several while they are generated.
-
-    whole(*replies)     the answer in one piece
-    events(finish)      the answer as a stream; finish(turn) waits until the history has stored the turn, and
-                        returns its reply
-    failure(error)      the last event of a stream in which something went wrong
-    """
-    turns: list[LiveTurn]
-    stream: bool
-
-
-class ChatWriter(Writer):
+class ChatWriter:
     """Each choice is a turn. The first one goes on in the conversation, the others are branches
     beside it. Their common prompt is computed once. The client may send any of them back, we
     recognise them all."""
@@ -407,14 +395,14 @@ class ChatWriter(Writer):
         self.envelope = dict(id=f"chatcmpl-{turns[0].id}", created=int(time.time()), model=model,
                              conversation_id=conversation_of(turns[0], prefix))
 
-    def whole(self, *replies):
+    def whole(self, replies: list[Answer]) -> dict:
         choices = [dict(index=index,
                         message=dict(role="assistant", content=reply.text, refusal=None),
                         finish_reason=finish_reason(reply), logprobs=self.logprobs(index, 0, None))
                    for index, reply in enumerate(replies)]
         return dict(self.envelope, object="chat.completion", usage=self.usage(), choices=choices)
 
-    def events(self, finish):
+    def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str]:
         """All choices are generated at once, but sent one after another."""
         for index, turn in enumerate(self.turns):
             yield self.chunk(index, dict(role="assistant", content=""), 0, 0)
@@ -422,13 +410,12 @@ class ChatWriter(Writer):
             for text, end in turn.progress():
                 yield self.chunk(index, dict(content=text), start, end)
                 start = end
-            last = self.chunk(index, {}, start, None, finish_reason(finish(turn)))
-            yield last
+            yield (last := self.chunk(index, {}, start, None, finish_reason(finish(turn))))
         if self.options.include_usage:
             yield dict(last, choices=[], usage=self.usage())
         yield "[DONE]"
 
-    def failure(self, error):
+    def failure(self, error: APIError) -> dict:
         return error.body
 
     def chunk(self, index: int, delta: dict, start: int, end: int | None,
@@ -436,17 +423,16 @@ class ChatWriter(Writer):
         """With the log probabilities of the tokens [start, end)."""
         logprobs = self.logprobs(index, start, end)
         choice = dict(index=index, delta=delta, finish_reason=finish_reason, logprobs=logprobs)
-        usage = {}
-        if self.options.include_usage:
-            usage = dict(usage=self.usage(index, end) if self.options.continuous_usage_stats
-                         else None)
+        so_far = self.usage(index, end) if self.options.continuous_usage_stats else None
+        usage = dict(usage=so_far) if self.options.include_usage else {}
         return dict(self.envelope, object="chat.completion.chunk", choices=[choice], **usage)
 
     def logprobs(self, index: int, start: int, end: int | None) -> dict | None:
-        asked = self.turns[index].handle.logprobs is not None
-        if not asked:
+        """None if the client has not asked for them."""
+        turn = self.turns[index]
+        if turn.handle.logprobs is None:
             return None
-        return dict(content=logprobs_of(self.turns[index], start, end), refusal=None)
+        return dict(content=logprobs_of(turn, start, end), refusal=None)
 
     def usage(self, index: int = -1, end: int | None = None) -> dict | None:
         """The usage of all that we have sent: the first `end` tokens of choice `index`, and all
@@ -475,7 +461,7 @@ def finish_reason(reply: Answer) -> str:
     return reply.finish_reason
 
 
-class ResponseWriter(Writer):
+class ResponseWriter:
     """A response is one turn. Its events are numbered."""
 
     def __init__(self, turn: LiveTurn, prefix: str, model: str, stream: bool = False):
@@ -484,21 +470,22 @@ class ResponseWriter(Writer):
         self.note = dict(created_at=int(time.time())) | turn.plan.note
         self.numbers = count()
 
-    def whole(self, reply):
+    def whole(self, replies: list[Answer]) -> dict:
+        reply, = replies
         status, item_status = STATUS[reply.finish_reason]
         item = reply_item(self.turn.id, reply.text, item_status, logprobs_of(self.turn))
         return self.response(status, [item], reply.usage, ended=self.turn.settled)
 
-    def events(self, finish):
+    def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str]:
         yield from self.opening()
         start = 0
         for text, end in self.turn.progress():
             logprobs = logprobs_of(self.turn, start, end)
             yield self.part_event("output_text.delta", delta=text, logprobs=logprobs)
             start = end
-        yield from self.closing(self.whole(finish(self.turn)))
+        yield from self.closing(self.whole([finish(self.turn)]))
 
-    def failure(self, error):
+    def failure(self, error: APIError) -> dict:
         code = error.code or ("server_error" if error.status >= 500 else "invalid_prompt")
         told = dict(code=code, message=str(error))
         return self.event("failed", response=self.response("failed", error=told))
@@ -527,7 +514,16 @@ class ResponseWriter(Writer):
         return self.event(kind, item_id=f"msg_{self.turn.id}", output_index=0, content_index=0,
                           **fields)
 
-    def response(self, status: str, output: list[dict] = (), usage: dict | None = None,
+    def response(self, status: str, output: Sequence[dict] = (), usage: dict | None = None,
                  **ending) -> dict:
         return response(self.turn.id, self.model, self.conversation, self.note, status, output,
                         usage, **ending)
+
+
+# A writer writes the answer of its `turns` while they are generated.
+#
+#     whole(replies)     the answer in one piece; replies: of the turns, in order
+#     events(finish)     the answer as a stream; finish(turn) waits until the history has stored
+#                        the turn, and returns its reply
+#     failure(error)     the last event of a stream in which something went wrong
+Writer = ChatWriter | ResponseWriter

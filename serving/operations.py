@@ -5,9 +5,9 @@ pydantic does three things with the fields: it checks what a client sends, says 
 it, and describes it in /openapi.json. We refuse every field of a body that is not here by its name,
 because a server that silently ignores an option gives a wrong answer:
 
-    {"messages": [...], "temperature": 3}     400  temperature should be less than or equal to 2, got 3
-    {"messages": [...], "tools": [{...}]}     400  tools is not supported here: leave it out
-    {"messages": [...], "tools": []}          200  an empty field asks for nothing
+    {"messages": [...], "temperature": 3}    400  temperature should be less than or equal to 2, ...
+    {"messages": [...], "tools": [{...}]}    400  tools is not supported here: leave it out
+    {"messages": [...], "tools": []}         200  an empty field asks for nothing
 
 openai_api.py answers most operations; sockets.py those about the server itself (health, metrics,
 cache ...).
@@ -27,10 +27,10 @@ from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import unquote
 
-from pydantic import (BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag,
-                      ValidationError, model_validator)
-from pydantic.json_schema import models_json_schema
-from pydantic_core import PydanticCustomError
+from pydantic import (BaseModel, BeforeValidator, ConfigDict, Discriminator, Field,
+                      GetCoreSchemaHandler, Tag, ValidationError, model_validator)
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
+from pydantic_core import ErrorDetails, PydanticCustomError, core_schema
 
 from sampling import BIAS, LIMITS
 from serving import answers
@@ -52,7 +52,7 @@ class APIError(Exception):
         self.body = dict(error=dict(message=message, type=kind, param=param, code=code))
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Kinds of fields.
 
 def says_nothing(value: Any) -> bool:
@@ -87,22 +87,30 @@ class Fields(BaseModel):
     _leave_out_empty = model_validator(mode="before")(without_empty)
 
 
-def string_or(kind: type, name: str, wrap: Callable[[str], Any]) -> type:
-    """The type of a field for which a client sends either a `kind` or a string. A string stands for
-    wrap(string): `stop: "x"` for `stop: ["x"]`. name: the kind's in error messages."""
-    def validate(value):
+class OrString(NamedTuple):
+    """In an Annotated type: a client may send a string, too. It stands for wrap(string), such as
+    `stop: "x"` for `stop: ["x"]`. kind: what else a client may send, for error messages."""
+    kind: str
+    wrap: Callable[[str], Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler):
+        schema = handler(source)
+        either = core_schema.union_schema([core_schema.str_schema(), schema])
+        return core_schema.no_info_before_validator_function(self.wrapped, schema,
+                                                             json_schema_input_schema=either)
+
+    def wrapped(self, value: Any) -> Any:
         if isinstance(value, str):
-            return wrap(value)
+            return self.wrap(value)
         if not isinstance(value, (list, dict)):
-            raise PydanticCustomError("string_or", f"Input should be a string or {name}")
+            raise PydanticCustomError("string_or", f"Input should be a string or {self.kind}")
         return value
-    return Annotated[kind, BeforeValidator(validate, json_schema_input_type=str | kind)]
 
 
-def list_of(kind: type, most: int, least: int = 0) -> type:
-    """The type of a list. pydantic would describe the fault of every member; ours stops at the
-    first."""
-    return Annotated[list[kind], Field(min_length=least, max_length=most, fail_fast=True)]
+def members(most: int, least: int = 0):
+    """How many members a list may have. pydantic would describe the fault of every member; ours
+    stops at the first."""
+    return Field(min_length=least, max_length=most, fail_fast=True)
 
 
 def limited(name: str):
@@ -116,17 +124,8 @@ def simple(value: Any) -> Any:
     kind.)"""
     if isinstance(value, bool | int | float) or isinstance(value, str) and len(value) <= 512:
         return value
-    raise PydanticCustomError("simple",
-                              "Input should be a boolean, a number or a string of at most 512 "
-                                        "characters")
-
-
-def text_part(text: str) -> list[dict]:
-    return [dict(type="text", text=text)]
-
-
-def user_message(text: str) -> list[dict]:
-    return [dict(role="user", content=text)]
+    raise PydanticCustomError("simple", "Input should be a boolean, a number or a string of at "
+                                        "most 512 characters")
 
 
 MOST_TOKENS = 2**20         # whose log probabilities a client gives back
@@ -135,37 +134,41 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 StopString = Annotated[str, Field(min_length=1, max_length=100)]
 TokenId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=BIAS[0], le=BIAS[1])]
-Key, Value = Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]
+Key = Annotated[str, Field(max_length=64)]
+Value = Annotated[str, Field(max_length=512)]
+OrText = OrString("a list of parts", lambda text: [dict(type="text", text=text)])
+OrMessage = OrString("a list", lambda text: [dict(role="user", content=text)])
+OrId = OrString("an object with an id", lambda id: dict(id=id))
 TopK = Annotated[int, BeforeValidator(lambda given: 0 if given == -1 else given)]
 Option = Annotated[bool | int | float | Value, BeforeValidator(simple)]
 TemplateOptions = Annotated[dict[Key, Option], Field(max_length=16), BeforeValidator(without_empty)]
 Metadata = Annotated[dict[Key, Value], Field(max_length=16), BeforeValidator(without_empty)]
 
 
-class TextPart(Fields):
+class ItemPart(Fields):
     """Part of a message's content. A client that gives our own parts back sends the last two
     fields."""
-    type: Literal["text"]
-    text: Text
-    annotations: list_of(Any, 0) = []
-    logprobs: list_of(Any, MOST_TOKENS) = []
-
-
-class ItemPart(TextPart):
     type: Literal["input_text", "output_text", "text"]
+    text: Text
+    annotations: Annotated[list, members(0)] = []
+    logprobs: Annotated[list, members(MOST_TOKENS)] = []
+
+
+class TextPart(ItemPart):
+    type: Literal["text"]
 
 
 class Message(Fields):
     """A message of a chat."""
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: string_or(list_of(TextPart, 1000), "a list of parts", text_part)
+    content: Annotated[list[TextPart], members(1000), OrText]
 
 
 class Item(Fields):
     """A message of a conversation."""
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: string_or(list_of(ItemPart, 1000), "a list of parts", text_part)
+    content: Annotated[list[ItemPart], members(1000), OrText]
     id: Name = None
     status: Text = None
     phase: Text = None          # of an agent's work; it changes nothing
@@ -210,7 +213,7 @@ class ConversationId(Fields):
     id: Name
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Bodies and queries.
 
 class EngineOptions(Fields):
@@ -225,7 +228,7 @@ class EngineOptions(Fields):
     seed: int = limited("seed")
     ignore_eos: bool = False
     min_tokens: int = Field(None, ge=0)
-    stop: string_or(list_of(StopString, 4), "a list", lambda text: [text]) = None
+    stop: Annotated[list[StopString], members(4), OrString("a list", lambda text: [text])] = None
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=1024),
                           BeforeValidator(without_empty)] = None
 
@@ -233,8 +236,8 @@ class EngineOptions(Fields):
         """Those that the client has given."""
         options = self.model_dump(include=set(EngineOptions.model_fields), exclude_unset=True)
         if "logit_bias" in options:
-            options["logit_bias"] = {int(token): bias for token,
-                                     bias in options["logit_bias"].items()}
+            biases = options["logit_bias"].items()
+            options["logit_bias"] = {int(token): bias for token, bias in biases}
         return options
 
 
@@ -270,39 +273,39 @@ class ReplyBody(EngineOptions):
 
 
 class ChatBody(ReplyBody):
-    messages: list_of(Message, 10_000, least=1)
+    messages: Annotated[list[Message], members(10_000, least=1)]
     max_tokens: int = Field(None, ge=1)
     max_completion_tokens: int = Field(None, ge=1)          # the newer name of max_tokens
     stream_options: ChatStreamOptions = ChatStreamOptions()
     n: int = Field(1, ge=1, le=16)
     logprobs: bool = False
     response_format: TextFormat = None
-    modalities: list_of(Literal["text"], 10) = None
+    modalities: Annotated[list[Literal["text"]], members(10)] = None
 
 
 class ResponseBody(ReplyBody):
-    input: string_or(list_of(InputItem, 10_000), "a list", user_message)
+    input: Annotated[list[InputItem], members(10_000), OrMessage]
     instructions: Text = None
     previous_response_id: Name = None
-    conversation: string_or(ConversationId, "an object with an id", lambda id: dict(id=id)) = None
+    conversation: Annotated[ConversationId, OrId] = None
     max_output_tokens: int = Field(None, ge=1)
     truncation: Literal["disabled", "auto"] = "disabled"
-    include: list_of(Text, 100) = []    # what we do not have is never part of a response
+    # What we do not have is never part of a response.
+    include: Annotated[list[Text], members(100)] = []
     text: TextOptions = None
     stream_options: StreamOptions = None
-
-
-class ConversationBody(Fields):
-    items: list_of(Item, 20) = []
-    metadata: Metadata = {}
 
 
 class MetadataBody(Fields):
     metadata: Metadata = {}
 
 
+class ConversationBody(MetadataBody):
+    items: Annotated[list[Item], members(20)] = []
+
+
 class ItemsBody(Fields):
-    items: list_of(Item, 20, least=1)
+    items: Annotated[list[Item], members(20, least=1)]
 
 
 class ItemsQuery(Fields):
@@ -311,7 +314,7 @@ class ItemsQuery(Fields):
     after: Name = None
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Operations.
 
 class Operation(NamedTuple):
@@ -367,7 +370,7 @@ def find_operation(method: str, path: str) -> tuple[Operation, list[str]]:
     none."""
     methods = []
     for operation in OPERATIONS:
-        # owner/model, as on the Hub
+        # A model's name may be owner/model, as on the Hub.
         name = "(.+)" if operation.name == "retrieve_model" else "([^/]+)"
         pattern = re.sub(r"\\{\w+\\}", name, re.escape(operation.path))
         if match := re.fullmatch(pattern, path):
@@ -388,20 +391,19 @@ def parse(operation: Operation, given: Any) -> Fields:
         raise refusal(error.errors(include_url=False)) from error
 
 
-# pydantic's of a dict's key, and ours of items: no fields
+# Steps of a fault's path that are no fields: pydantic's mark of a key, and our tags of items.
 MARKS = "[key]", "[message]", "[reference]"
-# OpenAI's
+# OpenAI's words for some kinds of faults.
 CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unsupported_parameter"}
 
 
-def refusal(faults: list[dict]) -> APIError:
-    """faults: pydantic's."""
+def refusal(faults: list[ErrorDetails]) -> APIError:
     first = faults[0]
     sentences = [sentence(fault) for fault in faults[:MAX_FAULTS]]
     return APIError(400, "; ".join(sentences), place(first) or None, CODES.get(first["type"]))
 
 
-def sentence(fault: dict) -> str:
+def sentence(fault: ErrorDetails) -> str:
     """What is wrong, and how to mend it."""
     where = place(fault) or "the body"
     if fault["type"] == "missing":
@@ -410,11 +412,13 @@ def sentence(fault: dict) -> str:
         return f"{where} is not supported here: leave it out"
     if fault["type"] == "int_parsing_size":
         return f"{where} has too many digits"
-    rule = "be a JSON object" if fault["type"] == "model_type" else fault["msg"].partition(" should ")[2]
+    rule = fault["msg"].partition(" should ")[2]
+    if fault["type"] == "model_type":
+        rule = "be a JSON object"
     return f"{where} should {rule}, got {reprlib.repr(fault['input'])}"
 
 
-def place(fault: dict) -> str:
+def place(fault: ErrorDetails) -> str:
     """The path of the field at fault, such as messages[0].role."""
     steps = [f"[{step}]" if isinstance(step, int) else f".{step[:100]}" for step in fault["loc"]
              if step not in MARKS]
@@ -424,7 +428,8 @@ def place(fault: dict) -> str:
 @cache
 def openapi() -> str:
     """All operations as an OpenAPI document, in JSON."""
-    models = [(operation.fields, "validation") for operation in OPERATIONS]
+    models: list[tuple[type[BaseModel], JsonSchemaMode]] = [
+        (operation.fields, "validation") for operation in OPERATIONS]
     models += [(operation.answer, "serialization") for operation in OPERATIONS
                if not isinstance(operation.answer, str)]
     references, definitions = models_json_schema(models,

@@ -44,7 +44,7 @@ import re
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -111,7 +111,8 @@ class LiveTurn:
     Any number of threads may read it, any number of times. Nobody has to: it is committed all the
     same."""
 
-    def __init__(self, id: str, engine: Engine, tokenizer: Tokenizer | None, stop: list[str] = ()):
+    def __init__(self, id: str, engine: Engine, tokenizer: Tokenizer | None,
+                 stop: Sequence[str] = ()):
         self.id = id                                # of the turn in the history, too
         self.begun = time.time()
         self.conversation: str | None = None        # the name of the one that it has claimed
@@ -126,7 +127,7 @@ class LiveTurn:
         self.min_tokens = 0                         # a stop string counts from this token on
         self.settled: float | None = None    # when its reply was complete, in seconds since 1970
         self.reply: Answer | None = None            # in the end either this
-        self.error: Exception | None = None         # or this
+        self.error: BaseException | None = None     # or this
 
     def progress(self) -> Iterator[tuple[str, int]]:
         """The text as it grows: (new text, number of tokens that all text so far stands for)."""
@@ -240,7 +241,7 @@ class Sessions:
         return self.respond(messages, conversation, keep=conversation is not None,
                             **options).result()
 
-    def another(self, turn: LiveTurn, prefix: str = "", stop: str | list[str] = (),
+    def another(self, turn: LiveTurn, prefix: str = "", stop: str | Sequence[str] = (),
                 **options) -> LiveTurn:
         """One more answer to the prompt of a live turn, in a branch of its own. The prompt is
         computed once for both."""
@@ -254,7 +255,7 @@ class Sessions:
                 prefix: str = "", keep: bool = True, instructions: str | None = None,
                 truncate: bool = False, gone: Callable[[], bool] = lambda: False,
                 note: dict | None = None, wait: bool = True,
-                stop: str | list[str] = (), max_tokens: int | None = None,
+                stop: str | Sequence[str] = (), max_tokens: int | None = None,
                 template_options: dict | None = None, **options) -> LiveTurn:
         """Begin a turn that answers messages. A client says in one of three ways what comes before
         them:
@@ -296,7 +297,7 @@ class Sessions:
             return self._submit(live, plan, max_tokens=max_tokens, **options)
 
     def submit(self, prompt: list[int], conversation: str | None = None, *,
-               base: Turn | None = None, stop: str | list[str] = (), **options) -> LiveTurn:
+               base: Turn | None = None, stop: str | Sequence[str] = (), **options) -> LiveTurn:
         """Append token ids to a conversation (None: a one-off, nothing is kept) and generate a
         reply. If the conversation is busy, wait until its turn has settled.
 
@@ -409,7 +410,7 @@ class Sessions:
         require(contexts[0] != self._tokenize([], a, None), "system_prompt",
                 "left out, since this model's chat template shows no system message", prompt)
         # it compares any lists: here, of ids
-        self.engine.designate(os.path.commonprefix(contexts))
+        self.engine.designate(list(os.path.commonprefix(contexts)))
         return system
 
     def _system(self, messages: list[dict], instructions: str | None) -> list[dict]:
@@ -422,7 +423,7 @@ class Sessions:
     # ---- the life of a turn: claim, submit, commit, tell
 
     @contextmanager
-    def _beginning(self, stop: str | list[str]) -> Iterator[LiveTurn]:
+    def _beginning(self, stop: str | Sequence[str]) -> Iterator[LiveTurn]:
         """A new live turn. If it fails before it is submitted, its conversation is free again."""
         stop = [stop] if isinstance(stop, str) else stop or []
         require(isinstance(stop, (list, tuple)) and all(isinstance(text, str) for text in stop),
@@ -476,7 +477,7 @@ class Sessions:
         return f"{prefix}conv_{self.new_id()}" if taken else hint
 
     def _release(self, live: LiveTurn, answer: Answer | None = None,
-                 error: Exception | None = None):
+                 error: BaseException | None = None):
         """The conversation is free again, and readers are told how the turn has ended."""
         if self.turns.get(live.conversation) is live:
             del self.turns[live.conversation]
@@ -485,7 +486,8 @@ class Sessions:
 
     def _submit(self, live: LiveTurn, plan: Plan, like: Handle | None = None,
                 **options) -> LiveTurn:
-        context, parent = (), None
+        context: Sequence[int] = ()
+        parent = None
         if plan.restarts:
             self.engine.forget(live.conversation)
         elif plan.after:
@@ -503,7 +505,7 @@ class Sessions:
     def _ended(self, live: LiveTurn, handle: Handle):
         """Whoever steps the engine calls this, and settles a cancelled, failed or one-off turn at
         once, since it writes nothing. A commit may have to wait for the history's file."""
-        complete = handle.reply and handle.reply.finish_reason != "cancelled"
+        complete = handle.reply is not None and handle.reply.finish_reason != "cancelled"
         commits = complete and live.conversation is not None
         if commits and self.writer:
             self.writer.submit(self._settle, live, handle, commits)
@@ -632,13 +634,14 @@ class Sessions:
             if not self._erase(name, still_due):
                 busy.append(name)
 
-    def create(self, conversation: str, metadata: dict, messages: list[dict] = ()):
+    def create(self, conversation: str, metadata: dict, messages: Sequence[dict] = ()):
         """A conversation without a turn. Its first turn will begin with the messages. TooLong if no
         turn could have room for them, ValueError if it exists."""
         self._expect_room(messages)
         self.history.create(conversation, metadata, messages)
 
-    def update(self, conversation: str, metadata: dict | None = None, new: list[dict] = ()) -> bool:
+    def update(self, conversation: str, metadata: dict | None = None,
+               new: Sequence[dict] = ()) -> bool:
         """Set the metadata, or add messages that the next turn will begin with. False if there is
         no such conversation. Busy if messages come while it is being answered, TooLong if no turn
         could have room for all that wait then."""
@@ -656,7 +659,7 @@ class Sessions:
             self._expect_room(stored.waiting + list(new))
         return self._write(partial(self._alone, conversation, change))
 
-    def _expect_room(self, waiting: list[dict]):
+    def _expect_room(self, waiting: Sequence[dict]):
         """TooLong for messages that fit into no context. A message counts for one token more than
         its text has, since the template marks where it begins."""
         encode, limit = self.tokenizer.encode if self.tokenizer else str.encode, self.engine.scheduler.limit

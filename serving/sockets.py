@@ -22,8 +22,8 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict
+from contextlib import contextmanager, suppress
+from email.message import Message as Headers
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -46,10 +46,8 @@ RESTS = 3                   # seconds of rest for each second of reading large b
 HEADER_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\0]*\r?\n")
 SURROGATE = re.compile(rb"(?i)\\ud[89a-f]")          # in JSON
 DECODERS = dict(gzip=31, deflate=15)        # Content-Encoding -> zlib's name for it
-# from the answer before, or the connection, until a whole request has arrived
-REQUEST_SECONDS = 30
-# for a client to take a piece of our answer, or to send us more of its request
-WRITE_SECONDS = 30
+REQUEST_SECONDS = 30        # for a request to arrive, from the connection or the last answer on
+WRITE_SECONDS = 30          # for a client to take a piece of our answer, or to send us more bytes
 PIECE_BYTES = 2**16         # of an answer
 STUCK_SECONDS = 10          # without a step, though there is something to do
 KEEPALIVE_SECONDS = 15      # of silence in a stream
@@ -59,8 +57,8 @@ LINGER_SECONDS = 2          # for a client that still sends when we have answere
 TURNS_SHOWN = 100           # at /cache
 MAX_WATCHERS = 32           # of the live picture
 SESSION_HEADERS = "X-Session-ID", "X-Session-Affinity", "session_id"     # vLLM's, routers', agents'
-TOO_MANY_CONNECTIONS = (b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n"
-                        b"Connection: close\r\n\r\n")
+TOO_MANY_CONNECTIONS = (b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n"
+                        b"Content-Length: 0\r\nConnection: close\r\n\r\n")
 HUNG_UP = ConnectionError, TimeoutError     # there is no client left to answer
 
 
@@ -81,14 +79,13 @@ class Server(ThreadingHTTPServer):
         api_keys, allow_origins, metrics_key: see Guard. ValueError for a key or an origin that
         cannot be used, OSError if we cannot listen at the address."""
         self.sessions, self.engine = sessions, sessions.engine
-        config = sessions.engine.config
+        config = self.engine.config
         self.guard = Guard(address[0], api_keys, allow_origins, metrics_key)
         self.model_names = Path(config.model).resolve().name, config.model
         self.api = API(sessions, self.model_names)
         self.private = len(self.guard.keys) > 1             # no key may learn about another's turns
         self.bytes_of_each_key = history_max_bytes / len(self.guard.prefixes)   # in the history
-        read_stats = partial(self.look, self.engine.read_stats)
-        whole = Metrics(read_stats, self.model_names[0])
+        whole = Metrics(partial(self.look, self.engine.read_stats), self.model_names[0])
         self.metrics = {prefix: Metrics(None, self.model_names[0]) if self.private else whole
                         for prefix in self.guard.prefixes} | {ALL_KEYS: whole}
         self.broadcast = live.Broadcast(self.engine, self.private)
@@ -102,20 +99,18 @@ class Server(ThreadingHTTPServer):
         self.connections = threading.BoundedSemaphore(max_connections)
         self.deadlines: dict[socket.socket, float] = {}     # of the requests that are arriving
         self.stop_at: float | None = None                   # set when the server begins to drain
-        # of the engine: how many, and when we saw the last
-        self.steps, self.last_step = 0, time.monotonic()
+        self.steps, self.last_step = 0, time.monotonic()    # of the engine; when we saw the last
         self.stateless: Sessions | None = None    # --demo: it answers our turns without memory
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         try:
             super().__init__(address, Handler)
         except OSError as error:
-            place = "{}:{}".format(*address)
-            raise OSError(f"we cannot listen at {place}: {error.strerror}; "
+            raise OSError(f"we cannot listen at {address[0]}:{address[1]}: {error.strerror}; "
                           "use another --host or --port") from error
 
     @property
     def url(self) -> str:
-        host, port, *_ = self.server_address
+        host, port, *_ = map(str, self.server_address)
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     # ---- limits, and the end
@@ -177,13 +172,15 @@ class Server(ThreadingHTTPServer):
         """To read a large body keeps the interpreter from all other threads. So we read one at a
         time, and then rest RESTS times as long: however many come, the others have most of the
         time."""
-        with self.reading if len(body) > LARGE_BYTES else nullcontext():
+        if len(body) <= LARGE_BYTES:
+            yield
+            return
+        with self.reading:
             begin = time.thread_time()
             try:
                 yield
             finally:
-                if len(body) > LARGE_BYTES:
-                    time.sleep(RESTS * (time.thread_time() - begin))
+                time.sleep(RESTS * (time.thread_time() - begin))
 
     def drain(self):
         """From now on the server refuses every request. It stops when the turns at work are done,
@@ -226,7 +223,7 @@ class Server(ThreadingHTTPServer):
         reply = turn.result()
         if reply.finish_reason == "cancelled":
             return reply
-        # it may be one and the same
+        # A set, since both may be the same object.
         for metrics in {self.metrics[prefix], self.metrics[ALL_KEYS]}:
             metrics.count(turn, reply)
         milliseconds = first_token_ms(turn)
@@ -248,7 +245,7 @@ class Server(ThreadingHTTPServer):
         try:
             again = self.stateless.submit(
                 plan.prompt, base=base, stop=turn.stream.stop, max_tokens=most, ignore_eos=True,
-                min_tokens=min(turn.min_tokens, most), **asdict(turn.handle.request.sampling))
+                min_tokens=min(turn.min_tokens, most), **vars(turn.handle.request.sampling))
             answer = again.result()
         except (StaleTurn, RuntimeError):    # RuntimeError: its engine has failed, or is closed
             return None
@@ -265,7 +262,8 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = default_request_version = "HTTP/1.1"
     timeout = WRITE_SECONDS
     disable_nagle_algorithm = True
-    headers = None                                      # until we have read them
+    headers: Headers = None     # until we have read them
+    rfile: Any                  # the client's bytes; while we read a head, a HeadReader of them
     server: Server
 
     # ---- a request comes in
@@ -281,25 +279,25 @@ class Handler(BaseHTTPRequestHandler):
 
     def handle_one_request(self):
         self.server.deadlines[self.connection] = time.monotonic() + REQUEST_SECONDS
+        self.headers = None
         super().handle_one_request()
 
     def parse_request(self) -> bool:
         """http.server reads the head through a HeadReader. False if we have refused it."""
-        file, self.rfile, self.headers = self.rfile, HeadReader(self.rfile), None
+        file, self.rfile = self.rfile, HeadReader(self.rfile)
         try:
             parsed = super().parse_request()
             if parsed and self.request_version == "HTTP/1.1" and "Host" not in self.headers:
                 raise APIError(400, "a request of HTTP/1.1 needs the header Host")
             return parsed
         except APIError as error:
-            self.send(error.status, error.body)
+            self.refuse(error)
             return False
         finally:
             self.rfile = file
 
     def answer_request(self):
-        """Answers a request of any method. After a refusal we close the connection, since there may
-        be a body that we have not read."""
+        """Answers a request of any method."""
         has_body = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
         if has_body and self.command != "POST":
             self.close_connection = True                # since we read the body of a POST alone
@@ -310,24 +308,23 @@ class Handler(BaseHTTPRequestHandler):
                 raise APIError(503, f"the server is stopping: {reason}")
             self.server.guard.check_site(self.headers)
             if self.command == "OPTIONS" and "Access-Control-Request-Method" in self.headers:
-                return self.send_preflight()
-            open_to_all = path in ("/", "/health")
-            prefix = "" if open_to_all else self.server.guard.prefix(self.headers, path)
+                # A browser asks whether the page of another site may send its request. The headers
+                # say so, see end_headers.
+                return self.send_head(204, {})
+            prefix = self.server.guard.prefix(self.headers, path)
             method = "GET" if self.command == "HEAD" else self.command
             operation, names = find_operation(method, path)
             if self.command == "POST":
                 given = self.read_json(operation)
             else:
                 given = dict(parse_qsl(query, keep_blank_values=True))
-                # as in a body: what we do not have is never in an answer
-                given.pop("include[]", None)
+                given.pop("include[]", None)    # what we do not have is never in an answer
             self.server.deadlines.pop(self.connection, None)
             self.perform(prefix, operation, names, given)
         except HUNG_UP:
             raise
         except Exception as error:
-            error = as_api_error(error)
-            self.send(error.status, error.body, headers=error.headers)
+            self.refuse(as_api_error(error))
 
     do_GET = do_POST = do_HEAD = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = answer_request
 
@@ -387,10 +384,10 @@ class Handler(BaseHTTPRequestHandler):
                     json.dumps(given, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             raise APIError(400, f"the body is not valid JSON: {error}") from error
-        if issubclass(operation.fields, ReplyBody) and isinstance(given, dict):
-            names = [given.get("session_id"),
-                     *(self.headers.get(name) or None for name in SESSION_HEADERS)]
-            given["session_id"] = next((name for name in names if name is not None), None)
+        takes_name = issubclass(operation.fields, ReplyBody) and isinstance(given, dict)
+        if takes_name and given.get("session_id") is None:
+            sent = map(self.headers.get, SESSION_HEADERS)
+            given["session_id"] = next(filter(None, sent), None)
         return given
 
     def read_body(self, operation: Operation) -> bytes:
@@ -415,13 +412,13 @@ class Handler(BaseHTTPRequestHandler):
         while size != 0:
             head = self.rfile.readline(1000)
             if not (match := re.fullmatch(rb"([0-9a-fA-F]{1,8})[ \t]*(;.*)?\r\n", head)):
-                raise APIError(400,
-                               f"a chunk of the body must begin with its size, got {head!r:.100}")
+                raise APIError(400, "a chunk of the body must begin with its size, "
+                                    f"got {head!r:.100}")
             size = int(match[1], 16)
             body += self.read_bytes(size, len(body))
             if size and self.read_bytes(2) != b"\r\n":
-                raise APIError(400,
-                               f"a chunk of the body has not the size that it names, {size} bytes")
+                raise APIError(400, "a chunk of the body has not the size that it names, "
+                                    f"{size} bytes")
         trailer = HeadReader(self.rfile)
         while trailer.readline() not in (b"\r\n", b"\n"):
             pass
@@ -433,8 +430,8 @@ class Handler(BaseHTTPRequestHandler):
         if coding in ("", "identity"):
             return body
         if coding not in DECODERS:
-            raise APIError(415,
-                           f"Content-Encoding: we read {' and '.join(DECODERS)}, not {coding!r:.100}")
+            raise APIError(415, f"Content-Encoding: we read {' and '.join(DECODERS)}, "
+                                f"not {coding!r:.100}")
         try:
             decoder = zlib.decompressobj(DECODERS[coding])
             body = decoder.decompress(body, MAX_BODY_BYTES + 1)
@@ -449,12 +446,12 @@ class Handler(BaseHTTPRequestHandler):
     def read_bytes(self, length: int, before: int = 0) -> bytes:
         """So many bytes of a body, of which we have read `before` bytes."""
         if before + length > MAX_BODY_BYTES:
-            raise APIError(413,
-                           f"the body has {before + length} bytes; we accept at most {MAX_BODY_BYTES}")
+            raise APIError(413, f"the body has {before + length} bytes; we accept at most "
+                                f"{MAX_BODY_BYTES}")
         data = self.rfile.read(length)
         if len(data) < length:
-            raise APIError(400,
-                           f"the body ended after {before + len(data)} of {before + length} bytes")
+            raise APIError(400, f"the body ended after {before + len(data)} of {before + length} "
+                                "bytes")
         return data
 
     def read_target(self) -> tuple[str, str]:
@@ -514,7 +511,7 @@ class Handler(BaseHTTPRequestHandler):
         finish = partial(self.server.finish_turn, prefix)
         with self.watched(writer, free_one):
             if not writer.stream:
-                return self.send(200, writer.whole(*map(finish, writer.turns)))
+                return self.send(200, writer.whole(list(map(finish, writer.turns))))
             self.begin_stream()
             try:
                 for event in writer.events(finish):
@@ -558,35 +555,34 @@ class Handler(BaseHTTPRequestHandler):
             over.set()
             cancel()
 
+    def refuse(self, error: APIError):
+        """Sends the error and closes the connection, since we may not have read the body."""
+        self.close_connection = True
+        self.log_message('"%s" %d %s', self.requestline, error.status, error)
+        again = {"Retry-After": "1"} if error.status in (429, 503) else {}
+        self.send(error.status, error.body, headers=error.headers | again)
+
     def send(self, status: int, content: dict | str, content_type: str = "application/json",
              headers: dict[str, str] | None = None):
         body = (content if isinstance(content, str) else json.dumps(content)).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        if status in (429, 503):
-            self.send_header("Retry-After", "1")
-        if status >= 400:
-            self.close_connection = True
-            self.log_message('"%s" %d %s', self.requestline, status, content["error"]["message"])
-        self.end_headers()
+        self.send_head(status, {"Content-Type": content_type, "Content-Length": str(len(body))}
+                       | (headers or {}))
         if self.command != "HEAD":
             for start in range(0, len(body), PIECE_BYTES):      # each in time, not all of them
                 self.wfile.write(body[start:start + PIECE_BYTES])
 
     def send_error(self, code, message=None, explain=None):
         """http.server calls this for a request that it refuses itself."""
-        self.send(code, APIError(code, message or "we cannot read this request").body)
+        self.refuse(APIError(code, message or "we cannot read this request"))
 
-    def send_preflight(self):
-        """Answers a browser that asks whether the page of another site may send its request. The
-        headers say so, see end_headers."""
-        self.send_response(204)
+    def send_head(self, status: int, headers: dict[str, str]):
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.end_headers()
 
     def end_headers(self):
+        """http.server calls this, too."""
         if self.headers:
             for name, value in self.server.guard.cors(self.headers).items():
                 self.send_header(name, value)
@@ -595,15 +591,13 @@ class Handler(BaseHTTPRequestHandler):
         super().end_headers()
 
     def begin_stream(self):
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Cache-Control", "no-cache")
-        self.send_header("X-Accel-Buffering", "no")     # nginx would hold the events back
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache",
+                   "X-Accel-Buffering": "no"}           # nginx would hold the events back
         if self.request_version == "HTTP/1.1":          # an older client sees the end when we close
-            self.send_header("Transfer-Encoding", "chunked")
+            headers["Transfer-Encoding"] = "chunked"
         else:
             self.close_connection = True
-        self.end_headers()
+        self.send_head(200, headers)
 
     def send_event(self, event: dict | str):
         """Sends an event of a stream: an object, or a string as it is."""

@@ -103,10 +103,8 @@ class Tokenizer:
         self.special = {token["content"]: token["id"] for token in spec["added_tokens"]
                         if token["special"]}
         self.pieces, self.drops_first_space = token_bytes(spec)
-        if ids_in_merge_order(spec):
-            self._backend = TiktokenBackend(self.special, self.pieces)
-        else:
-            self._backend = LibraryBackend(spec)
+        self._backend = (TiktokenBackend(self.special, self.pieces) if ids_in_merge_order(spec)
+                         else LibraryBackend(spec))
         longest = max(map(len, [b"", *self.pieces.values(), *map(str.encode, self.special)]))
         shrinks = 4 if spec["normalizer"] else 1        # NFC makes 3 bytes of some 9
         self._limit, self._most_bytes = most_tokens, (most_tokens or math.inf) * longest * shrinks
@@ -193,8 +191,8 @@ class Tokenizer:
         # UnicodeEncodeError, a ValueError, for a lone surrogate
         size = len(guarded.encode()) - len(GUARD.encode()) * guarded.count(GUARD)
         if size > self._most_bytes:
-            raise TextTooLong(f"the text has {size} bytes, more than any text whose tokens are within "
-                              f"the limit of {self._limit}")
+            raise TextTooLong(f"the text has {size} bytes, more than any text whose tokens are "
+                              f"within the limit of {self._limit}")
         return self._backend.encode(guarded)
 
 
@@ -369,7 +367,8 @@ def ids_in_merge_order(spec: dict) -> bool:
     model, split, words = spec["model"], spec["pre_tokenizer"] or {}, vocabulary(spec)
     extras = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
     plain_bpe = model["type"] == "BPE" and not any(map(model.get, extras))
-    gpt2_split = split.get("type") == "ByteLevel" and split["use_regex"] and not split["add_prefix_space"]
+    gpt2_split = (split.get("type") == "ByteLevel" and split["use_regex"]
+                  and not split["add_prefix_space"])
     plain_added = all(token["special"]
                       and not (token["lstrip"] or token["rstrip"] or token["single_word"])
                       for token in spec["added_tokens"])

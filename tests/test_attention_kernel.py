@@ -16,8 +16,8 @@ import attention_kernel as kernel
 import interpreter  # noqa: F401
 from arrays import upload
 from attention_kernel import (PIECES_AT_ONCE, SpanTensors, multi_token_attention,
-                              multi_token_attention_reference)
-from attention_plan import AMPERE, FLOAT32, HOPPER, ITEM, MERGE, NO_ITEMS, make_plan, room_for
+                              multi_token_attention_reference, plan_of)
+from attention_plan import AMPERE, FLOAT32, HOPPER, ITEM, MERGE, NO_ITEMS, make_plan, largest_plan
 
 HALF, FLOAT = torch.float16, torch.float32
 GPU = torch.cuda.is_available()
@@ -181,7 +181,7 @@ def test_any_batch_fits_into_the_room_of_its_size(decodes, spans, fewer, group, 
         spans = spans + [(1, 0)] * (size - sum(tokens for tokens, _ in spans))
         q_len, history = np.array(spans).T
         plan = make_plan(np.array([range(len(spans)), q_len, history + q_len]), group, wanted)
-        room = plan.padded(room_for(size, 1 if decodes else size, group, wanted))
+        room = plan.padded(largest_plan(size, 1 if decodes else size, group, wanted))
         assert plan.partial_rows <= room.partial_rows
         planned = dict(plan.launches)
         pairs = [(planned.pop(shape, NO_ITEMS), items) for shape, items in room.launches]
@@ -193,10 +193,10 @@ def test_any_batch_fits_into_the_room_of_its_size(decodes, spans, fewer, group, 
 
 
 def test_room_of_decodes():
-    """The example of room_for."""
+    """The example of largest_plan."""
     wanted = dict.fromkeys(HOPPER, 10)
     plan = make_plan(np.array([range(64), [1] * 64, [1] * 64]), 4, wanted)
-    room = plan.padded(room_for(64, 1, 4, wanted))
+    room = plan.padded(largest_plan(64, 1, 4, wanted))
     assert [len(rows) for rows in room.arrays()] == [74, 20] and room.partial_rows == 40
 
 
@@ -222,10 +222,10 @@ def test_long_histories_are_split_to_fill_the_gpu():
 
 def test_plan_is_made_once():
     spans = SpanTensors.build(row=[3, 1], q_len=[1, 5], kv_len=[7, 5])
-    assert spans.plan(4, 2, 64, HALF) is spans.plan(4, 2, 64, HALF)
+    assert plan_of(spans, 4, 2, 64, HALF) is plan_of(spans, 4, 2, 64, HALF)
     assert spans.host.tolist() == [[3, 1], [1, 5], [7, 5]]
     assert (spans.num_tokens, spans.max_row, spans.max_kv_len) == (6, 3, 7)
-    assert {array.dtype for array in spans.plan(4, 2, 64, HALF).arrays()} == {torch.int32}
+    assert {array.dtype for array in plan_of(spans, 4, 2, 64, HALF).arrays()} == {torch.int32}
 
 
 # ---- the Triton kernels, run
@@ -295,7 +295,7 @@ def test_the_cases_have_tiles_of_every_shape_whole_and_split(shapes):
 
 def check_padding(device):
     case = make_case([1, 3], [700, 30], 2, 1, 16, device=device)
-    plan = case[-1].plan(2, 1, 16, FLOAT)
+    plan = plan_of(case[-1], 2, 1, 16, FLOAT)
     padded = [F.pad(rows, (0, 0, 0, 3)) for rows in plan.arrays()]
     case[-1].plans[2, 1, 16, FLOAT] = plan.with_arrays(padded)
     assert_close(multi_token_attention(*case), case)

@@ -381,7 +381,7 @@ def test_a_turn_that_goes_away_while_it_is_in_the_air(way):
     handle = engine.submit(ids(9), "c", max_tokens=20, ignore_eos=True)
     for _ in range(4):
         engine.step()
-    assert engine.unsettled and handle.request.unsettled
+    assert engine.unsettled and handle.request.last_token_pending
     if way == "close":
         engine.close()
         assert handle.result().finish_reason == other.result().finish_reason == "cancelled"

@@ -401,7 +401,7 @@ def test_draining(zygote, checkpoint, tmp_path):
 
 
 def test_a_worker_that_dies_ends_the_process(zygote, checkpoint, tmp_path):
-    broken = "import worker; worker.Worker.logits = lambda *_: 1 / 0"
+    broken = "import worker; worker.Worker.compute_logits = lambda *_: 1 / 0"
     _, url = zygote.start(checkpoint, tmp_path / "history", before=broken)
     with connect(url) as client:
         for _ in range(3):

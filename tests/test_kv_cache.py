@@ -692,7 +692,7 @@ def wrong_reclaimable(cache, a, b):
 
 
 def wrong_offer_of_a_chunk(cache, a, b):
-    b.chunks[0].offered -= 4
+    b.chunks[0].reclaimable -= 4
 
 
 def lose_a_row(cache, a, b):

@@ -12,7 +12,7 @@ import kv_pool
 from kv_cache import Ticket
 from kv_pool import Flight, KVPool
 from streams import OperatorWatcher
-from tier_copies import copy_kernel, copy_tokens, pinned
+from tier_copies import copy_kernel, copy_tokens, page_locked
 
 LAYERS, HEADS, DIM, CHUNK, SLOTS, PLACES = 3, 2, 5, 4, 64, 12
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -299,11 +299,11 @@ def test_pinned_memory_is_whole_pages_and_unpinned_with_its_owner(monkeypatch):
     cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=registered.pop)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     owner = KVPool(LAYERS, HEADS, DIM, SLOTS, PLACES, CHUNK, "cpu", torch.float32)
-    tier = pinned((3, 1000), torch.float16, owner)
+    tier = page_locked((3, 1000), torch.float16, owner)
     tier[:] = 7
     assert tier.shape == (3, 1000) and tier.dtype == torch.float16 and (tier == 7).all()
     assert registered == {tier.untyped_storage().data_ptr(): 6000} and tier.data_ptr() % mmap.PAGESIZE == 0
-    assert pinned((0, 5), torch.float32, owner).shape == (0, 5)         # no CPU tier
+    assert page_locked((0, 5), torch.float32, owner).shape == (0, 5)         # no CPU tier
     del owner
     assert registered == {} and (tier == 7).all()
 
@@ -312,7 +312,7 @@ def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch):
     cudart = SimpleNamespace(cudaHostRegister=lambda address, size, flags: 2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     with pytest.raises(RuntimeError, match="4,000 bytes of host memory could not be pinned .CUDA error 2"):
-        pinned((1000,), torch.float32, owner=cudart)
+        page_locked((1000,), torch.float32, owner=cudart)
 
 
 # ---- on real streams

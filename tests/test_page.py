@@ -20,8 +20,8 @@ from selenium.webdriver.common.keys import Keys
 pytestmark = pytest.mark.browser
 SLOWLY = """
 import time, worker
-fast = worker.Worker.logits
-worker.Worker.logits = lambda *arguments: (time.sleep(0.02), fast(*arguments))[1]
+fast = worker.Worker.compute_logits
+worker.Worker.compute_logits = lambda *arguments: (time.sleep(0.02), fast(*arguments))[1]
 """                                     # so that an answer takes long enough to be stopped
 FACTS = [["Hi, I'm Zorbella.", "My lucky number is 4711.", "I live in Oslo.", "My favourite food is ramen.",
           "What is my lucky number?"],

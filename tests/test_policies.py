@@ -1,6 +1,8 @@
 """In which order chunks leave under each policy; and the rivals of experiments/: their values, by hand."""
 import math
 import random
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -82,6 +84,13 @@ ORDERS = {"plain": {"retention": "a0 b0 a1 b1 a2 b2", "lru": "a0 b0 a1 b1 a2 b2"
                      "trailing-half": "a2 b2 a1 a0", "conversation": "a2 b2 a0 a1"}}
 # What leaves together leaves the CPU tier one by one.
 ONE_BY_ONE = {"trailing-half": "a2 b2 a1 b1 a0 b0", "conversation": "a0 b0 a1 b1 a2 b2"}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_chat_page_has_a_sentence_for_each_policy(policy):
+    page = (Path(__file__).parent.parent / "serving/chat.html").read_text()
+    rules = page[page.index("const RULES = {"):].partition("};")[0]
+    assert re.search(rf'^  "?{policy}"?: ', rules, re.M)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

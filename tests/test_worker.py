@@ -142,7 +142,7 @@ def test_inputs_are_the_batch():
     # Behind the first span nothing is sampled: its context goes on.
     assert inputs.sample_at.tolist() == [4, 9] and packed.sampling_requests == [found[2], found[1]]
     assert inputs.positions.tolist() == [2, 3, 4, 5, 19, 0, 1, 2, 3, 4]
-    assert inputs.table_rows.tolist() == [0] * 4 + [2] + [1] * 5
+    assert inputs.row_of_token.tolist() == [0] * 4 + [2] + [1] * 5
     assert inputs.spans.host.tolist() == [[0, 2, 1], [4, 1, 5], [6, 20, 5]]
     assert worker.slot_table[1, 3:5].tolist() == [40, 41]
 
