@@ -335,7 +335,9 @@ class Handler(BaseHTTPRequestHandler):
         fields = parse(operation, given)
         if operation.method == "POST":    # it may write: first make room in this key's share
             self.server.sessions.prune(float("inf"), self.server.bytes_of_each_key, prefix)
-        arguments = [prefix, *names, fields] if operation.fields.model_fields else [prefix, *names]
+        arguments: list[Any] = [prefix, *names]
+        if operation.fields.model_fields:
+            arguments.append(fields)
         if isinstance(fields, ResponseBody):    # it may have to be shortened, which takes its time
             arguments.append(self.between_looks())
         turns = getattr(fields, "n", 1) if isinstance(fields, ReplyBody) else 0

@@ -783,7 +783,7 @@ def test_who_hangs_up_needs_no_shorter_context(server, monkeypatch, path):
 
 
 def test_who_hangs_up_while_other_large_bodies_are_read_is_not_read(server, monkeypatch):
-    """Else a client that sends and hangs up again and again would fill the queue of those who wait to be read."""
+    """Else a client that sends and hangs up in a loop would fill the queue of those who wait to be read."""
     read = []
     monkeypatch.setattr("serving.sockets.json.loads", lambda body: read.append(len(body)) or {})
     with server.reading:
@@ -872,7 +872,8 @@ def test_keys_from_files_and_the_environment(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("content, named", [("", "api_key must be"), ("\n\n", "api_key must be"),
                                             ("two words", "api_key must be"), (None, "No such file")])
-def test_a_file_without_keys_opens_no_server_to_all(content, named, tmp_path, monkeypatch, capsys, checkpoint):
+def test_a_file_without_keys_opens_no_server_to_all(content, named, tmp_path, monkeypatch, capsys,
+                                                    checkpoint):
     if content is not None:
         (tmp_path / "keys").write_text(content)
     words = last_words(checkpoint, f"--api-key @{tmp_path}/keys", monkeypatch, capsys)
