@@ -280,8 +280,8 @@ class Sessions:
             truncate            True: drop the oldest messages until max_tokens (by default a quarter of the
                                 limit) are left for the reply.
             max_tokens          of the reply, at most; by default as many as fit.
-            gone                True: nobody waits for the answer. `truncate` asks before each look at how many
-                                must be dropped; then we raise ConnectionError.
+            gone                True: nobody waits for the answer. `truncate` asks before each look at how
+                                many must be dropped; then we raise ConnectionError.
             template_options    see Tokenizer.turn.
             note                is kept with the turn, for the caller.
             stop, options       see `submit`."""
