@@ -144,6 +144,8 @@ def ids_of(config: dict) -> frozenset[int]:
 def read_json(file: Path, **options) -> dict:
     """options: see json.loads."""
     try:
+        if not file.is_file():
+            raise OSError("there is no such file")      # but perhaps a device or a pipe, without end
         content = json.loads(file.read_text(encoding="utf-8"), **options)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read as JSON: {error}") from error
@@ -159,7 +161,12 @@ def weight_files(directory: Path) -> list[Path]:
         index = single.with_name(single.name + ".index.json")
         if index.is_file():
             shards = filled(read_json(index), dict, "weight_map").values()
-            return [directory / shard for shard in sorted(set(map(str, shards)))]
+            files = [directory / shard for shard in sorted(set(map(str, shards)))]
+            for file in files:      # a hub's cache has links here, so we do not ask where they lead
+                if file.parent != directory or not file.is_file():
+                    raise ValueError(f"{index} names {str(file)!r:.200}, which is no file beside "
+                                     "it; download the checkpoint again")
+            return files
         if single.is_file():
             return [single]
     raise ValueError(f"{directory} holds neither model.safetensors nor pytorch_model.bin, "

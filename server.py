@@ -45,6 +45,7 @@ from serving.output import PatientStream
 from serving.sessions import Sessions
 from serving.sockets import Drained, Server
 
+KEYS_VARIABLE = "NANO_PENSIEVE_API_KEYS"    # in the environment; blanks stand between the keys
 DAY = 86400                 # seconds
 PRUNE_SECONDS = 60          # between two checks of the history's age
 FIRST_PRUNE_SECONDS = 3600  # before the first of these checks, at most
@@ -66,10 +67,14 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
                             help=f"{help} (default: {default})")
     flag("--host", "127.0.0.1", "the address to listen on")
     flag("--port", 8000, "the port to listen on; 0: any that is free")
-    parser.add_argument("--api-key", action="append", default=[], metavar="KEY",
-                        help="a key that clients must send; repeat the flag for more keys, each "
-                             "with conversations of its own (default: no key is needed)")
-    parser.add_argument("--metrics-key", metavar="KEY",
+    parser.add_argument("--api-key", action="extend", metavar="KEY",
+                        type=lambda given: content_of(given).split("\n"),
+                        default=os.environ.get(KEYS_VARIABLE, "").split(),
+                        help="a key that clients must send, or @FILE with a key in each line; "
+                             "repeat the flag for more keys, each with conversations of its own; "
+                             f"the variable {KEYS_VARIABLE} may hold keys, too (default: no key "
+                             "is needed)")
+    parser.add_argument("--metrics-key", metavar="KEY", type=content_of,
                         help="a key that opens /metrics and nothing else, and shows there the "
                              "counts of all API keys (default: none; each API key sees its "
                              "own counts)")
@@ -106,6 +111,12 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     return flags
 
 
+def content_of(given: str) -> str:
+    """The file that a flag names after an @, else what is given. Others on the machine can read
+    the flags of a process."""
+    return Path(given[1:]).read_text().rstrip("\n") if given.startswith("@") else given
+
+
 def default_history(model: str) -> Path:
     """A file beside this one. Each model has its own, since token ids belong to one tokenizer."""
     slug = re.sub(r"[^\w.]+", "-", model).strip("-.")
@@ -139,9 +150,13 @@ def open_server(flags: argparse.Namespace) -> Server:
     options = Config.given(flags)
     sessions = Sessions(options.pop("model"), history=flags.history,
                         system_prompt=flags.system_prompt, name=flags.name, **options)
-    server = Server((flags.host, flags.port), sessions.start(), flags.api_key, flags.max_waiting,
-                    flags.max_connections, flags.allow_origin, flags.history_max_bytes,
-                    flags.metrics_key)
+    try:
+        server = Server((flags.host, flags.port), sessions.start(), flags.api_key,
+                        flags.max_waiting, flags.max_connections, flags.allow_origin,
+                        flags.history_max_bytes, flags.metrics_key)
+    except BaseException:
+        sessions.close()
+        raise
     max_age = DAY * flags.history_max_age_days
     threading.Thread(target=prune_by_age, args=(sessions, max_age), daemon=True).start()
     return server
@@ -216,6 +231,9 @@ def main():
             sys.exit(2)
         settle_in()
         print(banner(server))
+        if not (server.guard.is_local or server.guard.keys):
+            print(f"warning: whoever reaches {flags.host} may use this server without a key: "
+                  "--api-key sets one", file=sys.stderr)
         if flags.demo:
             begin_demo(server)
         serve_until_stopped(server)

@@ -24,10 +24,11 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from queue import Empty, Queue
+from typing import Any
 
 from engine import Engine
 from eviction import Policy
@@ -36,6 +37,7 @@ from scheduler import Batch
 
 LETTERS = {"GPU": "G", "GPU_AND_CPU": "B", "CPU": "C", None: "."}      # by the state of a chunk
 EVENT_SECONDS = 0.1     # between two pictures, at least
+PIECE_SECONDS = 0.0005  # of drawing between two steps
 STILL_SECONDS = 1.0     # the longest rest after a picture, and then the longest wait for a step
 RESTS = 9               # seconds of rest for each second of drawing
 MOST_MOVES = 1000       # remembered between two pictures
@@ -61,20 +63,38 @@ def portrait(conversation: Conversation, policy: Policy, now: float, leaving: Ch
                 leaves_next=leaving.index if leaving in conversation.chunks else None)
 
 
-def portraits(engine: Engine, names: Iterable[str | int]) -> list[dict]:
-    """The pictures of those of these conversations that have KV in a tier. The engine's owner calls
-    this."""
+def portrait_of(engine: Engine, name: str | int) -> dict | None:
+    """The picture of that conversation, if it has KV in a tier. The engine's owner calls this."""
     cache, now = engine.cache, engine.clock()
-    leaving, named = cache.next_to_leave(now), map(cache.conversations.get, names)
-    return [portrait(one, cache.policy, now, leaving)
-            for one in named if one and any(one.sources())]
+    one = cache.conversations.get(name)
+    if one and any(one.sources()):
+        return portrait(one, cache.policy, now, cache.next_to_leave(now))
+    return None
 
 
-def picture(engine: Engine) -> dict:
-    """The engine's stats, and every conversation that has KV in a tier. The engine's owner calls
-    this."""
-    return dict(stats=engine.read_stats(),
-                conversations=portraits(engine, engine.cache.conversations))
+def picture(engine: Engine, call: Callable[[Callable], Any]) -> dict:
+    """The engine's stats, and every conversation that has KV in a tier. call: runs a function
+    between two steps, as Engine.call does."""
+    whole = dict(stats={}, conversations=[])
+    pieces = drawing(engine, whole)
+    while call(partial(next, pieces, False)):
+        pass
+    return whole
+
+
+def drawing(engine: Engine, whole: dict) -> Iterator[bool]:
+    """Draws the whole picture. The engine's owner draws a piece of it between two steps: we yield
+    True when PIECE_SECONDS are over and some conversations are left."""
+    cache, now = engine.cache, engine.clock()
+    leaving = cache.next_to_leave(now)                  # the same one in all pieces
+    whole["stats"] = engine.read_stats()
+    pause = time.monotonic() + PIECE_SECONDS
+    for one in list(cache.conversations.values()):
+        if time.monotonic() > pause:
+            yield True
+            now, pause = engine.clock(), time.monotonic() + PIECE_SECONDS
+        if any(one.sources()):                          # not if it was forgotten meanwhile
+            whole["conversations"].append(portrait(one, cache.policy, now, leaving))
 
 
 def part_for(prefix: str, whole: dict, private: bool) -> dict:
@@ -169,7 +189,7 @@ class Broadcast:
                 begin = time.monotonic()
                 with self.lock:                                 # `_come` may clear them
                     transfers = [self.recent.popleft() for _ in range(len(self.recent))]
-                now = self.engine.call(partial(picture, self.engine))
+                now = picture(self.engine, self.engine.call)
                 after = {entry["id"]: entry["chunks"] for entry in now["conversations"]}
                 transfers += departures(before, after, self.engine.config.chunk_size)
                 self._send(dict(now, transfers=transfers))

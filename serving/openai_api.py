@@ -73,7 +73,9 @@ class API:
             raise
         return ChatWriter(turns, prefix, self.model, body)
 
-    def create_response(self, prefix: str, body: ResponseBody) -> "ResponseWriter":
+    def create_response(self, prefix: str, body: ResponseBody,
+                        gone: Callable[[], bool]) -> "ResponseWriter":
+        """gone: has the client hung up?"""
         options = body.engine_options()
         if "message.output_text.logprobs" in body.include or body.top_logprobs:
             options["logprobs"] = body.top_logprobs or 0
@@ -81,12 +83,13 @@ class API:
         turn = self.sessions.respond(**self._question(prefix, body), keep=body.store,
                                      note=dict(note, created_at=int(time.time())),
                                      wait=False,    # the server waits, see Handler.when_free
-                                     **options)
+                                     gone=gone, **options)
         return ResponseWriter(turn, prefix, self.model, body.stream)
 
-    def count_input_tokens(self, prefix: str, body: ResponseBody) -> dict:
+    def count_input_tokens(self, prefix: str, body: ResponseBody,
+                           gone: Callable[[], bool]) -> dict:
         """The number of tokens that the reply to this body would see. Nothing is generated."""
-        plan = self.sessions.plan(**self._question(prefix, body))
+        plan = self.sessions.plan(**self._question(prefix, body), gone=gone)
         return dict(object="response.input_tokens", input_tokens=plan.context + len(plan.prompt))
 
     def retrieve_response(self, prefix: str, id: str) -> dict:
@@ -238,8 +241,8 @@ class API:
     def _cache_of(self, prefix: str, found: ConversationRecord) -> dict:
         """Where the conversation's tokens are, as live.py shows it."""
         id = found.name.removeprefix(prefix)
-        if portraits := self.engine.call(partial(live.portraits, self.engine, [found.name])):
-            return dict(portraits[0], id=id)
+        if portrait := self.engine.call(partial(live.portrait_of, self.engine, found.name)):
+            return dict(portrait, id=id)
         head = self.history.head(found.name)
         return dict(id=id, tokens=head.length if head else 0, gpu=0, cpu=0, running=False,
                     waiting=self.sessions.answering(found.name) is not None,

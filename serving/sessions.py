@@ -253,7 +253,8 @@ class Sessions:
     def respond(self, messages: list[dict], conversation: str | None = None, *,
                 exists: bool = False, after: Turn | None = None, hint: str | None = None,
                 prefix: str = "", keep: bool = True, instructions: str | None = None,
-                truncate: bool = False, note: dict | None = None, wait: bool = True,
+                truncate: bool = False, gone: Callable[[], bool] = lambda: False,
+                note: dict | None = None, wait: bool = True,
                 stop: str | Sequence[str] = (), max_tokens: int | None = None,
                 template_options: dict | None = None, **options) -> LiveTurn:
         """Begin a turn that answers messages. A client says in one of three ways what comes before
@@ -279,6 +280,8 @@ class Sessions:
             truncate            True: drop the oldest messages until max_tokens (by default a quarter of the
                                 limit) are left for the reply.
             max_tokens          of the reply, at most; by default as many as fit.
+            gone                True: nobody waits for the answer. `truncate` asks before each look at how
+                                many must be dropped; then we raise ConnectionError.
             template_options    see Tokenizer.turn.
             note                is kept with the turn, for the caller.
             stop, options       see `submit`."""
@@ -287,7 +290,7 @@ class Sessions:
                 self._claim(live, conversation, wait)    # now we see how the reply before has ended
             plan = self.plan(messages, conversation, exists=exists, after=after, hint=hint,
                              prefix=prefix, note=note, instructions=instructions,
-                             truncate=truncate, max_tokens=max_tokens,
+                             truncate=truncate, gone=gone, max_tokens=max_tokens,
                              template_options=template_options)
             if conversation is None and keep:
                 self._claim_after(live, plan.after, hint, prefix)
@@ -316,7 +319,8 @@ class Sessions:
 
     def plan(self, messages: list[dict], conversation: str | None = None, *, exists: bool = False,
              after: Turn | None = None, hint: str | None = None, prefix: str = "",
-             instructions: str | None = None, truncate: bool = False, max_tokens: int | None = None,
+             instructions: str | None = None, truncate: bool = False,
+             gone: Callable[[], bool] = lambda: False, max_tokens: int | None = None,
              note: dict | None = None, template_options: dict | None = None) -> Plan:
         """The turn that `respond` would begin now, with the same arguments.
 
@@ -349,11 +353,12 @@ class Sessions:
                 if self._fits(after.length + len(prompt), room):
                     return Plan(prompt, new, after, None, note)
         droppable = len(earlier + new) if shows_all else len(earlier)
-        return self._plan_anew(after, system, earlier, new, droppable, room, note, template_options)
+        return self._plan_anew(after, system, earlier, new, droppable, room, gone, note,
+                               template_options)
 
     def _plan_anew(self, after: Turn | None, system: list[dict], earlier: list[dict],
-                   new: list[dict], droppable: int, room: int | None, note: dict,
-                   template_options: dict | None) -> Plan:
+                   new: list[dict], droppable: int, room: int | None,
+                   gone: Callable[[], bool], note: dict, template_options: dict | None) -> Plan:
         """A context of its own: the system message, then as many messages as leave `room`. We cut
         only before a user's message, and only among the first `droppable`: the history has them, or
         the client has. If even the shortest prompt is too long, the engine will say so."""
@@ -363,6 +368,8 @@ class Sessions:
             return self._tokenize([], system + messages[start:], None, template_options)
 
         def fits(start: int) -> bool:
+            if gone():
+                raise ConnectionError("the client has hung up")
             try:
                 return self._fits(len(prompt(start)), room)
             except TooLong:

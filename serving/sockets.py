@@ -35,7 +35,8 @@ from serving.guard import ALL_KEYS, Guard, page_policy
 from serving.history import StaleTurn
 from serving.metrics import Metrics
 from serving.openai_api import API, Writer, as_api_error
-from serving.operations import APIError, Operation, ReplyBody, find_operation, openapi, parse
+from serving.operations import (APIError, Operation, ReplyBody, ResponseBody, find_operation,
+                                openapi, parse)
 from serving.sessions import Answer, Answering, LiveTurn, Sessions
 
 MAX_BODY_BYTES = 2 * 2**20
@@ -334,7 +335,11 @@ class Handler(BaseHTTPRequestHandler):
         fields = parse(operation, given)
         if operation.method == "POST":    # it may write: first make room in this key's share
             self.server.sessions.prune(float("inf"), self.server.bytes_of_each_key, prefix)
-        arguments = [prefix, *names, fields] if operation.fields.model_fields else [prefix, *names]
+        arguments: list[Any] = [prefix, *names]
+        if operation.fields.model_fields:
+            arguments.append(fields)
+        if isinstance(fields, ResponseBody):    # it may have to be shortened, which takes its time
+            arguments.append(self.between_looks())
         turns = getattr(fields, "n", 1) if isinstance(fields, ReplyBody) else 0
         with self.server.counted(prefix, turns) as free_one:
             answer = self.when_free(getattr(self.server.api, operation.name), *arguments)
@@ -342,6 +347,19 @@ class Handler(BaseHTTPRequestHandler):
                 self.write(prefix, answer, free_one)
             else:
                 self.send(200, answer)
+
+    def between_looks(self) -> Callable[[], bool]:
+        """A function to call between two pieces of long work. It rests, as we do after a large
+        body, one thread at a time; then it tells whether the client has hung up."""
+        begin = time.thread_time()
+
+        def gone() -> bool:
+            nonlocal begin
+            with self.server.reading:
+                time.sleep(RESTS * (time.thread_time() - begin))
+            begin = time.thread_time()
+            return has_hung_up(self.connection)
+        return gone
 
     def when_free(self, answer: Callable, *arguments) -> dict | Writer:
         """Returns answer(*arguments). If another turn has the conversation, waits for that turn
@@ -361,6 +379,8 @@ class Handler(BaseHTTPRequestHandler):
             return {}
         try:
             with self.server.unhurried(body):
+                if len(body) > LARGE_BYTES and has_hung_up(self.connection):
+                    raise ConnectionError("the client has hung up")     # while others were read
                 given = json.loads(body)
                 if SURROGATE.search(body):      # ValueError for half of a pair
                     json.dumps(given, ensure_ascii=False).encode()
@@ -467,7 +487,7 @@ class Handler(BaseHTTPRequestHandler):
     def cache(self, prefix):
         engine = self.server.engine
         turns = live.outside(prefix, list(self.server.recent_turns), "conversation")
-        whole = self.server.look(partial(live.picture, engine))
+        whole = live.picture(engine, self.server.look)
         picture = live.part_for(prefix, whole, self.server.private)
         self.send(200, dict(picture, **live.scale(engine), turns=turns))
 

@@ -18,19 +18,21 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 from types import SimpleNamespace
 from urllib.parse import quote
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from eviction import POLICIES, RecomputeCost
 from server import prune_by_age
 from serving import live, sockets
 from serving.operations import OPERATIONS, ChatBody, ReplyBody, ResponseBody
 from serving.output import MOST_PIECES, PatientStream
 from serving.sessions import Sessions
 from serving.sockets import Handler
+from sharing import SharingCache
 
 from clients import CONTEXT, ROOT, ask, connect, eventually, fetch, posting, serving, user
 
@@ -271,7 +273,8 @@ def test_one_picture_for_all_watchers(server, client, monkeypatch):
     """Ten watchers see what one sees, for the price of one."""
     pictures = []
     draw = live.picture
-    monkeypatch.setattr(live, "picture", lambda engine: pictures.append(time.monotonic()) or draw(engine))
+    monkeypatch.setattr(live, "picture", 
+                        lambda *given: pictures.append(time.monotonic()) or draw(*given))
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(watch(server)) for _ in range(10)]
         files = [stack.enter_context(connection.makefile("rb")) for connection in connections]
@@ -321,6 +324,34 @@ def test_one_conversation_is_drawn_alone(server, client, monkeypatch):
 
     monkeypatch.setattr(live, "portrait", count)
     assert client.conversations.retrieve(names[1]).cache["gpu"] and drawn == [names[1]]
+
+
+def test_a_picture_of_ten_thousand_conversations_is_drawn_between_many_steps():
+    """Each step waits for a piece of it, not for all of it; the median, since the machine may be busy."""
+    cache = SharingCache(64 * 10_000, 0, 4, 1, 64, POLICIES["retention"](RecomputeCost({4: 1.0}, 1.0), 4))
+    for n in range(10_000):
+        conversation = cache.open(f"c{n}", [1] * 64)
+        cache.admit(conversation, 64, n)
+        cache.computed(conversation, 0, 64)
+        cache.release(conversation, n)
+    cache.refile()
+    engine, pieces = SimpleNamespace(cache=cache, clock=lambda: 10_000.0, read_stats=dict), []
+
+    def call(function):
+        begin = time.thread_time()
+        try:
+            return function()
+        finally:
+            pieces.append(time.thread_time() - begin)
+
+    drawn = live.picture(engine, call)["conversations"]
+    assert [entry["chunks"] for entry in drawn] == ["G" * 16] * 10_000
+    assert [entry["id"] for entry in drawn if entry["leaves_next"] is not None] == ["c0"]
+    assert median(pieces) < 0.001
+    cache.forget(cache.conversations["c7"])                 # between two pieces
+    half = iter([call, call, lambda function: cache.forget(cache.conversations["c9999"]) or function()])
+    drawn = live.picture(engine, lambda function: next(half, call)(function))["conversations"]
+    assert len(drawn) == 9998
 
 
 def test_too_many_watchers(server, monkeypatch):

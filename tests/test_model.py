@@ -1,6 +1,7 @@
 """The model against transformers, on real checkpoints that transformers wrote; and every way in
 which loading refuses."""
 import json
+import os
 import pickle
 import weakref
 
@@ -17,7 +18,8 @@ from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCaus
 
 import checkpoint as checkpoint_file
 import loading
-from checkpoint import PRESETS, WORKING, find_checkpoint, load_model, random_model
+from checkpoint import (PRESETS, WORKING, find_checkpoint, load_model, random_model,
+                        weight_files)
 from engine import Engine
 from model import ALONE, Model, ModelConfig, empty_model
 from rotary_store import rotate
@@ -322,6 +324,28 @@ def test_a_corrupt_index_of_shards_is_refused(shards, named, tmp_path):
     CHECKPOINTS["opt"]().save_pretrained(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=shards)))
     assert named in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("shard", ["/dev/zero", "pipe", "device", "..", "../weights.safetensors", "gone",
+                                   "in/../../weights.safetensors"])
+def test_an_index_names_files_beside_it(shard, tmp_path):
+    (directory := tmp_path / "model").mkdir()
+    CHECKPOINTS["opt"]().save_pretrained(directory)
+    (directory / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    os.mkfifo(directory / "pipe")
+    (directory / "device").symlink_to("/dev/zero")
+    (directory / "in").mkdir()
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps(dict(weight_map=dict(norm=shard))))
+    assert "which is no file beside it" in refusal(directory)
+    (directory / "as-in-a-hubs-cache").symlink_to("../weights.safetensors")
+    index.write_text(json.dumps(dict(weight_map=dict(norm="as-in-a-hubs-cache"))))
+    assert weight_files(directory) == [directory / "as-in-a-hubs-cache"]
+
+
+def test_a_config_that_never_ends_is_refused(tmp_path):
+    (tmp_path / "config.json").symlink_to("/dev/zero")
+    assert "config.json cannot be read" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("kind, name", [("gpt2", "transformer.h.1.mlp.c_proj.bias"),

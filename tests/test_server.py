@@ -25,7 +25,7 @@ from serving import operations
 from serving.history import History
 from serving.operations import OPERATIONS
 from serving.sessions import Sessions
-from serving.sockets import MAX_BODY_BYTES, Handler
+from serving.sockets import LARGE_BYTES, MAX_BODY_BYTES, Handler
 from serving.tokenizer import compile_template
 from server import parse_flags
 from clients import (CONTEXT, ROOT, TEMPLATE, ask, connect, eventually, fetch, hang_up_after, posting,
@@ -774,6 +774,27 @@ def test_who_hangs_up_cancels_the_turn(server, stream, n):
     assert server.sessions.history.conversations() == conversations
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/input_tokens"])
+def test_who_hangs_up_needs_no_shorter_context(server, monkeypatch, path):
+    """Beside a client that is gone, the messages that are too many are not even tokenised once."""
+    monkeypatch.setattr(server.sessions.tokenizer, "turn", lambda *given: pytest.fail("we tokenise"))
+    monkeypatch.setattr("serving.sockets.has_hung_up", lambda connection: True)
+    assert raw(server, posting(dict(input="Hi", truncation="auto"), path)) == b""
+
+
+def test_who_hangs_up_while_other_large_bodies_are_read_is_not_read(server, monkeypatch):
+    """Else a client that sends and hangs up in a loop would fill the queue of those who wait to be read."""
+    read = []
+    monkeypatch.setattr("serving.sockets.json.loads", lambda body: read.append(len(body)) or {})
+    with server.reading:
+        for _ in range(5):
+            with socket.create_connection(server.server_address, timeout=30) as connection:
+                connection.sendall(posting(dict(input="x" * LARGE_BYTES)))
+        time.sleep(0.3)
+    eventually(lambda: not server.deadlines)
+    assert read == []
+
+
 def test_who_hangs_up_leaves_the_queue(server):
     body, engine = dict(messages=[user("long")], ignore_eos=True), server.engine
     before = engine.stats()["cancelled"]
@@ -838,6 +859,40 @@ def test_every_field_of_config_is_a_flag():
     assert parse_flags([]).history == str(ROOT / "history.sqlite")
 
 
+def test_keys_from_files_and_the_environment(tmp_path, monkeypatch):
+    """Others can read a process's flags."""
+    monkeypatch.setenv("NANO_PENSIEVE_API_KEYS", "of the environment")
+    (tmp_path / "keys").write_text("one\ntwo\n")
+    (tmp_path / "metrics").write_text("counts\n")
+    flags = parse_flags(["--api-key", f"@{tmp_path}/keys", "--api-key", "k", "--metrics-key",
+                         f"@{tmp_path}/metrics"])
+    assert flags.api_key == ["of", "the", "environment", "one", "two", "k"]
+    assert flags.metrics_key == "counts"
+
+
+@pytest.mark.parametrize("content, named", [("", "api_key must be"), ("\n\n", "api_key must be"),
+                                            ("two words", "api_key must be"), (None, "No such file")])
+def test_a_file_without_keys_opens_no_server_to_all(content, named, tmp_path, monkeypatch, capsys,
+                                                    checkpoint):
+    if content is not None:
+        (tmp_path / "keys").write_text(content)
+    words = last_words(checkpoint, f"--api-key @{tmp_path}/keys", monkeypatch, capsys)
+    assert words.count("\n") == 1 and named in words
+
+
+@pytest.mark.parametrize("flags, warns", [("--host 0.0.0.0", True), ("--host 0.0.0.0 --api-key k", False),
+                                          ("--host 127.0.0.1", False)])
+def test_a_server_for_all_without_a_key_warns(flags, warns, monkeypatch, capsys, checkpoint):
+    import server
+    monkeypatch.setattr(sys, "argv", ["server.py", "--model", str(checkpoint), "--history", ":memory:",
+                                      "--port", "0", *flags.split()])
+    monkeypatch.setattr(server, "settle_in", lambda: None)
+    monkeypatch.setattr(server, "serve_until_stopped", lambda server: server.drain() or server.server_close())
+    server.main()
+    errors = capsys.readouterr().err
+    assert ("without a key" in errors, errors.count("\n")) == (warns, warns)
+
+
 def last_words(model, flags, monkeypatch, capsys):
     """What server.py says before it exits with 2."""
     import server
@@ -889,8 +944,10 @@ def test_a_port_that_is_taken(server, checkpoint, tmp_path, capsys, monkeypatch)
     port = str(server.server_address[1])
     monkeypatch.setattr(sys, "argv", ["server.py", "--model", str(checkpoint), "--port", port, "--history",
                                       ":memory:", "--gpu-cache-tokens", "2048"])
+    threads = set(threading.enumerate())
     with pytest.raises(SystemExit) as exit:
         main()
+    assert set(threading.enumerate()) <= threads            # the engine is closed, and so is the history
     error = capsys.readouterr().err
     assert exit.value.code == 2 and error.count("\n") == 1 and f"127.0.0.1:{port}" in error
 

@@ -933,6 +933,11 @@ def test_the_oldest_messages_are_dropped_after_a_few_looks(sessions, monkeypatch
     lengths = [len(turn([], messages[-n:], None)) for n in (kept, kept + 1)]
     assert lengths[0] + 20 <= limit < lengths[1] + 20
 
+    seen.clear()
+    with pytest.raises(ConnectionError):        # nobody waits for the answer any more
+        sessions.respond(messages, truncate=True, gone=lambda: len(seen) == 3)
+    assert len(seen) == 3 and not sessions.turns
+
 
 @pytest.mark.parametrize("seed, deletes", [
     (1, 1), *(pytest.param(seed, seed % 2, marks=pytest.mark.slow) for seed in (0, *range(2, 8)))])
