@@ -4,18 +4,19 @@
 
 For each token a language model computes two vectors in every layer, K and V, which all later tokens
 read. A stateless server forgets this *KV* after a reply, and computes the whole history again next
-time. Pensieve keeps it. A *slot* of the GPU tier holds the KV of one token. A *place* of the CPU
-tier holds a copy of a *chunk*, 4 tokens. KV in neither tier is *missing*. In step 8 a returns:
+time. Pensieve (Yu, Lin, Li, EuroSys '25) keeps it. A *slot* of the GPU tier holds the KV of one
+token. A *place* of the CPU tier holds a copy of a *chunk*, 4 tokens (really 32). KV in neither tier
+is *missing*. Here a and b begin with 11 tokens each, then c; in step 8 a returns with 4 more:
 
     a's context   | missing [0:4) | CPU [4:8) | GPU [8:13) | reply's last token, prompt [13:18) |
     the step        computes it     copies in   uses it      computes them
     its line      step 8  a[0:4] a[13:18] | in a[4:8] | out b[12:13] c[0:8]
 
-a[0:4] is a *span*: positions that the step computes. A prompt is one, too, and each further token
-of a reply is one of length 1: in step 1, `a[11:12] b[5:11]`, a replies while b's prompt goes on.
+a[0:4] is a *span*: positions that the step computes. A prompt is one, too. Its last position gives
+the reply's first token; each further token is a span of length 1: `a[11:12] b[5:11]`, in step 1.
 A batch mixes them, because attention needs only the slots of a span's context, wherever they lie.
 
-Why is a[0:4] missing? If fewer than 8 slots can be taken, the idle chunk of the lowest *retention
+Why is a[0:4] missing? If fewer than 8 slots are available, the idle chunk of the lowest *retention
 value* V = Cost(l) / T is copied *out*. Cost(l) is the time to compute it again. That grows with the
 context length l at its end: here, l / 4 + 1 s. T is how long its conversation has been idle:
 
@@ -25,8 +26,8 @@ context length l at its end: here, l / 4 + 1 s. T is how long its conversation h
         a[12:13]    V = (16 / 4 + 1) / 4 = 1.25     not yet (l is where it will end, when full)
 
 A copied chunk remains readable in its slots until somebody takes them, who then need not wait: in
-step 4 c takes those of a[0:8], copied in step 3. In step 6 a copy of b[4:8] finds all four places
-full. Of the copies without slots, V of a[0:4] is 2 / 8, V of a[4:8] is 3 / 8: a[0:4] is dropped.
+step 4 c takes those of a[0:8], copied in step 3. In step 6 a copy of b[4:8], worth 3 / 6, finds all
+four places full. Of the copies without slots a[0:4] is worth least, 2 / 8: it is dropped.
 
 We search where the system keeps books, and leave out copies that take time (kv_pool.py), threads
 and batches launched ahead (engine.py), suspension (scheduler.py), shared chunks (sharing.py).
@@ -51,7 +52,7 @@ class Chunk:
     filled: int = 0
     slots: list[int] = field(default_factory=list)  # in the GPU tier, one for each token
     copy: torch.Tensor | None = None                # in the CPU tier
-    evictable_without_copy: bool = False            # given up: there was no place for a copy
+    evictable_without_copy: bool = False            # there was no place for a copy
 
     @property
     def next_move(self) -> str | None:
@@ -138,7 +139,7 @@ class Pensieve:
 
     def schedule(self) -> Batch:
         """Running turns go on. The head of the queue joins if it finds slots for all its tokens."""
-        while True:             # once more if chunks were given up: that made slots available
+        while True:             # once more if chunks became evictable: that made room
             batch = Batch()
             for conversation in self.running:
                 total, room = len(conversation.tokens), len(conversation.slot_table())
@@ -176,7 +177,7 @@ class Pensieve:
         for (conversation, start, end), token in zip(spans, next_tokens):
             for chunk in conversation.chunks[start // CHUNK:(end - 1) // CHUNK + 1]:
                 chunk.filled, chunk.copy = min(end - chunk.start, CHUNK), None     # it has grown
-            if end == len(conversation.tokens):     # else this token is known, and a span goes on
+            if end == len(conversation.tokens):     # else the next token is there already
                 conversation.tokens.append(token)
             if len(conversation.tokens) == conversation.length_at_end:      # its KV stays
                 self.running.remove(conversation)
@@ -217,14 +218,14 @@ class Pensieve:
                     chunk.copy = self.gpu[:, :, :, chunk.slots]
                     batch.swap_out.append(chunk)
                 else:
-                    chunk.evictable_without_copy = True     # given up: all copies are worth more
+                    chunk.evictable_without_copy = True     # all copies are worth more
 
     def make_place(self, chunk: Chunk, batch: Batch, besides: Conversation | None) -> bool:
         """Make sure that there is a place for its copy, if need be one that another copy leaves."""
         copied = [one for one in self.chunks if one.copy is not None]
         if len(copied) < PLACES:
             return True
-        for one in copied:      # what runs has slots: its copy is to spare, if it didn't come just now
+        for one in copied:      # a running chunk has slots; its copy is to spare, if not in use
             if one.conversation in self.running and one not in batch.swap_in:
                 one.copy = None
                 return True
@@ -257,7 +258,6 @@ class Pensieve:
             positions += range(start, end)
             slots += conversation.slot_table()[start:end]
         lengths = [end - start for _, start, end in spans]
-
         # The model calls this in each layer, with the rotation of q and k to their positions.
         def attend(layer, q, k, v, rotation):                   # q [T, H, D], k and v [T, H_kv, D]
             k_cache, v_cache = self.gpu[layer]                  # [H_kv, SLOTS, D] each

@@ -61,7 +61,7 @@ def portrait(conversation: Conversation, policy: Policy, now: float, leaving: Ch
                 leaves_next=leaving.index if leaving in conversation.chunks else None)
 
 
-def portraits(engine: Engine, names: Iterable[str]) -> list[dict]:
+def portraits(engine: Engine, names: Iterable[str | int]) -> list[dict]:
     """The pictures of those of these conversations that have KV in a tier. The engine's owner calls
     this."""
     cache, now = engine.cache, engine.clock()
