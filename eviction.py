@@ -72,7 +72,8 @@ class Policy:
     first, whichever conversation it belongs to. Most policies override one or two methods:
 
         value(key, idle)            what a user of the chunk loses if it leaves
-        key(conversation, index)    a small integer: all that this depends on, but for idle time
+        key(conversation, index)    what the value depends on besides idle time, as one small
+                                    integer; index is the chunk number
 
     The others are optional:
 
@@ -81,17 +82,17 @@ class Policy:
         last_needed, idle           another way to count idle time
         returned, ended             a policy that learns hears of turns here
 
-    A chunk that three conversations use is worth three times its value. Of chunks that are worth
-    the same, the longest idle leaves first, then the one whose `nth_to_leave` is lowest, then that
-    of the oldest conversation.
+    A chunk that three conversations use is worth three times its value. `cheapest_by_scanning` says
+    which of several chunks leaves first.
 
-    So there are two kinds of preference. Across conversations the value decides. Within one, all
-    chunks have the same value under LeastRecentlyUsed (they have been idle for as long, if they are
-    not shared), and `nth_to_leave` decides. To move one chunk among others of different values,
-    give it the key of another chunk: with `return index or len(conversation.chunks) - 1`, chunk 0
-    is worth as much as the last one, and `nth_to_leave` decides between the two. To make a chunk
-    worth more, multiply its value and do not add: 1 + 1 / idle never falls below 1, so a
-    conversation that nobody continues would stay for ever, but 2 / idle falls."""
+    If only conversations should be ranked, as in LeastRecentlyUsed, return the same value for all
+    chunks of one; `nth_to_leave` then orders them. If chunks differ in worth, as in RetentionValue,
+    let `value` depend on the key. To move one chunk among others of different values, give it the
+    key of another chunk: with `return index or len(conversation.chunks) - 1`, chunk 0 is worth as
+    much as the last one, and `nth_to_leave` decides between the two.
+
+    To make a chunk worth more, multiply its value and do not add: 1 + 1 / idle never falls below 1,
+    so a conversation that nobody continues would stay for ever, but 2 / idle falls."""
     part = 0.0      # 0: each chunk leaves alone; 0.5: with half of its conversation's; 1: with all
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
@@ -108,8 +109,8 @@ class Policy:
 
         We ask again for all its chunks when a conversation has run or been cut. So the key may
         depend on its tokens, its turns, and how many chunks it has, but not on the time or on other
-        conversations. If several share the chunk, we ask with the first of them
-        alone; `worth` counts the others."""
+        conversations. If several share the chunk, we ask with the first of them alone; `worth`
+        counts the others."""
         return 0
 
     def nth_to_leave(self, index: int) -> float:
@@ -148,11 +149,53 @@ class RetentionValue(Policy):
         return index
 
     def value(self, key, idle):
-        """V = Cost(l) / T. The key is the chunk's index, and l is where that chunk ends when it is
+        """V = Cost(l) / T. The key is the chunk number, and l is where that chunk ends when it is
         full: chunk 0 at chunk_size, chunk 1 at 2 * chunk_size. idle is T."""
         end_of_chunk = (key + 1) * self.chunk_size
         return self.cost(end_of_chunk) / idle
 
+
+class Member(NamedTuple):
+    """A chunk that could leave, as an index knows it.
+
+    Members compare as tuples do: the lowest is the first in tuple order. In a group it is the
+    cheapest, now and later."""
+    last_needed: float      # the latest of policy.last_needed(user), in seconds; inf: a turn waits
+    nth: float              # the policy's nth_to_leave
+    order: int              # its conversation's: the older one's is lower
+    key: int                # the policy's
+    users: int              # conversations that use the chunk: one, unless sharing.py shares it
+    move: str               # how it would leave: each index is for one move, see kv_cache.py
+    chunk: Any
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """Members of one group differ in nothing but idle time and the order of equal ones."""
+        return self.key, self.users
+
+    @property
+    def stale(self) -> bool:
+        """The chunk has another member now, or none. (A chunk may leave its index and come back.
+        Then the old entry may still be in a heap; two equal entries must not both count.)"""
+        return self.chunk.member is not self
+
+
+def worth(policy: Policy, member: Member, now: float) -> float:
+    """What the chunk is worth: its value, times the number of its users."""
+    return member.users * policy.value(member.key, policy.idle(now, member.last_needed))
+
+
+def cheapest_by_scanning(policy: Policy, members: list[Member], now: float) -> Member | None:
+    """The member that is worth least: the specification of `VictimIndex.cheapest`. O(members).
+
+    Of equally cheap ones we take the lowest: the one that was needed least recently, then the one
+    whose `nth` is lowest, then that of the oldest conversation."""
+    def rank(member: Member) -> tuple[float, Member]:
+        return worth(policy, member, now), member
+    return min(members, key=rank, default=None)
+
+
+# ---- second day: the other policies, and how to find the cheapest chunk fast
 
 class Trailing(LeastRecentlyUsed):
     """SGLang and RAGCache: least recently used, but from the trailing end. Their prefix lookup
@@ -186,45 +229,6 @@ POLICIES = {"retention": RetentionValue, "lru": LeastRecentlyUsed, "trailing-hal
             "conversation": WholeConversation, "trailing": Trailing}
 
 
-class Member(NamedTuple):
-    """A chunk that could leave, as an index knows it.
-
-    Members compare as tuples do. The lowest of a group is its cheapest, now and later."""
-    last_needed: float      # when its users were, says the policy
-    nth: float              # the policy's nth_to_leave
-    order: int              # its conversation's: the older one's is lower
-    key: int                # the policy's
-    users: int              # conversations that use the chunk: one, unless sharing.py shares it
-    move: str               # how it would leave: each index is for one move, see kv_cache.py
-    chunk: Any
-
-    @property
-    def group(self) -> tuple[int, int]:
-        """Members of one group differ in nothing but idle time, and the order of equal ones."""
-        return self.key, self.users
-
-    @property
-    def stale(self) -> bool:
-        """The chunk has another member now, or none. (An equal one is another one, too: the chunk
-        may have left its index and come back.)"""
-        return self.chunk.member is not self
-
-
-def worth(policy: Policy, member: Member, now: float) -> float:
-    """What the chunk is worth: its value, times the number of its users."""
-    return member.users * policy.value(member.key, policy.idle(now, member.last_needed))
-
-
-def cheapest_by_scanning(policy: Policy, members: list[Member], now: float) -> Member | None:
-    """The member that is worth least: the specification of `VictimIndex.cheapest`. O(members).
-
-    Of equally cheap ones we take the lowest: the one that was needed least recently, then the one
-    whose `nth` is lowest, then that of the oldest conversation."""
-    def rank(member: Member) -> tuple[float, Member]:
-        return worth(policy, member, now), member
-    return min(members, key=rank, default=None)
-
-
 class VictimIndex:
     """Finds what `cheapest_by_scanning` finds, without looking at every chunk.
 
@@ -238,67 +242,64 @@ class VictimIndex:
         group (1, 1)   [ A1 12:00, B1 12:03, ... ]
         group (5, 1)   [ C5 11:58, ... ]
 
-    At 12:10 we compute what A0, A1 and C5 are worth and keep them in one more heap, `tops`. Each
-    further victim of that moment costs us only a look at what has changed since.
+    At 12:10 we compute what A0, A1 and C5 are worth and keep them in one more heap, `tops`, for all
+    further victims of that moment. If a chunk changes, its owner gives it another `chunk.member`
+    (None: it cannot leave now) and files that. The old one is *stale* then.
 
-    If a chunk changes, its owner gives it another `chunk.member` (None: it cannot leave now) and
-    files that. The old one is *stale* then. We drop it when it comes to the top, or all stale ones
-    when many members have been filed."""
+    Invariant: the top of every heap is in `tops`. Others may be there as well: some that are stale,
+    and some that a cheaper member of their group has overtaken. Both are harmless: a stale one is
+    dropped when it comes to the top, and an overtaken one is never before its overtaker."""
 
     def __init__(self, policy: Policy):
         self.policy = policy
-        self.heaps: dict[tuple, list[Member]] = {}          # by group
-        self.files_left = 64                                # calls of `file` until `_drop_stale`
-        self.now: float | None = None                       # the moment for which `tops` holds
-        self.tops: list[tuple[float, Member]] = []          # a heap of (worth, member)
-        self.latest_top: dict[tuple, Member] = {}           # group -> its latest entry in `tops`
-        self.changed_groups: set[tuple] = set()             # their lowest member may be another now
+        self.heaps: dict[tuple, list[Member]] = {}      # by group
+        self.until_cleanup = 64                         # filings until the next `_drop_stale`
+        self.now: float | None = None                   # the moment of `tops`; None: `tops` is void
+        self.tops: list[tuple[float, Member]] = []      # a heap of (worth, member)
 
     def file(self, member: Member):
         """Add a chunk's new member."""
         self._push(member)
-        self.files_left -= 1
-        if not self.files_left:
+        self.until_cleanup -= 1
+        if not self.until_cleanup:
             self._drop_stale()
 
     def cheapest(self, now: float) -> Member | None:
         """O(groups) at a new moment, then O(log members), amortised, for every further call at this
         moment."""
         if now != self.now:
-            self.now, self.tops, self.latest_top = now, [], {}
-            self.changed_groups = set(self.heaps)
-        for group in self.changed_groups:
-            self._push_top(group)
-        self.changed_groups.clear()
+            self.now, self.tops = now, []
+            for group in list(self.heaps):
+                self._push_top(group)
         while self.tops:
             _, member = self.tops[0]
             if not member.stale:
                 return member
             heapq.heappop(self.tops)
-            self._push_top(member.group)        # the second of its group is the first now
+            heap = self.heaps.get(member.group)
+            if heap and heap[0] is member:
+                self._push_top(member.group)        # the second of its group is the first now
         return None
 
     def _push_top(self, group: tuple[int, int]):
-        """Put the lowest member of a group among the tops, after dropping stale ones above it."""
-        heap = self.heaps.get(group, [])
+        """Drop stale members from the top of a group's heap, then put its top into `tops`."""
+        heap = self.heaps[group]
         while heap and heap[0].stale:
             heapq.heappop(heap)
-        if not heap:
-            self.heaps.pop(group, None)
-            self.latest_top.pop(group, None)
-        elif self.latest_top.get(group) is not heap[0]:     # else `tops` would gather copies of it
-            self.latest_top[group] = heap[0]
+        if heap:
             heapq.heappush(self.tops, (worth(self.policy, heap[0], self.now), heap[0]))
+        else:
+            del self.heaps[group]
 
     def _push(self, member: Member):
         heap = self.heaps.setdefault(member.group, [])
         heapq.heappush(heap, member)
-        if heap[0] is member:
-            self.changed_groups.add(member.group)
+        if heap[0] is member and self.now is not None:
+            heapq.heappush(self.tops, (worth(self.policy, member, self.now), member))
 
     def _drop_stale(self):
-        """O(members), after as many calls of `file`."""
+        """O(members), but only after as many filings as there are members: O(1) for each."""
         members = [member for heap in self.heaps.values() for member in heap if not member.stale]
-        self.heaps, self.files_left = {}, len(members) + 64
+        self.heaps, self.until_cleanup, self.now, self.tops = {}, len(members) + 64, None, []
         for member in members:
             self._push(member)

@@ -18,7 +18,7 @@ def check(cache, conversations: list):
     check_indexes(cache, chunks)
     named = cache.conversations.values()
     assert {one for one in named if one.row is not None} == {*cache.running.values()}
-    cold = {one for one in named if one.cold}
+    cold = {one for one in named if cache.is_cold(one)}
     assert {*cache.cold_conversations()} == cold
 
 

@@ -43,13 +43,14 @@ class Chunk:
         self.slots: list[int] = []      # of its tokens; more than `filled` while they are computed
         self.place: int | None = None   # in the CPU tier
         self.ticket: Ticket | None = None       # the copy in flight, in either direction
-        self.evictable_without_copy = False     # until its conversation runs again
+        # "Marked": there was no place worth taking for a copy. Until its conversation runs again.
+        self.evictable_without_copy = False
         # As of the last KVCache.refile:
         self.member: Member | None = None       # its entry in the index of its next move
         self.reclaimable = 0            # its share of KVCache.reclaimable
 
     def __lt__(self, other: "Chunk") -> bool:
-        """Of two members of an index that are equal otherwise, the leading chunk's is lower."""
+        """Of two Members that are equal otherwise, the leading chunk's is lower."""
         return self.index < other.index
 
     @property
@@ -76,8 +77,7 @@ class Chunk:
             GPU_AND_CPU   reclaim: take its slots, then CPU        spare: take its place, then GPU
             CPU           drop: take its place, then absent
 
-            * evictable_without_copy: the CPU tier was full of chunks that are worth more, so we
-              did not copy it. It stays usable until another request takes its slots.
+            * marked `evictable_without_copy`; usable until another request takes its slots
 
         None: it is pinned and not in both tiers, or has no KV, or a copy of it is in flight."""
         if self.ticket or not self.filled:
@@ -105,7 +105,8 @@ class Conversation:
         self.chunks: list[Chunk] = []
         self.alone = (self,)            # the users of a chunk that nobody shares
         self.row: int | None = None     # in the slot table, while it runs
-        self.room = 0                   # while it runs, positions [0, room) have slots
+        # While it runs, positions [0, room) have slots: handed out, maybe ahead of the tokens.
+        self.room = 0
         self.pinned = False             # it runs (and for a moment in plan_swap_out_for)
         self.waiting = False            # a turn of it waits in the queue
         self.last_active = 0.0          # when it last stopped running, in seconds
@@ -122,28 +123,15 @@ class Conversation:
         gpu = sum(chunk.filled for chunk in self.chunks if chunk.slots)
         return gpu, sum(chunk.filled for chunk in self.chunks) - gpu
 
-    @property
-    def cold(self) -> bool:
-        """It neither runs nor waits, and nothing of its own is cached. (The designated prefix of
-        sharing.py is not its own.)"""
-        cached = any(chunk.state and self in chunk.users for chunk in self.chunks)
-        return not (self.pinned or self.waiting or cached)
-
 
 @dataclass(eq=False)
 class Ticket:
     """A copy in flight between `slots` (of the first `filled` tokens of a chunk) and a CPU `place`.
 
-    A chunk with a ticket is never evicted. During a copy out the ticket owns the place. What
-    happened to the chunk meanwhile decides what `complete` does at the end:
-
-        nothing; steps may have read it    the chunk gets the place: GPU_AND_CPU
-        a part of it was truncated         the same; frees the slots that it gave up
-        it has grown                       the copy is stale: frees the place, the chunk stays GPU
-        it became absent                   the copy is stale: frees the place and the slots
-
-    During a copy in the chunk has slots and a place. If it grows, it loses the place, and
-    `complete` frees that."""
+    A chunk with a ticket is never evicted. But its conversation may run again and make it grow, or
+    be cut. The place may be wrong for it then (`outdated`), and slots that it gives up stay busy
+    (`orphans`). During a copy out the ticket alone owns the place; during a copy in the chunk has
+    slots and a place."""
     conversation: Conversation     # "in": the one that returns; "out": the first user of the chunk
     chunk: Chunk
     direction: str                 # "in" or "out"
@@ -151,12 +139,17 @@ class Ticket:
     filled: int
     slots: list[int]
     place: int
-    stale: bool = False            # the place does not hold what the chunk needs
+    outdated: bool = False         # the place does not hold what the chunk needs
     orphans: list[int] = field(default_factory=list)     # slots given up meanwhile
 
     @property
     def end(self) -> int:
         return self.start + self.filled
+
+
+def chunks_for(tokens: int, chunk_size: int) -> int:
+    """How many chunks so many tokens need: 3 for 70 tokens in chunks of 32."""
+    return -(-tokens // chunk_size)
 
 
 class KVCache:
@@ -182,8 +175,7 @@ class KVCache:
                         for move in ("swap_out", "reclaim", "drop", "spare")}
         self.reclaimable = 0                        # slots of the chunks in the index for "reclaim"
         self.changed: set[Chunk] = set()            # see "the cheapest chunk"
-        # By order. Suspects, so that `cold_conversations` need not look at all conversations.
-        self.maybe_cold: dict[int, Conversation] = {}
+        self.maybe_cold: dict[int, Conversation] = {}       # second day: `cold_conversations`
         self.orders = count()
         self.stats = Counter(chunks_swapped_in=0, chunks_swapped_out=0, chunks_dropped=0)
 
@@ -278,7 +270,7 @@ class KVCache:
 
         They fill one or more chunks from the left, and `known` is at least `end` now. A chunk that
         has grown needs more than its copy holds: it gives up its place, and a copy in flight is
-        stale. (A shared chunk may be filled further already. Then it stays as it is.)"""
+        outdated. (A shared chunk may be filled further already. Then it stays as it is.)"""
         size = self.chunk_size
         for index in range(start // size, (end - 1) // size + 1):
             chunk, first = conversation.chunks[index], index * size
@@ -287,7 +279,7 @@ class KVCache:
             if filled > chunk.filled:
                 chunk.filled = filled
                 if chunk.ticket:
-                    chunk.ticket.stale = True
+                    chunk.ticket.outdated = True
                 if chunk.place is not None:
                     self._give_up_place(chunk)
         if end > conversation.known:
@@ -315,20 +307,19 @@ class KVCache:
     def plan_swap_out(self, wanted: int, now: float) -> list[Ticket]:
         """Copy idle chunks to the CPU ahead of need, the cheapest first, until `wanted` more slots
         are available, or will be when the copies in flight have ended (`_coming_available`).
-        Returns the new copies. A chunk for which `_take_place` finds no place becomes evictable
-        without a copy.
+        Returns the new copies. A chunk for which `_take_place` finds no place is marked
+        `evictable_without_copy`.
 
         Three full chunks of 32 tokens are idle on the GPU, worth 1, 2 and 3. 60 slots are wanted.
         The CPU tier has one place, and the chunk there is worth 1.5:
 
-            worth 1    less than the one in the tier: evictable without a copy       32 of 60 slots
+            worth 1    less than the one in the tier: marked                         32 of 60 slots
             worth 2    takes the place, and the one worth 1.5 is dropped             64 of 60 slots
             worth 3    is not needed
-
-        `_victims` names the chunks that leave together, all of them, even if a part would do."""
+        """
         tickets = []
         if wanted > 0:
-            wanted -= self._coming_available()
+            wanted -= self._coming_available()  # else we would copy again what is already leaving
         while wanted > 0 and (victims := self._victims("swap_out", now)):
             for chunk in victims:
                 place = self._take_place(chunk, now)
@@ -340,31 +331,15 @@ class KVCache:
                 wanted -= chunk.filled
         return tickets
 
-    def plan_swap_out_for(self, conversation: Conversation, total: int, reserve: int,
-                          now: float) -> list[Ticket]:
-        """`plan_swap_out` for what the waiting request of the conversation lacks, at the expense of
-        all others.
-
-        Its own chunks are no help, so it is pinned for this one call. It may have hundreds, and we
-        do not refile them all for that: `_cheapest` unfiles only those that it meets, and then
-        they join `changed`, to be filed again."""
-        wanted = self.shortfall(conversation, total, reserve)
-        if wanted <= 0:
-            return []
-        conversation.pinned = True
-        tickets = self.plan_swap_out(wanted, now)
-        conversation.pinned = False
-        self.changed.update([chunk for chunk in conversation.chunks if not chunk.member])
-        return tickets
-
     def complete(self, ticket: Ticket):
-        """The copy has ended: see the table of `Ticket`. A copy out gives the chunk its place,
-        unless it is stale. What was given up during the copy becomes free only now: the ticket's
-        `orphans`, and its place if that is not the chunk's. `stats` counts it, stale or not."""
+        """The copy has ended. A copy out gives the chunk its place, unless it is outdated. What was
+        given up during the copy becomes free only now: the ticket's `orphans`, and its place if
+        that is not the chunk's. `stats` counts the copy, outdated or not. (All that may happen
+        during a copy: see the table of the second day.)"""
         self.in_flight.remove(ticket)
         chunk = ticket.chunk
         chunk.ticket = None
-        if ticket.direction == "out" and not ticket.stale:
+        if ticket.direction == "out" and not ticket.outdated:
             chunk.place = ticket.place
         if chunk.place != ticket.place:
             heapq.heappush(self.free_places, ticket.place)
@@ -384,7 +359,7 @@ class KVCache:
         """Slots that will be available when the copies in flight have ended: orphans, and those of
         chunks that a copy out makes reclaimable."""
         copied = sum(len(ticket.chunk.slots) for ticket in self.in_flight
-                     if ticket.direction == "out" and not ticket.stale and not ticket.chunk.pinned)
+                     if ticket.direction == "out" and not (ticket.outdated or ticket.chunk.pinned))
         return copied + sum(len(ticket.orphans) for ticket in self.in_flight)
 
     def _take_slots(self, needed: int, now: float) -> list[int]:
@@ -395,8 +370,9 @@ class KVCache:
             assert victims, "too few slots are available"
             for chunk in victims:
                 self.reclaim(chunk)
-        cut = len(self.free_slots) - needed
-        taken, self.free_slots[cut:] = self.free_slots[cut:], []
+        kept = len(self.free_slots) - needed
+        taken = self.free_slots[kept:]
+        del self.free_slots[kept:]
         return taken
 
     def _take_place(self, chunk: Chunk, now: float) -> int | None:
@@ -455,7 +431,7 @@ class KVCache:
         """The chunk becomes absent."""
         chunk.filled = 0
         if chunk.ticket:
-            chunk.ticket.stale = True
+            chunk.ticket.outdated = True
         self._give_up_slots(chunk, 0)
         self._give_up_place(chunk)
         for user in chunk.users:
@@ -484,7 +460,8 @@ class KVCache:
     # changed chunks their new members: once, though a chunk changes several times on its way.
 
     def _note_change(self, conversation: Conversation):
-        """Its chunks may be worth more or less than before, or be pinned, or no longer."""
+        """Something about it has changed that decides what its chunks are worth, or whether they
+        may leave."""
         self.changed.update(conversation.chunks)
         self.maybe_cold[conversation.order] = conversation
 
@@ -515,12 +492,12 @@ class KVCache:
         while member := self.indexes[move].cheapest(now):
             if member.chunk.next_move == move:
                 return member.chunk
-            member.chunk.member = None          # plan_swap_out_for has pinned it
+            member.chunk.member = None  # stale by the pin of plan_swap_out_for, which refiles it
         return None
 
     def _victims(self, move: str, now: float) -> list[Chunk]:
-        """The cheapest chunk, and those of its conversation that leave with it (`Policy.part`).
-        Shared chunks leave alone."""
+        """The cheapest chunk, and those of its conversation that leave with it (`Policy.part`):
+        all of them, even if fewer would do. Shared chunks leave alone."""
         chunk = self._cheapest(move, now)
         if not chunk or not self.policy.part or len(chunk.users) > 1:
             return [chunk] if chunk else []
@@ -534,7 +511,37 @@ class KVCache:
         one, two = chunk.member, other.member
         return (worth(self.policy, one, now), one) < (worth(self.policy, two, now), two)
 
-    # ---- not for the first reading: forgetting, and what others ask
+    # ---- second day: swap-out for a waiting request, forgetting, and what others ask
+    #
+    # What may happen to a chunk during a copy out, and what `complete` does then:
+    #
+    #     nothing; steps may have read it             the chunk gets the place: GPU_AND_CPU
+    #     a part of it was truncated                  the same; frees the slots that it gave up
+    #     it has grown (its conversation returned     the copy is outdated: frees the place, the
+    #     meanwhile)                                  chunk stays GPU
+    #     it became absent (its turn was cancelled,   the copy is outdated: frees the place and the
+    #     or it was forgotten)                        slots
+    #
+    # A chunk that grows or becomes absent during a copy in loses its place. `complete` frees that.
+
+    def plan_swap_out_for(self, conversation: Conversation, total: int, reserve: int,
+                          now: float) -> list[Ticket]:
+        """`plan_swap_out` for what the waiting request of the conversation lacks, at the expense of
+        all others.
+
+        Its own chunks are no help, so it is pinned for this one call. It may have hundreds, and we
+        do not refile them all for that."""
+        wanted = self.shortfall(conversation, total, reserve)
+        if wanted <= 0:
+            return []
+        conversation.pinned = True
+        # `shortfall` has refiled, so none of its chunks is in `changed`: they stay filed as idle.
+        # `_cheapest` skips those that it meets, and takes their member.
+        tickets = self.plan_swap_out(wanted, now)
+        conversation.pinned = False
+        # Give those their members back at the next `refile`.
+        self.changed.update([chunk for chunk in conversation.chunks if not chunk.member])
+        return tickets
 
     def forget(self, conversation: Conversation):
         """Free everything in both tiers. The conversation must not be running."""
@@ -586,12 +593,19 @@ class KVCache:
             self.complete(ticket)
 
     def cold_conversations(self) -> list[Conversation]:
-        """Those that neither run nor wait nor have anything cached. Whoever keeps their tokens may
-        forget them."""
+        """Those that `is_cold`: whoever keeps their tokens may forget them (Engine.forgets_cold).
+        All are in `maybe_cold`, by order, so we need not look at all conversations."""
         for order, conversation in list(self.maybe_cold.items()):
-            if not conversation.cold:
+            if not self.is_cold(conversation):
                 del self.maybe_cold[order]
         return list(self.maybe_cold.values())
+
+    @staticmethod
+    def is_cold(conversation: Conversation) -> bool:
+        """It neither runs nor waits, and nothing of its own is cached. (The designated prefix of
+        sharing.py is not its own.)"""
+        cached = any(chunk.state and conversation in chunk.users for chunk in conversation.chunks)
+        return not (conversation.pinned or conversation.waiting or cached)
 
     def next_to_leave(self, now: float) -> Chunk | None:
         """The chunk that leaves the GPU next, if nobody returns before: the cheapest whose slots
@@ -607,8 +621,3 @@ class KVCache:
     def check_integrity(self):
         """Check the invariants of the books from scratch: see integrity.py. O(everything)."""
         integrity.check(self, list(self.conversations.values()))
-
-
-def chunks_for(tokens: int, chunk_size: int) -> int:
-    """How many chunks so many tokens need: 3 for 70 tokens in chunks of 32."""
-    return -(-tokens // chunk_size)
