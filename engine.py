@@ -3,14 +3,9 @@
     submit --> | inbox | --> step: schedule, launch, settle --> | outbox | --> readers
                              the owner's thread                                any threads
 
-Of owner.py you need: `owning()` is the lock of the owner, the one thread that steps; `take_inbox`
-runs what was posted; `handles` maps each request to its client's handle; `tell_ended` closes the
-handles of ended requests. Of handles.py: `tokens.ring()` wakes readers. `open_worker` returns the
-Worker that you have read (on several GPUs a Leader: parallel.py), and SharingCache is KVCache plus
-sharing: without parent, like and designate it does the same.
-
-A copy lands, `KVCache.complete` books it; a batch is settled, `Scheduler.account` books it. To
-*settle* a batch is to wait for its result, book it, and wake the readers.
+A client's thread *posts* functions into the inbox. The *owner*, the one thread that steps, runs
+them at the start of its next step (owner.py). To *settle* a batch is to wait for its result, to let
+the scheduler `account` for it (which books landed copies, too), and to wake its readers.
 
 Invariant: what is cached never changes a token. Any policy, CPU tier and interleaving of requests
 give the tokens of a full recompute, up to rounding.
@@ -59,6 +54,7 @@ class Engine:
         self.config = config = Config(model=str(model), **flags)
         self.clock, self.debug = clock, debug
         self.directory = None if worker or config.random_weights else find_checkpoint(config.model)
+        # (On several GPUs this is a parallel.Leader. SharingCache is KVCache and sharing.)
         self.worker = worker = worker or open_worker(config, self.directory, profiles=cost is None)
         # A name, or the class itself:
         make_policy: Any = POLICIES.get(config.policy, config.policy)
@@ -68,7 +64,7 @@ class Engine:
         self.scheduler = Scheduler(self.cache, min(worker.max_context, worker.num_slots),
                                    config.max_batch_tokens, config.swap_threshold, config.reserve,
                                    config.stateless, config.separate_phases)
-        # Forget idle conversations without KV? (Sessions keep their tokens elsewhere.)
+        # Second day: forget idle conversations without KV? (Sessions keep their tokens elsewhere.)
         self.forgets_cold = False
         # `step` calls them with each new batch, even an empty one, before its launch. They must not
         # call the engine: that could end a turn of the batch.
@@ -94,8 +90,8 @@ class Engine:
 
             host      schedule 8, launch 8, settle 7 | schedule 9, launch 9, settle 8 |
             device    7 ---------------------------- | 8 ---------------------------- | 9 -----"""
-        with self.owner.owning():
-            self.owner.take_inbox()
+        with self.owner.owning():                       # a lock
+            self.owner.take_inbox()                     # runs what was posted
             batch = self.scheduler.schedule(self.clock())
             for watcher in self.watchers:
                 watcher(batch)
@@ -107,7 +103,7 @@ class Engine:
             ahead = self._ahead(batch)
             while len(self.unsettled) > ahead:
                 self._settle(*self.unsettled.popleft())
-            self.owner.tell_ended()
+            self.owner.tell_ended()                     # closes the handles of ended requests
             if self.forgets_cold:
                 for conversation in self.cache.cold_conversations():
                     self.cache.forget(conversation)
@@ -186,8 +182,8 @@ class Engine:
         request = Request(conversation=None, prompt=list(prompt), max_tokens=max_tokens,
                           min_tokens=min_tokens or 0, reached_stop=reached_stop, sampling=options,
                           stop_ids=frozenset() if ignore_eos else self.worker.stop_ids)
-        handle = Handle(request, conversation, self.clock(), self.step_until,
-                        partial(self._cancel, request), on_end)
+        handle = Handle(request, conversation, submitted=self.clock(), step_until=self.step_until,
+                        cancel=partial(self._cancel, request), on_end=on_end)
         self.owner.post(partial(self._enter, handle, context, parent, like))
         return handle
 

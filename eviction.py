@@ -82,17 +82,9 @@ class Policy:
         last_needed, idle           another way to count idle time
         returned, ended             a policy that learns hears of turns here
 
-    A chunk that three conversations use is worth three times its value. `cheapest_by_scanning` says
-    which of several chunks leaves first.
-
-    If only conversations should be ranked, as in LeastRecentlyUsed, return the same value for all
-    chunks of one; `nth_to_leave` then orders them. If chunks differ in worth, as in RetentionValue,
-    let `value` depend on the key. To move one chunk among others of different values, give it the
-    key of another chunk: with `return index or len(conversation.chunks) - 1`, chunk 0 is worth as
-    much as the last one, and `nth_to_leave` decides between the two.
-
-    To make a chunk worth more, multiply its value and do not add: 1 + 1 / idle never falls below 1,
-    so a conversation that nobody continues would stay for ever, but 2 / idle falls."""
+    A chunk's users are the conversations that it belongs to: one, unless sharing.py shares it. A
+    chunk of three users is worth three times its value. `cheapest_by_scanning` says which of
+    several chunks leaves first."""
     part = 0.0      # 0: each chunk leaves alone; 0.5: with half of its conversation's; 1: with all
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
@@ -104,13 +96,9 @@ class Policy:
         raise NotImplementedError
 
     def key(self, conversation, index: int) -> int:
-        """The key of chunk number `index` of the conversation. VictimIndex has a heap for each key,
-        so a few hundred different keys are fine, and one per conversation is not.
-
-        We ask again for all its chunks when a conversation has run or been cut. So the key may
-        depend on its tokens, its turns, and how many chunks it has, but not on the time or on other
-        conversations. If several share the chunk, we ask with the first of them alone; `worth`
-        counts the others."""
+        """The key of chunk number `index` of the conversation. It may depend on the conversation's
+        tokens, its turns, and how many chunks it has: we ask again when it has run or been
+        truncated. (More rules stand with the other policies.)"""
         return 0
 
     def nth_to_leave(self, index: int) -> float:
@@ -196,6 +184,19 @@ def cheapest_by_scanning(policy: Policy, members: list[Member], now: float) -> M
 
 
 # ---- second day: the other policies, and how to find the cheapest chunk fast
+#
+# If only conversations should be ranked, as in LeastRecentlyUsed, return the same value for all
+# chunks of one; `nth_to_leave` then orders them. If chunks differ in worth, as in RetentionValue,
+# let `value` depend on the key. To move one chunk among others of different values, give it the
+# key of another chunk: with `return index or len(conversation.chunks) - 1`, chunk 0 is worth as
+# much as the last one, and `nth_to_leave` decides between the two.
+#
+# To make a chunk worth more, multiply its value and do not add: 1 + 1 / idle never falls below 1,
+# so a conversation that nobody continues would stay for ever, but 2 / idle falls.
+#
+# A key must not depend on the time or on other conversations. If several share a chunk, we ask with
+# the first of them alone; `worth` counts the others. VictimIndex has a heap for each key, so a few
+# hundred different keys are fine, and one per conversation is not.
 
 class Trailing(LeastRecentlyUsed):
     """SGLang and RAGCache: least recently used, but from the trailing end. Their prefix lookup

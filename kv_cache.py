@@ -129,9 +129,8 @@ class Ticket:
     """A copy in flight between `slots` (of the first `filled` tokens of a chunk) and a CPU `place`.
 
     A chunk with a ticket is never evicted. But its conversation may run again and make it grow, or
-    be cut. The place may be wrong for it then (`outdated`), and slots that it gives up stay busy
-    (`orphans`). During a copy out the ticket alone owns the place; during a copy in the chunk has
-    slots and a place."""
+    a cancelled turn may truncate it: see `complete`. During a copy out the ticket alone owns the
+    place; during a copy in the chunk has slots and a place."""
     conversation: Conversation     # "in": the one that returns; "out": the first user of the chunk
     chunk: Chunk
     direction: str                 # "in" or "out"
@@ -171,11 +170,13 @@ class KVCache:
         self.conversations: dict[str | int, Conversation] = {}      # by name
         self.running: dict[int, Conversation] = {}                  # by order
         self.in_flight: set[Ticket] = set()
-        self.indexes = {move: VictimIndex(policy)                   # see Chunk.next_move
+        # By move (see Chunk.next_move). file(member) adds a chunk; cheapest(now) returns the member
+        # that is worth least.
+        self.indexes = {move: VictimIndex(policy)
                         for move in ("swap_out", "reclaim", "drop", "spare")}
         self.reclaimable = 0                        # slots of the chunks in the index for "reclaim"
         self.changed: set[Chunk] = set()            # see "the cheapest chunk"
-        self.maybe_cold: dict[int, Conversation] = {}       # second day: `cold_conversations`
+        self.maybe_cold: dict[int, Conversation] = {}       # skip it: second day
         self.orders = count()
         self.stats = Counter(chunks_swapped_in=0, chunks_swapped_out=0, chunks_dropped=0)
 
@@ -331,11 +332,34 @@ class KVCache:
                 wanted -= chunk.filled
         return tickets
 
+    def plan_swap_out_for(self, conversation: Conversation, total: int, reserve: int,
+                          now: float) -> list[Ticket]:
+        """`plan_swap_out` for what the waiting request of the conversation lacks, at the expense of
+        all others.
+
+        Its own chunks are no help, so it is pinned for this one call. It may have hundreds, and we
+        do not refile them all for that."""
+        wanted = self.shortfall(conversation, total, reserve)
+        if wanted <= 0:
+            return []
+        conversation.pinned = True
+        # `shortfall` has refiled, so none of its chunks is in `changed`: they stay filed as idle.
+        # `_cheapest` skips those that it meets, and takes their member.
+        tickets = self.plan_swap_out(wanted, now)
+        conversation.pinned = False
+        # Give those their members back at the next `refile`.
+        self.changed.update([chunk for chunk in conversation.chunks if not chunk.member])
+        return tickets
+
     def complete(self, ticket: Ticket):
-        """The copy has ended. A copy out gives the chunk its place, unless it is outdated. What was
-        given up during the copy becomes free only now: the ticket's `orphans`, and its place if
-        that is not the chunk's. `stats` counts the copy, outdated or not. (All that may happen
-        during a copy: see the table of the second day.)"""
+        """The copy has ended, and what was given up meanwhile becomes free. After a copy out, if
+
+            nothing happened; steps may have read it    the chunk gets the place: GPU_AND_CPU
+            a part of the chunk was truncated           the same; frees the slots that it gave up
+            it has grown: its conversation returned     outdated: frees the place; still GPU
+            it became absent: cancelled, forgotten      outdated: frees the place and the slots
+
+        A chunk that grows or becomes absent during a copy in loses its place, which is freed."""
         self.in_flight.remove(ticket)
         chunk = ticket.chunk
         chunk.ticket = None
@@ -492,7 +516,9 @@ class KVCache:
         while member := self.indexes[move].cheapest(now):
             if member.chunk.next_move == move:
                 return member.chunk
-            member.chunk.member = None  # stale by the pin of plan_swap_out_for, which refiles it
+            # It belongs to the waiting request: pinned for the call of plan_swap_out_for, which
+            # files it again, but still filed as idle. Skip it.
+            member.chunk.member = None
         return None
 
     def _victims(self, move: str, now: float) -> list[Chunk]:
@@ -511,37 +537,7 @@ class KVCache:
         one, two = chunk.member, other.member
         return (worth(self.policy, one, now), one) < (worth(self.policy, two, now), two)
 
-    # ---- second day: swap-out for a waiting request, forgetting, and what others ask
-    #
-    # What may happen to a chunk during a copy out, and what `complete` does then:
-    #
-    #     nothing; steps may have read it             the chunk gets the place: GPU_AND_CPU
-    #     a part of it was truncated                  the same; frees the slots that it gave up
-    #     it has grown (its conversation returned     the copy is outdated: frees the place, the
-    #     meanwhile)                                  chunk stays GPU
-    #     it became absent (its turn was cancelled,   the copy is outdated: frees the place and the
-    #     or it was forgotten)                        slots
-    #
-    # A chunk that grows or becomes absent during a copy in loses its place. `complete` frees that.
-
-    def plan_swap_out_for(self, conversation: Conversation, total: int, reserve: int,
-                          now: float) -> list[Ticket]:
-        """`plan_swap_out` for what the waiting request of the conversation lacks, at the expense of
-        all others.
-
-        Its own chunks are no help, so it is pinned for this one call. It may have hundreds, and we
-        do not refile them all for that."""
-        wanted = self.shortfall(conversation, total, reserve)
-        if wanted <= 0:
-            return []
-        conversation.pinned = True
-        # `shortfall` has refiled, so none of its chunks is in `changed`: they stay filed as idle.
-        # `_cheapest` skips those that it meets, and takes their member.
-        tickets = self.plan_swap_out(wanted, now)
-        conversation.pinned = False
-        # Give those their members back at the next `refile`.
-        self.changed.update([chunk for chunk in conversation.chunks if not chunk.member])
-        return tickets
+    # ---- second day: forgetting, and what others ask
 
     def forget(self, conversation: Conversation):
         """Free everything in both tiers. The conversation must not be running."""

@@ -65,7 +65,7 @@ class KVPool:
         # The latest flight in: set by swap_in, cleared by wait(last layer). One stream copies all
         # flights in order, so whoever waits for the latest has waited for those before.
         self.arriving: Flight | None = None
-        self.metrics = SwapMetrics()
+        self.metrics = SwapMetrics()            # second day
         # Three functions that hide CUDA: stream(), the current stream; on(s), a block in which s is
         # the current one; event(), a new event. Without CUDA they do nothing (InOrder).
         self.stream: Callable
@@ -94,7 +94,7 @@ class KVPool:
         is any more. The flight notes each wait in `waits`."""
         if not self.arriving:
             return
-        reached = self.now()
+        reached = self.mark()
         arrived = self.arriving.arrived[layer if self.pipeline else -1]     # -1: the last, so all
         self.stream().wait_event(arrived)
         self.arriving.waits.append((reached, arrived))
@@ -116,7 +116,7 @@ class KVPool:
             slots, lines = self._addresses(tickets)
             for layer in range(len(self.gpu)):
                 copy_tokens(self.cpu[layer], lines, self.gpu[layer], slots)
-                flight.arrived.append(self.now())
+                flight.arrived.append(self.mark())
         self.arriving = flight
 
     def swap_out(self, tickets: list[Ticket], written=None):
@@ -129,7 +129,7 @@ class KVPool:
         slots: so the copies run while the model computes."""
         if not tickets:
             return
-        self.stream_out.wait_event(written or self.now())
+        self.stream_out.wait_event(written or self.mark())
         self.stream_out.wait_stream(self.stream_in)
         with self._flight("out", tickets, self.stream_out):
             slots, lines = self._addresses(tickets)
@@ -147,7 +147,7 @@ class KVPool:
             self.metrics.add(flight)
         return [ticket for flight in ended for ticket in flight.tickets]
 
-    def now(self):
+    def mark(self):
         """An event at this point of the current stream."""
         event = self.event()
         event.record(self.stream())
@@ -158,13 +158,14 @@ class KVPool:
         """The flight of these tickets, for copies that the caller starts on `stream`, which is the
         current stream meanwhile. If the caller fails halfway, the copies that it has started are
         still waited for: the flight is recorded all the same."""
-        nbytes = sum(ticket.filled for ticket in tickets) * self.gpu[:, :, 0].nbytes
+        token_nbytes = self.gpu[:, :, 0].nbytes         # K and V of one token, in all layers
+        nbytes = sum(ticket.filled for ticket in tickets) * token_nbytes
         with self.metrics.host_time(), self.on(stream):
-            flight = Flight(direction, tickets, nbytes, begin=self.now())
+            flight = Flight(direction, tickets, nbytes, begin=self.mark())
             try:
                 yield flight
             finally:
-                flight.end = self.now()
+                flight.end = self.mark()
                 self.flights.append(flight)
 
     def _addresses(self, tickets: list[Ticket]) -> Tensor:

@@ -216,7 +216,9 @@ class Scheduler:
         # (2) `compose` has just marked chunks as evictable without a copy, so slots are available
         # now: compose again. (3) All running requests are starved and nothing is available:
         # suspend one, compose again.
+        # It ends: each round marks chunks, starts a copy, or makes `running` shorter.
         while self.unfinished and not batch and not self._awaited():
+            # (3): a starved decode lacks one slot, so it starves only if none is available.
             if self.running and not self.cache.available:
                 self.give_way(now)
             batch = self.compose(now)
@@ -362,65 +364,10 @@ class Scheduler:
     def finish(self, request: Request, reason: str, now: float):
         """The turn has ended: its conversation is idle, and its KV stays."""
         self._stop_running(request, now)
-        if request.last_token_pending:
+        if request.last_token_pending:      # a step launched meanwhile feeds its last token
             self._take_back(request)
         self.cache.policy.ended(request.conversation)           # for policies that learn
         self._end(request, reason)
-
-    # ---- the small steps
-
-    def _awaited(self) -> bool:
-        """Is a copy on its way, or a token?"""
-        return bool(self.cache.in_flight) or any(each.last_token_pending for each in self.running)
-
-    def _reserve(self) -> int:
-        """Slots that an admission must leave available: none if nothing runs."""
-        return self.reserve_slots if self.running else 0
-
-    def _stop_running(self, request: Request, now: float):
-        self.running.remove(request)
-        self.cache.release(request.conversation, now)
-
-    def _enqueue(self, request: Request):
-        self.cache.set_waiting(request.conversation, True)
-        insort(self.queue, request)
-
-    def _end(self, request: Request, reason: str):
-        """Take the request off the books. The conversation's next turn, if there is one, joins the
-        queue at its own arrival."""
-        request.finish_reason = reason
-        conversation = request.conversation
-        # (A prompt that has not joined has no KV, and an earlier turn may be running.)
-        if self.stateless and request.joined:
-            self.cache.drop_all(conversation)
-        requests = self.unfinished[conversation.order]
-        was_first = requests[0] is request
-        requests.remove(request)
-        if not requests:
-            del self.unfinished[conversation.order]
-            self.cache.set_waiting(conversation, False)
-            if conversation.one_off or not conversation.tokens:
-                self.cache.forget(conversation)
-        elif was_first:
-            self._enqueue(requests[0])
-        self.stats["cancelled" if reason in ("cancelled", "failed") else "finished"] += 1
-        self.ended.append(request)
-
-    # ---- second day: cancel, suspend, a step too far, where KV came from, text
-
-    def cancel(self, request: Request, now: float, error: Exception | None = None):
-        """End a request early, wherever it is. The conversation's tokens become what they were
-        before it. With an error the request has failed. A request that has ended stays as it is."""
-        if request.finish_reason:
-            return
-        if request in self.running:
-            self._stop_running(request, now)
-        elif request in self.queue:
-            self.queue.remove(request)
-        if request.joined:
-            self.cache.truncate(request.conversation, request.tokens_before, request.known_before)
-        request.error = error
-        self._end(request, "failed" if error else "cancelled")
 
     def give_way(self, now: float):
         """Suspend the latest arrival.
@@ -447,6 +394,61 @@ class Scheduler:
         not the host runs ahead: the last token of a reply has no KV, and counts as new when the
         conversation returns."""
         self.cache.truncate(request.conversation, request.total - 1, request.total - 2)
+
+    # ---- the small steps
+
+    def _awaited(self) -> bool:
+        """Is a copy on its way, or a token?"""
+        return bool(self.cache.in_flight) or any(each.last_token_pending for each in self.running)
+
+    def _reserve(self) -> int:
+        """Slots that an admission must leave available: none if nothing runs."""
+        return self.reserve_slots if self.running else 0
+
+    def _stop_running(self, request: Request, now: float):
+        self.running.remove(request)
+        self.cache.release(request.conversation, now)
+
+    def _enqueue(self, request: Request):
+        self.cache.set_waiting(request.conversation, True)
+        insort(self.queue, request)
+
+    def _end(self, request: Request, reason: str):
+        """Take the request off the books. The conversation's next turn, if there is one, joins the
+        queue at its own arrival."""
+        request.finish_reason = reason
+        conversation = request.conversation
+        # (A prompt that has not joined has no KV, and an earlier turn may be running.)
+        if self.stateless and request.joined:
+            self.cache.drop_all(conversation)       # no memory: all its KV goes
+        requests = self.unfinished[conversation.order]
+        was_first = requests[0] is request
+        requests.remove(request)
+        if not requests:
+            del self.unfinished[conversation.order]
+            self.cache.set_waiting(conversation, False)
+            if conversation.one_off or not conversation.tokens:
+                self.cache.forget(conversation)
+        elif was_first:
+            self._enqueue(requests[0])
+        self.stats["cancelled" if reason in ("cancelled", "failed") else "finished"] += 1
+        self.ended.append(request)
+
+    # ---- second day: cancel, where KV came from, text
+
+    def cancel(self, request: Request, now: float, error: Exception | None = None):
+        """End a request early, wherever it is. The conversation's tokens become what they were
+        before it. With an error the request has failed. A request that has ended stays as it is."""
+        if request.finish_reason:
+            return
+        if request in self.running:
+            self._stop_running(request, now)
+        elif request in self.queue:
+            self.queue.remove(request)
+        if request.joined:
+            self.cache.truncate(request.conversation, request.tokens_before, request.known_before)
+        request.error = error
+        self._end(request, "failed" if error else "cancelled")
 
     def _count_sources(self, request: Request, swap_in: list[Ticket]):
         """Count where the context's KV comes from, at first admission.

@@ -113,8 +113,8 @@ class Worker:
         self.head_dim = config.head_dim
         self.pool = KVPool(config.num_layers, self.kv_heads, self.head_dim, num_slots + 1,
                            num_places, chunk_size, self.device, self.dtype, pipeline)
-        # At first every entry names some slot, so that `profile`, which runs before any request,
-        # reads valid slots. The last row is that of padding (second day): its only slot is one more
+        # Second day: at first every entry names some slot, so that `profile`, which runs before any
+        # request, reads valid slots. The last row is that of padding: its only slot is one more
         # than the scheduler knows of.
         any_slots = torch.arange(max_context, dtype=torch.int32, device=self.device) % num_slots
         self.slot_table = any_slots.repeat(max_running + 1, 1)      # [max_running + 1, max_context]
@@ -139,12 +139,12 @@ class Worker:
                                      batch.swap_out)
         if not batch.spans:
             return lambda: Result([], self.pool.landed(wait=True))
-        sampled = sample(logits, packed.sampling_requests)
+        sampled = sample(logits, packed.sampling_requests)      # [tokens [N], maybe logprobs]
         # NOT_FINITE is -1, which has no embedding. A step already launched behind must read
         # something: 0. Its result is ignored.
         self._remember(inputs, sampled[0].clamp(min=0).int())
         on_host = [part.to("cpu", non_blocking=True) for part in sampled]       # page-locked
-        done = self.pool.now()
+        done = self.pool.mark()
 
         def wait() -> Result:
             done.synchronize()
@@ -166,11 +166,12 @@ class Worker:
         if packed.tokens and not swap_in and not self.pool.arriving:
             size = self.graphs.size_for(len(packed.tokens), len(packed.table_row))
         inputs = self.upload_inputs(packed, changes, size)
-        self.pool.copy_slots(slot_copies)
+        self.pool.copy_slots(slot_copies)       # sharing.py only; mostly none
         self.pool.swap_in(swap_in)
-        written = self.pool.now()               # earlier steps have written what is swapped out
+        written = self.pool.mark()               # earlier steps have written what is swapped out
         logits = self.compute_logits(inputs, size) if packed.tokens else None   # [N, vocab]
-        self.pool.swap_out(swap_out, written)   # started while the GPU computes
+        # Last, so that the host launches the model first; on the device both run side by side.
+        self.pool.swap_out(swap_out, written)
         return inputs, logits
 
     def _remember(self, inputs: Inputs, tokens: Tensor):
@@ -183,8 +184,9 @@ class Worker:
         of the slot table (see table_changes), and carry these out.
 
         First reading: on a CPU the plan is empty and `size` is None. What remains: describe the
-        spans, copy all arrays in one go (arrays.py: join, upload, split_like), write the changes,
-        and put the sampled token where the host said PLACEHOLDER.
+        spans; `upload` sends all arrays in one copy and returns them as tensors; `split_like` cuts
+        the first of them into what `join` had joined; write the changes; put the sampled token
+        where the host said PLACEHOLDER.
 
         All goes to the device in one copy, which begins with what the model reads (first the plan,
         since the kernels want it aligned). That part is `flat`: a graph's replay copies it into the
@@ -196,13 +198,13 @@ class Worker:
             packed = self._padded(packed, size)
         (row, q_len, kv_len), of_tokens = describe(packed)
         spans = SpanTensors.build(row, q_len, kv_len, self.device)
-        plan = self._plan(spans.host, size)
+        plan = self._plan(spans.host, size)             # second day
         for_model = [*plan.arrays(), *of_tokens]
         arrays = [join(for_model), np.array(packed.sample_at, dtype=np.int64), *changes]
         flat, sample_at, rows, columns, slots = upload(arrays, self.device)
         *planned, tokens, positions, row_of_token = split_like(flat, for_model)
         key = self.group, self.kv_heads, self.head_dim, self.dtype
-        spans.plans[key] = plan.with_arrays(planned)
+        spans.plans[key] = plan.with_arrays(planned)    # second day
 
         # Since the last step one request may have left a row and another come into it: an entry is
         # then named twice, but both times with the slot that it has now.

@@ -24,12 +24,12 @@ def test_what_is_before_what():
     pool, side = recorder.pool, recorder.pool.stream_in
     with recorder:
         pool.gpu[0, 0, 3] = 0.0                                 # a0
-        event = pool.now()
+        event = pool.mark()
         pool.gpu[0, 0, 3].sum()                                 # a1, behind the event
         side.wait_event(event)
         with pool.on(side):
             pool.gpu[0, 0, 3:5] = 1.0                           # b0
-            arrived = pool.now()
+            arrived = pool.mark()
         pool.stream().wait_event(arrived)
         pool.gpu[0, :, [4, 9]].sum()                            # a2
     a0, a1, b0, a2 = recorder.accesses
@@ -45,7 +45,7 @@ def test_what_the_host_has_waited_for_is_before_all_that_it_starts_later():
     with recorder:
         with recorder.pool.on(recorder.pool.stream_out):
             recorder.pool.gpu[0, 0, 3].sum()
-            event = recorder.pool.now()
+            event = recorder.pool.mark()
         assert not event.query()
         event.synchronize()
         assert event.query() and recorder.host_waited
@@ -84,7 +84,7 @@ def one_step(pipeline=True, coming=True):
             pool.gpu[:, :, 20:24] = 0.0
         with recorder.doing("in"):
             pool.swap_in([ticket("in", [1, 2, 20], 0)] if coming else [])
-        written = pool.now()
+        written = pool.mark()
         for layer in range(LAYERS):
             pool.wait(layer)
             with recorder.doing(f"layer {layer}"):

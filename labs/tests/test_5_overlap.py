@@ -149,7 +149,7 @@ def a_step_with_copies_both_ways(given=True):
             store(recorder, "earlier step", layer, LEAVING)
         with recorder.doing("copy in"):
             recorder.pool.swap_in([ticket("in", BACK, 3)])
-        written = recorder.pool.now() if given else None
+        written = recorder.pool.mark() if given else None
         for layer in range(LAYERS):
             recorder.pool.wait(layer)
             store(recorder, f"layer {layer}", layer, NEW)
