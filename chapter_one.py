@@ -25,9 +25,9 @@ context length l at its end: here, l / 4 + 1 s. T is how long its conversation h
         b[0:4]      V = ( 4 / 4 + 1) / 2 = 1.00     copied: b for 2 s only, but this is cheap
         a[12:13]    V = (16 / 4 + 1) / 4 = 1.25     not yet (l is where it will end, when full)
 
-A copied chunk remains readable in its slots until somebody takes them, who then need not wait: in
-step 4 c takes those of a[0:8], copied in step 3. In step 6 a copy of b[4:8], worth 3 / 6, finds all
-four places full. Of the copies without slots a[0:4] is worth least, 2 / 8: it is dropped.
+A copied chunk stays readable until somebody takes its slots, who then need not wait: in step 4 c
+takes those of a[0:8]. In step 6 a copy of b[4:8], worth 3 / 6, finds all places full. Of the copies
+without slots (c, growing, has just taken b[0:4]'s) a[0:4] is worth least, 2 / 8: it is dropped.
 
 We search where the system keeps books, and leave out copies that take time (kv_pool.py), threads
 and batches launched ahead (engine.py), suspension (scheduler.py), shared chunks (sharing.py).
@@ -139,7 +139,7 @@ class Pensieve:
 
     def schedule(self) -> Batch:
         """Running turns go on. The head of the queue joins if it finds slots for all its tokens."""
-        while True:             # once more if chunks became evictable: that made room
+        while True:             # again if chunks became evictable: who has slots now gets no more
             batch = Batch()
             for conversation in self.running:
                 total, room = len(conversation.tokens), len(conversation.slot_table())
@@ -225,7 +225,7 @@ class Pensieve:
         copied = [one for one in self.chunks if one.copy is not None]
         if len(copied) < PLACES:
             return True
-        for one in copied:      # a running chunk has slots; its copy is to spare, if not in use
+        for one in copied:      # a running chunk has slots; its copy is spare, unless it comes in
             if one.conversation in self.running and one not in batch.swap_in:
                 one.copy = None
                 return True
