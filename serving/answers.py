@@ -20,7 +20,8 @@ class Shape(BaseModel):
 # ---- conversations and their messages
 
 class Portrait(Shape):
-    """Where a conversation's tokens are: `serving/live.py` explains the fields."""
+    """Where a conversation's tokens are: `serving/live.py` explains the fields. gpu + cpu is less than
+    tokens: the last token of a reply has no KV, and dropped chunks have none."""
     id: str | None              # null: a one-off request, of which nothing is kept
     tokens: int
     gpu: int

@@ -239,7 +239,7 @@ class API:
         return found
 
     def _cache_of(self, prefix: str, found: ConversationRecord) -> dict:
-        """Where the conversation's tokens are, as live.py shows it."""
+        """Where the conversation's tokens are: an answers.Portrait, also if nothing is cached."""
         id = found.name.removeprefix(prefix)
         if portrait := self.engine.call(partial(live.portrait_of, self.engine, found.name)):
             return dict(portrait, id=id)

@@ -17,7 +17,9 @@ To add an operation, say GET /v1/conversations/{id}/stats:
    takes any;
 2. write the method of that name: of openai_api.API, which gets the client's prefix, the names in
    the path and the fields; or of sockets.Handler, if it is about the server itself;
-3. tests/test_responses.py asks for each line of OPERATIONS; tell it there what a good request is.
+   (API._conversation finds a conversation or answers 404; API._cache_of says where its KV is);
+3. tests/test_responses.py asks for each line of OPERATIONS. A request with a body needs one in
+   BODIES there; a GET needs nothing. Then test what the operation promises.
 """
 import json
 import re
