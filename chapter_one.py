@@ -14,20 +14,20 @@ is *missing*. Here a and b begin with 11 tokens each, then c; in step 8 a return
 
 a[0:4] is a *span*: positions that the step computes. A prompt is one, too. Its last position gives
 the reply's first token; each further token is a span of length 1: `a[11:12] b[5:11]`, in step 1.
-A batch mixes them, because attention needs only the slots of a span's context, wherever they lie.
+A batch can mix them, because attention needs only the slots of a span's context, wherever they lie.
 
-Why is a[0:4] missing? If fewer than 8 slots are available, the idle chunk of the lowest *retention
-value* V = Cost(l) / T is copied *out*. Cost(l) is the time to compute it again. That grows with the
-context length l at its end: here, l / 4 + 1 s. T is how long its conversation has been idle:
+Why is a[0:4] missing? If fewer than 8 slots are available, or too few for a turn that waits, idle
+chunks of the lowest *retention value* V = Cost(l) / T are copied *out*. Cost(l) is the time to
+compute one again: here, l / 4 + 1 s for a context of length l at its end. T is its idle time:
 
     step 4  c[0:11] | out a[8:12] b[0:4]
         a[8:12]     V = (12 / 4 + 1) / 4 = 1.00     copied: a has been idle for 4 s
         b[0:4]      V = ( 4 / 4 + 1) / 2 = 1.00     copied: b for 2 s only, but this is cheap
         a[12:13]    V = (16 / 4 + 1) / 4 = 1.25     not yet (l is where it will end, when full)
 
-A copied chunk stays readable until somebody takes its slots, who then need not wait: in step 4 c
-takes those of a[0:8]. In step 6 a copy of b[4:8], worth 3 / 6, finds all places full. Of the copies
-without slots (c, growing, has just taken b[0:4]'s) a[0:4] is worth least, 2 / 8: it is dropped.
+A copied chunk stays readable until somebody takes its slots: in step 4 c takes those of a[0:8]. In
+step 6 a copy of b[4:8], worth 3 / 6, finds all places full. Of the copies without slots (c has just
+taken those of b[0:4]) a[0:4] is worth least, 2 / 8: it is dropped.
 
 We search where the system keeps books, and leave out copies that take time (kv_pool.py), threads
 and batches launched ahead (engine.py), suspension (scheduler.py), shared chunks (sharing.py).
@@ -139,7 +139,7 @@ class Pensieve:
 
     def schedule(self) -> Batch:
         """Running turns go on. The head of the queue joins if it finds slots for all its tokens."""
-        while True:             # again if chunks became evictable: who has slots now gets no more
+        while True:     # again if `swap_out` has marked chunks: their slots are available now
             batch = Batch()
             for conversation in self.running:
                 total, room = len(conversation.tokens), len(conversation.slot_table())
@@ -196,7 +196,7 @@ class Pensieve:
         return len(self.free_slots()) + reclaimable
 
     def give_slots(self, conversation: Conversation, total: int):
-        """A slot for each position below `total`: a free one, or one of the cheapest idle chunk."""
+        """A slot for each position below `total`: free, or of the cheapest reclaimable chunk."""
         for start in range(len(conversation.chunks) * CHUNK, total, CHUNK):
             conversation.chunks.append(Chunk(conversation, start))
             self.chunks.append(conversation.chunks[-1])

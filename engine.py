@@ -54,11 +54,12 @@ class Engine:
         self.config = config = Config(model=str(model), **flags)
         self.clock, self.debug = clock, debug
         self.directory = None if worker or config.random_weights else find_checkpoint(config.model)
-        # (On several GPUs this is a parallel.Leader. SharingCache is KVCache and sharing.)
+        # (On several GPUs this is a parallel.Leader.)
         self.worker = worker = worker or open_worker(config, self.directory, profiles=cost is None)
         # A name, or the class itself:
         make_policy: Any = POLICIES.get(config.policy, config.policy)
         policy = make_policy(cost or worker.profile(), config.chunk_size)
+        # A KVCache whose conversations may share chunks:
         self.cache = SharingCache(worker.num_slots, worker.num_places, config.chunk_size,
                                   config.max_running, worker.max_context, policy)
         self.scheduler = Scheduler(self.cache, min(worker.max_context, worker.num_slots),
@@ -100,7 +101,7 @@ class Engine:
             waits_for_copy = self.cache.in_flight and not self.unsettled
             if batch or waits_for_copy:
                 self._launch(batch)
-            ahead = self._ahead(batch)
+            ahead = self._ahead(batch)                  # of an empty batch 0: settle all
             while len(self.unsettled) > ahead:
                 self._settle(*self.unsettled.popleft())
             self.owner.tell_ended()                     # closes the handles of ended requests

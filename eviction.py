@@ -108,8 +108,8 @@ class Policy:
 
     def last_needed(self, conversation) -> float:
         """When the conversation was last needed, in seconds; inf if a turn of it waits: then it is
-        needed soon, `idle` gives MIN_IDLE, and its chunks are worth most. (The paper counts from
-        its last answer even then: experiments/policies.py, LiteralIdleness.)"""
+        needed soon, and `idle` gives MIN_IDLE. (The paper counts from its last answer even then:
+        experiments/policies.py, LiteralIdleness.)"""
         return math.inf if conversation.waiting else conversation.last_active
 
     def idle(self, now: float, last_needed: float) -> float:

@@ -30,7 +30,8 @@ from eviction import Member, Policy, VictimIndex, worth
 
 
 class Chunk:
-    """Up to `chunk_size` consecutive tokens of a conversation. The first `filled` of them have KV.
+    """Up to `chunk_size` consecutive tokens of a conversation. The first `filled` have KV: in a
+    tier, arriving, or computed by a step that is launched.
 
     An absent chunk (never computed, or dropped) has neither slots nor a place."""
     __slots__ = ("users", "index", "filled", "slots", "place", "ticket", "evictable_without_copy",
@@ -343,8 +344,8 @@ class KVCache:
         if wanted <= 0:
             return []
         conversation.pinned = True
-        # `shortfall` has refiled, so none of its chunks is in `changed`: they stay filed as idle.
-        # `_cheapest` skips those that it meets, and takes their member.
+        # Its chunks stay filed as idle, since `shortfall` has refiled, and none is in `changed`.
+        # `_cheapest` skips those that it meets, and takes their member: their entries are stale.
         tickets = self.plan_swap_out(wanted, now)
         conversation.pinned = False
         # Give those their members back at the next `refile`.
@@ -365,7 +366,7 @@ class KVCache:
         chunk.ticket = None
         if ticket.direction == "out" and not ticket.outdated:
             chunk.place = ticket.place
-        if chunk.place != ticket.place:
+        if chunk.place != ticket.place:         # nobody owns it any more
             heapq.heappush(self.free_places, ticket.place)
         self.free_slots += ticket.orphans
         self.changed.add(chunk)

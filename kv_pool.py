@@ -97,7 +97,7 @@ class KVPool:
         reached = self.mark()
         arrived = self.arriving.arrived[layer if self.pipeline else -1]     # -1: the last, so all
         self.stream().wait_event(arrived)
-        self.arriving.waits.append((reached, arrived))
+        self.arriving.waits.append((reached, arrived))      # for the metrics
         if layer == len(self.gpu) - 1:
             self.arriving = None
 

@@ -218,7 +218,7 @@ class Scheduler:
         # suspend one, compose again.
         # It ends: each round marks chunks, starts a copy, or makes `running` shorter.
         while self.unfinished and not batch and not self._awaited():
-            # (3): a starved decode lacks one slot, so it starves only if none is available.
+            # (3): when slots are rare, `grow` asks for one alone. If it fails, none is available.
             if self.running and not self.cache.available:
                 self.give_way(now)
             batch = self.compose(now)
@@ -387,8 +387,9 @@ class Scheduler:
         self.stats["suspensions"] += 1
 
     def _take_back(self, request: Request):
-        """Undo the step that was launched before we knew that 99 is the request's last token. It
-        feeds 99: 17 42 99 PLACEHOLDER, KV of 3 -> 17 42 99, KV of 2.
+        """The host ran ahead: it had launched a step that feeds 99 before it learnt that 99 ends
+        the reply. Drop the PLACEHOLDER and the KV of 99: 17 42 99 PLACEHOLDER, KV of 3 -> 17 42 99,
+        KV of 2.
 
         The KV of 99 is right. It goes all the same, so that a turn leaves the same books whether or
         not the host runs ahead: the last token of a reply has no KV, and counts as new when the

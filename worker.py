@@ -203,8 +203,9 @@ class Worker:
         arrays = [join(for_model), np.array(packed.sample_at, dtype=np.int64), *changes]
         flat, sample_at, rows, columns, slots = upload(arrays, self.device)
         *planned, tokens, positions, row_of_token = split_like(flat, for_model)
+        # Second day, two lines:
         key = self.group, self.kv_heads, self.head_dim, self.dtype
-        spans.plans[key] = plan.with_arrays(planned)    # second day
+        spans.plans[key] = plan.with_arrays(planned)
 
         # Since the last step one request may have left a row and another come into it: an entry is
         # then named twice, but both times with the slot that it has now.
