@@ -93,7 +93,9 @@ def be_python(arguments, directory, paths, environment, output):
             del sys.modules[name]
     os.chdir(directory)
     os.environ.update(environment, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
-    others = [path for path in sys.path if not path.startswith(str(ROOT))]
+    # An environment may lie in the project's folder.
+    others = [path for path in sys.path
+              if not Path(path).is_relative_to(ROOT) or "site-packages" in path]
     sys.path[:] = [*map(str, paths), *others]
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
