@@ -86,17 +86,19 @@ def fork(arguments, directory, paths, environment, output, timeout=None):
     return process.exitcode
 
 
+def ours(path):
+    """Is it in this project? (An environment may lie in the project's folder, too.)"""
+    return Path(path).is_relative_to(ROOT) and "site-packages" not in path
+
+
 def be_python(arguments, directory, paths, environment, output):
     """In the new process: forget this project's modules, since those in `paths` are tested."""
     for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None)).startswith(str(ROOT)):
+        if ours(str(getattr(module, "__file__", None))):
             del sys.modules[name]
     os.chdir(directory)
     os.environ.update(environment, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
-    # An environment may lie in the project's folder.
-    others = [path for path in sys.path
-              if not Path(path).is_relative_to(ROOT) or "site-packages" in path]
-    sys.path[:] = [*map(str, paths), *others]
+    sys.path[:] = [*map(str, paths), *(path for path in sys.path if not ours(path))]
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
