@@ -30,7 +30,7 @@ from kv_cache import Conversation
 from owner import Owner
 from parallel import Leader, open_worker
 from sampling import Sampling
-from scheduler import Batch, Request, Result, Scheduler, TooLong
+from scheduler import Batch, Request, Result, Scheduler, too_long
 from sharing import SharingCache
 
 MAX_FAILURES = 3            # failures of the worker in a row, then the engine stops
@@ -254,7 +254,7 @@ class Engine:
         held = self.cache.conversations.get(conversation)
         total = len(held.tokens if held else context) + len(prompt)
         if total + (max_tokens or 1) > self.scheduler.limit:
-            raise TooLong(total, max_tokens, self.scheduler.limit)
+            raise too_long(total, max_tokens, self.scheduler.limit)
 
     def _cancel(self, request: Request):
         def cancel():

@@ -323,7 +323,7 @@ class Scheduler:
             before, known = len(conversation.tokens), conversation.known
             total = before + len(request.prompt)
             if total + (request.max_tokens or 1) > self.limit:
-                self.cancel(request, now, TooLong(total, request.max_tokens, self.limit))
+                self.cancel(request, now, too_long(total, request.max_tokens, self.limit))
                 continue
             if not self.cache.extend(conversation, request.prompt):
                 return None
@@ -484,7 +484,7 @@ def _runs(tickets: list[Ticket]) -> str:
 class TooLong(ValueError):
     """A context would exceed the limit."""
 
-    def __init__(self, tokens: int, max_tokens: int | None, limit: int):
-        super().__init__(f"the conversation has {tokens} tokens with this prompt and max_tokens is "
-                         f"{max_tokens or 'not given'}: together they exceed the limit of {limit} "
-                         "tokens")
+
+def too_long(tokens: int, max_tokens: int | None, limit: int) -> TooLong:
+    return TooLong(f"the conversation has {tokens} tokens with this prompt and max_tokens is "
+                   f"{max_tokens or 'not given'}: together they exceed the limit of {limit} tokens")

@@ -56,7 +56,7 @@ from engine import Engine
 from handles import Handle, Outbox, Reply
 from scheduler import TooLong
 from serving.history import ConversationRecord, History, StaleTurn, Turn, new_id
-from serving.tokenizer import TextStream, TextTooLong, Tokenizer, load_tokenizer
+from serving.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 MOST_PRUNED = 1000      # conversations, at once
 
@@ -662,11 +662,12 @@ class Sessions:
     def _expect_room(self, waiting: Sequence[dict]):
         """TooLong for messages that fit into no context. A message counts for one token more than
         its text has, since the template marks where it begins."""
-        encode, limit = self.tokenizer.encode if self.tokenizer else str.encode, self.engine.scheduler.limit
+        encode = self.tokenizer.encode if self.tokenizer else str.encode
+        limit = self.engine.scheduler.limit
         tokens = sum(1 + len(encode(message["content"])) for message in waiting)
         if tokens >= limit:
-            raise TextTooLong("the messages that would wait for the conversation's next turn have "
-                              f"{tokens} tokens, and the limit is {limit} tokens")
+            raise TooLong("the messages that would wait for the conversation's next turn have "
+                          f"{tokens} tokens, and the limit is {limit} tokens")
 
     def delete_item(self, conversation: str, item_id: str) -> bool:
         """Delete one message of a conversation, see History.delete_item. If turns went with it, the

@@ -58,13 +58,6 @@ PLAIN_TEMPLATE = (       # for checkpoints without a chat template
     "{{ 'Assistant:' if add_generation_prompt }}")
 
 
-class TextTooLong(TooLong):
-    """No context has room for a text, however its tokens turn out."""
-
-    def __init__(self, message: str):
-        ValueError.__init__(self, message)
-
-
 def load_tokenizer(directory: Path, most_tokens: int | None = None) -> "Tokenizer | None":
     """The tokenizer of a checkpoint. None if it has no tokenizer files: then we serve token ids
     only. most_tokens: see Tokenizer. ValueError if they cannot be used."""
@@ -191,8 +184,8 @@ class Tokenizer:
         # UnicodeEncodeError, a ValueError, for a lone surrogate
         size = len(guarded.encode()) - len(GUARD.encode()) * guarded.count(GUARD)
         if size > self._most_bytes:
-            raise TextTooLong(f"the text has {size} bytes, more than any text whose tokens are "
-                              f"within the limit of {self._limit}")
+            raise TooLong(f"the text has {size} bytes, more than any text whose tokens are "
+                          f"within the limit of {self._limit}")
         return self._backend.encode(guarded)
 
 
