@@ -25,6 +25,7 @@ import os.path
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import count, groupby
 from operator import itemgetter
@@ -49,6 +50,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 GPT2_SPLIT = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 QWEN2_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+MOST_BEFORE = 100       # characters of a reply that we read with what follows it
 MOST_BLANKS = 100_000
 # It looks where a run of blanks begins, and nowhere else: one look at each character.
 TOO_BLANK = re.compile(r"(?<!\s)\s{%d}" % MOST_BLANKS)
@@ -133,33 +135,57 @@ class Tokenizer:
 
     def turn(self, before: list[dict], new: list[dict], last_token: int | None,
              template_options: dict | None = None) -> list[int]:
-        """The ids to append to a conversation for its `new` messages, up to where the reply begins.
+        """The ids to append to a conversation for its `new` messages, up to where the reply begins:
+        `render` and `tokenize` in one."""
+        return self.tokenize(self.render(before, new, template_options), last_token)
+
+    def render(self, before: list[dict], new: list[dict],
+               template_options: dict | None = None) -> "Rendering":
+        """The conversation as the chat template shows it, up to where the next reply begins.
 
         before: the visible messages so far; none, or the last one is the assistant's.
-        last_token: the last token that the model sampled for that reply.
         template_options: what the template sees besides, such as {"enable_thinking": False}.
         Messages are {"role", "content"}, and the content is a string. ValueError if they are not,
-        or if the template refuses them."""
+        or if the template refuses them. Rewritten if it does not show the reply in one place."""
         if not new or (before and before[-1]["role"] != "assistant"):
             raise ValueError("a turn needs new messages, after a conversation that is empty or "
                              "ends with an assistant message")
+        messages = self._guarded_messages(before + new)
+        text = self._render(messages, template_options)
         if not before:
-            return self._encode(self._render(self._guarded_messages(new), template_options))
-        reply = {"role": "assistant", "content": SENTINEL}
-        messages = self._guarded_messages(before[:-1]) + [reply] + self._guarded_messages(new)
-        _, *rest = self._render(messages, template_options).split(SENTINEL)
+            return Rendering(text, "", "", rest=text)
+        last = len(before) - 1
+        reply, messages[last] = messages[last], {"role": "assistant", "content": SENTINEL}
+        earlier, *rest = self._render(messages, template_options).split(SENTINEL)
         if len(rest) != 1:
-            raise ValueError("the chat template does not show the assistant's last message "
-                             "exactly once, so this conversation cannot go on from its raw "
-                             "tokens: send its messages as a new one")
-        text, = rest
+            raise Rewritten("the chat template does not show the assistant's last message "
+                            "exactly once, so this conversation cannot go on from its raw "
+                            "tokens: send its messages as a new one")
+        return Rendering(text, earlier, reply["content"], *rest)
+
+    def tokenize(self, rendering: "Rendering", last_token: int | None) -> list[int]:
+        """The ids of all that follows the reply in the rendering, whose last token the model
+        sampled as `last_token`."""
         if last_token in self.special.values():
             # Perhaps the model has ended its reply itself; then the template must not end it again.
             # (Llama 2's template puts a space before the end of a reply.)
-            closed = self._encode(text.lstrip())
+            closed = self._encode(rendering.rest.lstrip())
             if closed[:1] == [last_token]:
                 return closed[1:]
-        return self._encode(text)
+        before = (rendering.earlier[-MOST_BEFORE:] + rendering.reply)[-MOST_BEFORE:]
+        return self._encode_behind(before, rendering.rest)
+
+    def _encode_behind(self, before: str, text: str) -> list[int]:
+        """The ids of a text that stands behind another one. Many tokenizers put a space before a
+        text: here it would stand in the middle. So we encode both, and cut off what is before:
+
+            "Hello", "\\nUser: Hi"     ids of "Hello\\nUser: Hi" without those of "Hello"
+        """
+        for start in (before, "\n") if before else ():
+            ids, both = self._encode(start), self._encode(start + text)
+            if both[:len(ids)] == ids:
+                return both[len(ids):]
+        return self._encode(text)       # a token would span both, and the reply is tokens already
 
     def _refuse_letters(self, named: list[str]):
         """ValueError if the chat template writes one of these special tokens, and the vocabulary
@@ -207,6 +233,45 @@ class Tokenizer:
             raise TooLong(f"the text has {size} bytes, more than any text whose tokens are "
                           f"within the limit of {self._limit}")
         return self._backend.encode(guarded)
+
+
+class Rewritten(ValueError):
+    """The template does not show the conversation as before with the new messages behind it."""
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """What the chat template writes for a conversation, with guards, up to where the next reply
+    begins:
+
+        text        <user> Hi <end> <assistant> Hello <end> <user> More <end> <assistant>
+                    -------- earlier ---------- reply --------------- rest --------------
+    """
+    text: str
+    earlier: str        # the three parts if a sentinel stands in place of the last reply
+    reply: str
+    rest: str
+
+    @property
+    def digest(self) -> str:
+        return digest(self.text)
+
+    def expect(self, before: str):
+        """before: the digest of the rendering to which the reply was given. Rewritten unless the
+        text is that rendering, the reply, and the rest. Blanks around the reply do not count, since
+        templates strip it, and the model said what it said."""
+        text = self.text
+        for part in self.earlier.rstrip(), self.reply.strip(), self.rest.lstrip():
+            if not text.startswith(part):
+                raise Rewritten("the chat template shows the last reply in other words")
+            text = text[len(part):].lstrip()
+        if digest(self.earlier) != before:
+            raise Rewritten("the chat template shows the earlier messages in another way now")
+
+
+def digest(text: str) -> str:
+    """Of all but the blanks at its end."""
+    return hashlib.sha256(text.rstrip().encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class TextStream:
