@@ -56,7 +56,7 @@ from engine import Engine
 from handles import Handle, Outbox, Reply
 from scheduler import TooLong
 from serving.history import ConversationRecord, History, StaleTurn, Turn, new_id
-from serving.tokenizer import TextStream, Tokenizer, load_tokenizer
+from serving.tokenizer import Rewritten, TextStream, Tokenizer, load_tokenizer
 
 MOST_PRUNED = 1000      # conversations, at once
 
@@ -340,7 +340,9 @@ class Sessions:
             system = cached_system = self._system(messages, instructions)
             found = self.history.match(system + messages, hint, prefix)
             after, known = found or (None, len(system))
-            earlier, new = messages[:known - len(system)], messages[known - len(system):]
+            # as the model said it: a client may send a reply without its thoughts
+            earlier = self.history.messages(after.id)[len(system):] if after else []
+            new = messages[known - len(system):]
         else:
             cached_system = as_messages(json.loads(after.note).get("system")) if after else []
             earlier = self.history.messages(after.id)[len(cached_system):] if after else []
@@ -348,10 +350,10 @@ class Sessions:
         note = dict(note or {}, system=system[0]["content"] if system else None)
         room = (max_tokens or self.engine.scheduler.limit // 4) if truncate else None
         if after and system == cached_system:
-            with suppress(TooLong):
-                prompt = self._tokenize(system + earlier, new, after.last_token, template_options)
+            with suppress(TooLong, Rewritten):
+                prompt, shown = self._continue(system + earlier, new, after, template_options)
                 if self._fits(after.length + len(prompt), room):
-                    return Plan(prompt, new, after, None, note)
+                    return Plan(prompt, new, after, None, note | shown)
         droppable = len(earlier + new) if shows_all else len(earlier)
         return self._plan_anew(after, system, earlier, new, droppable, room, gone, note,
                                template_options)
@@ -365,7 +367,7 @@ class Sessions:
         messages = earlier + new
 
         def prompt(start: int) -> list[int]:
-            return self._tokenize([], system + messages[start:], None, template_options)
+            return self._tokenize(system + messages[start:], template_options)
 
         def fits(start: int) -> bool:
             if gone():
@@ -381,18 +383,34 @@ class Sessions:
             # of those that fit; the last is tried below
             first = bisect_left(cuts[:-1], True, key=fits)
             start = cuts[first] if cuts else 0
-        carried = len(system) + max(len(earlier) - start, 0)
-        return Plan(prompt(start), system + messages[start:], after, carried, note)
+        carried, shown = len(system) + max(len(earlier) - start, 0), system + messages[start:]
+        ids = prompt(start)
+        rendered = self.tokenizer.render([], shown, template_options).digest
+        return Plan(ids, shown, after, carried, note | dict(rendered=rendered))
+
+    def _continue(self, before: list[dict], new: list[dict], after: Turn,
+                  template_options: dict | None) -> tuple[list[int], dict]:
+        """The prompt that continues the cached context, and what its note says of the rendering.
+        Rewritten if the template shows this context in another way now. For example, Mistral's puts
+        the system message into the last user's message, so the earlier ones lose it."""
+        tokenizer = self._text_tokenizer()
+        rendering = tokenizer.render(before, new, template_options)
+        if rendered := json.loads(after.note).get("rendered"):      # a turn of raw ids was not
+            rendering.expect(rendered)
+        prompt = tokenizer.tokenize(rendering, after.last_token)
+        return prompt, dict(rendered=rendering.digest)
 
     def _fits(self, length: int, room: int | None) -> bool:
         return room is None or length + room <= self.engine.scheduler.limit
 
-    def _tokenize(self, before: list[dict], new: list[dict], last_token: int | None,
-                  template_options: dict | None = None) -> list[int]:
+    def _tokenize(self, messages: list[dict], template_options: dict | None = None) -> list[int]:
+        return self._text_tokenizer().turn([], messages, None, template_options)
+
+    def _text_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ValueError(f"{self.engine.config.model} has no tokenizer: it serves token ids "
                              "only, use generate()")
-        return self.tokenizer.turn(before, new, last_token, template_options)
+        return self.tokenizer
 
     def _designate(self, prompt: str) -> list[dict]:
         """The system prompt as a message. The tokens that all contexts under it begin with are
@@ -403,11 +421,11 @@ class Sessions:
         # have in common belongs to the system prompt.
         a, b = ([dict(role="user", content=text)] for text in "ab")
         try:
-            contexts = [self._tokenize([], system + user, None) for user in (a, b)]
+            contexts = [self._tokenize(system + user) for user in (a, b)]
         except ValueError as error:
             model = self.engine.config.model
             raise ValueError(f"system_prompt cannot be used with {model}: {error}") from error
-        require(contexts[0] != self._tokenize([], a, None), "system_prompt",
+        require(contexts[0] != self._tokenize(a), "system_prompt",
                 "left out, since this model's chat template shows no system message", prompt)
         # it compares any lists: here, of ids
         self.engine.designate(list(os.path.commonprefix(contexts)))
