@@ -286,6 +286,14 @@ class Engine:
                 self.cache.forget(held)
         self.call(forget)
 
+    def shorten(self, conversation: str | None, length: int):
+        """Keep no more than the first `length` tokens of an idle conversation, and what is cached of
+        them. It does nothing for an unknown name."""
+        def shorten():
+            if held := self.cache.conversations.get(conversation):
+                self.cache.truncate(held, length, length)
+        self.call(shorten)
+
     def designate(self, tokens: list[int]):
         """These tokens are the operator's system prompt. Contexts that begin like them share the
         full chunks of what they have in common, and no eviction takes these chunks. Call this

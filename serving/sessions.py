@@ -57,6 +57,7 @@ from handles import Handle, Outbox, Reply
 from scheduler import TooLong
 from serving.history import ConversationRecord, History, StaleTurn, Turn, new_id
 from serving.tokenizer import Rewritten, TextStream, Tokenizer, load_tokenizer
+from sharing import common_length
 
 MOST_PRUNED = 1000      # conversations, at once
 
@@ -453,6 +454,8 @@ class Sessions:
         try:
             yield live
         except BaseException as error:
+            if live.plan and live.plan.restarts:        # it may have been shortened
+                self.engine.forget(live.conversation)
             self._release(live, error=error)
             raise
 
@@ -505,16 +508,19 @@ class Sessions:
     def _submit(self, live: LiveTurn, plan: Plan, like: Handle | None = None,
                 **options) -> LiveTurn:
         context: Sequence[int] = ()
-        parent = None
-        if plan.restarts:
-            self.engine.forget(live.conversation)
-        elif plan.after:
+        parent, prompt = None, plan.prompt
+        if plan.after:
             context, parent = self.history.tokens(plan.after.id), plan.after.conversation
         live.plan, live.min_tokens = plan, options.get("min_tokens") or 0
+        if plan.restarts:       # what both contexts begin with stays; the last token must be computed
+            common = common_length(context, prompt[:-1])
+            common -= common % self.engine.config.chunk_size
+            self.engine.shorten(live.conversation, common)
+            context, prompt = prompt[:common], prompt[common:]
         new = live.conversation is not None and self.history.head(live.conversation) is None
         live.branches = new and plan.after is not None
         live.handle = self.engine.submit(
-            plan.prompt, live.conversation, context=context, parent=parent, like=like,
+            prompt, live.conversation, context=context, parent=parent, like=like,
             reached_stop=live.add, on_end=partial(self._ended, live), **options)
         if live.cancelled:
             live.handle.cancel()
@@ -563,7 +569,8 @@ class Sessions:
 
     def _commit(self, live: LiveTurn, handle: Handle, answer: Answer):
         name, plan, after = live.conversation, live.plan, live.plan.after
-        if handle.request.tokens_before != plan.context:
+        before = handle.request.tokens_before + len(handle.request.prompt)
+        if before != plan.context + len(plan.prompt):
             raise StaleTurn(f"conversation {name!r} had other tokens in the cache than in the "
                             "history")
         # the text is that of all tokens
