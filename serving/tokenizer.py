@@ -181,11 +181,12 @@ class Tokenizer:
 
             "Hello", "\\nUser: Hi"     ids of "Hello\\nUser: Hi" without those of "Hello"
         """
-        for start in (before, "\n") if before else ():
+        # If a token would span both: the reply is tokens already, so any other text will do.
+        for start in (before, "\n", "a") if before else ():
             ids, both = self._encode(start), self._encode(start + text)
             if both[:len(ids)] == ids:
                 return both[len(ids):]
-        return self._encode(text)       # a token would span both, and the reply is tokens already
+        return self._encode(text)
 
     def _refuse_letters(self, named: list[str]):
         """ValueError if the chat template writes one of these special tokens, and the vocabulary
