@@ -35,8 +35,9 @@ Invariants:
   of its tokens in the cache. (If it restarted the context, the next turn computes the old context
   again.)
 - The messages of a turn and those before it, rendered by the template, are the text of the tokens
-  before the turn's reply. (Not after a turn of raw token ids, nor after a reply that a stop string
-  has cut.)
+  before the turn's reply. If the template shows earlier messages in another way now (a new date, a
+  reply without its thoughts), the context starts anew. (Not after a turn of raw token ids, nor
+  after a reply that a stop string has cut.)
 """
 import json
 import os.path

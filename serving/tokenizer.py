@@ -9,6 +9,9 @@ sentinel:
     <user> Hi <end> <assistant> SENTINEL <end> <user> More <end> <assistant>
                                          ------- only this is tokenised ----
 
+The template may show what is before the sentinel in another way than it did at the turn before. So
+the caller keeps a digest of each rendering, and a Rendering tells whether it goes on from that one.
+
 Text becomes ids in one of two ways. If the ids are in merge order, as GPT-2's are, we use tiktoken
 on the checkpoint's own vocabulary; else we use the tokenizers library. Ids become text in one way:
 every token is some bytes, and a text is the concatenation of these bytes, read as UTF-8.
@@ -221,7 +224,8 @@ class Tokenizer:
                 for message in messages]
 
     def _guarded(self, text: str) -> str:
-        """The text with a GUARD after the first character of every special token in it."""
+        """The text with a GUARD after the first character of every special token in it, and of
+        ESCAPED."""
         text = text.replace(GUARD, "")
         for special_start, guarded in self._guards:
             text = special_start.sub(guarded, text)

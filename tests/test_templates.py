@@ -142,7 +142,8 @@ def test_the_context_is_what_the_template_shows(tmp_path, name, resends):
             reply = rng.choice(REPLIES)
             sent, conversation = (before + new, None) if resends else (new, "c")
             closes = name != "plain" and rng.random() < 0.7
-            context, expected = played.answer(reply, sent, conversation, closes), shown(template, before + new)
+            context = played.answer(reply, sent, conversation, closes)
+            expected = shown(template, before + new)
             if strips:
                 context, expected = "".join(context.split()), "".join(expected.split())
             assert context == expected
@@ -192,24 +193,24 @@ def test_a_rendering_is_expected_to_hold_the_reply(tmp_path):
 
 
 def test_a_context_that_starts_anew_keeps_the_common_beginning(checkpoint, monkeypatch):
-    """Only what differs is computed: here, from the end of the first user's message on."""
+    """Only what differs is computed: here, from the end of the last user's message on."""
     with closing(Sessions(checkpoint, gpu_cache_tokens=512, cpu_cache_tokens=0, chunk_size=4,
                           debug=True)) as sessions:
         template = compile_template(each(NAMED + "{{ '!' if loop.last }}"))
         monkeypatch.setattr(sessions.tokenizer, "_template", template)
         long = user("a long message " * 9)
         first = sessions.respond([long], "c", max_tokens=4, ignore_eos=True).result()
-        whole = first.usage["prompt_tokens"] + 4
-        held = sessions.engine.cache.conversations["c"]
         with pytest.raises(TooLong):                # it may have been shortened: so it is read again
             sessions.respond([user("More")], "c", max_tokens=1000)
         second = sessions.respond([user("More")], "c", max_tokens=4, ignore_eos=True)
         context = sessions.tokenizer.turn([], [long, said(first.text), user("More")], None)
-        usage = second.result().usage
-        assert sessions.history.tokens(second.plan.after.id)[:8].tolist() == context[:8]
+        second.result()
+        assert second.plan.restarts
         assert list(sessions.history.tokens(sessions.history.head("c").id))[:-4] == context
-        third = sessions.respond([user("More")], "c", max_tokens=4, ignore_eos=True).result()
-        assert third.usage["gpu"] > usage["prompt_tokens"] - 16 and third.usage["recomputed"] < 4
+        third = sessions.respond([user("More")], "c", max_tokens=4, ignore_eos=True)
+        usage, kept = third.result().usage, len(context) - 2        # up to "!" and <|assistant|>
+        assert third.plan.restarts and usage["recomputed"] == 0
+        assert kept - 4 < usage["gpu"] <= kept
 
 
 @pytest.mark.parametrize("form", ["", "()", "(ensure_ascii=True)", "(True)", "(indent=2)", "(False, 1)",
@@ -226,14 +227,15 @@ def test_json_as_transformers(tmp_path, form):
 def test_generation_as_transformers(tmp_path):
     template = ("{% set x = 1 %}{%- for m in messages -%} {% generation %} \n{% set x = 2 %}{{ m.content }}"
                 "{{- x }} {%- endgeneration %} {{ x }}{% endfor %}")
-    assert save(tmp_path, template).decode(save(tmp_path, template).turn([], [user("Hi")] * 2, None)) == shown(
-        template, [user("Hi")] * 2)
+    ours, chat = save(tmp_path, template), [user("Hi")] * 2
+    assert ours.decode(ours.turn([], chat, None)) == shown(template, chat)
 
 
 WHERE = [       # files -> the template, or what is said of them
     (dict(config="A"), "A"), (dict(json="A"), "A"), (dict(config="A", json="B"), "A"),
     (dict(config="A", jinja="B"), "B"), (dict(config=dict(rag="A")), "A"),
-    (dict(config=dict(rag="A", default="B")), "B"), (dict(config=dict(rag="A", tool_use="B")), "rag, tool_use"),
+    (dict(config=dict(rag="A", default="B")), "B"),
+    (dict(config=dict(rag="A", tool_use="B")), "rag, tool_use"),
     (dict(config=dict(rag="A"), jinja="B"), "B"), (dict(rag="A", jinja="B"), "B"), (dict(rag="A"), "A"),
     (dict(rag="A", config="B"), "B"), (dict(rag="A", config=dict(tool_use="B")), "rag, tool_use"),
     (dict(json=dict(rag="A", tool_use="B")), "rag, tool_use")]

@@ -543,7 +543,8 @@ def test_vocab_and_merges_as_transformers(tmp_path, oracle, added):
     ours = qwen2_like(tmp_path, added, tokenizer_class=oracle.__name__, bos_token="<|end|>")
     theirs = oracle.from_pretrained(tmp_path, unk_token="<|end|>")
     assert ours.special.keys() == set(SPECIAL)
-    for content in ["I'M 1234 they're  \n\n x\r\n", "e\u0301 <think> a", *CORPUS[:5], " <think>", "!!\n\n\n 你好"]:
+    for content in ["I'M 1234 they're  \n\n x\r\n", "e\u0301 <think> a", *CORPUS[:5], " <think>",
+                    "!!\n\n\n 你好"]:
         assert ours.encode(content) == theirs.encode(content, add_special_tokens=False), content
         chat = [dict(role="user", content=content)]
         assert ours.turn([], chat, None) == theirs.apply_chat_template(
