@@ -156,8 +156,8 @@ def test_names_load_without_their_prefix_and_old_buffers_are_ignored(kind, chang
         weights |= {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "h.0.attn.masked_bias": torch.tensor(-1e4)}
     if kind == "llama-variant":
         weights |= {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)}
-    # Tied: not used.
-    save_file(weights | {"lm_head.weight": torch.zeros(97, 32)}, tmp_path / "model.safetensors")
+    head = theirs.get_output_embeddings().weight.detach()       # tied: not used
+    save_file(weights | {"lm_head.weight": head.clone()}, tmp_path / "model.safetensors")
     assert_same(load_model(tmp_path, "cpu", torch.float32), theirs, 9)
 
 

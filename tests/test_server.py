@@ -925,6 +925,13 @@ def test_a_damaged_checkpoint_is_one_line(file, content, tmp_path, capsys, monke
     assert words.count("\n") == 1 and (file in words or "template" in words)
 
 
+def test_a_checkpoint_without_a_tokenizer_that_we_read_is_one_line(tmp_path, capsys, monkeypatch, checkpoint):
+    shutil.copytree(checkpoint, tmp_path / "older", ignore=shutil.ignore_patterns("tokenizer*"))
+    (tmp_path / "older" / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    words = last_words(tmp_path / "older", "", monkeypatch, capsys)
+    assert words.count("\n") == 1 and "tokenizer.json" in words and str(tmp_path / "older") in words
+
+
 def test_a_connection_that_rests_is_not_worth_a_line(server, capfd, monkeypatch):
     """Clients keep connections for later; after a while the server closes them."""
     monkeypatch.setattr(Handler, "timeout", 0.2)
