@@ -53,9 +53,10 @@ ABOUT = """A chat server that remembers: after an answer, the KV-tokens of the c
 two tiers. The first (GPU) tier is the memory of the GPU, the second (CPU) tier is ordinary memory.
 On a machine without a GPU the first tier lies in ordinary memory, too; everything works the same
 there, only slower."""
-TOKENIZER_NEEDED = ("a checkpoint with tokenizer.json, or with vocab.json and merges.txt, since clients "
-                    "send text (transformers makes tokenizer.json from other files: "
-                    "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY))")
+TOKENIZER_NEEDED = (
+    "a checkpoint with tokenizer.json, or with vocab.json and merges.txt, since clients send text "
+    "(transformers makes tokenizer.json from other files: "
+    "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY))")
 # The example of chat.html needs these sizes. Its conversations are not kept.
 DEMO = dict(gpu_cache_tokens=384, cpu_cache_tokens=768, history=":memory:")
 
