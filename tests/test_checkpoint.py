@@ -12,11 +12,12 @@ from collections import Counter
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_model import (CHECKPOINTS, LLAMA, LLAMA3_ROPE, edit_json, randomised, refusal, run,
-                        tokens)
-from transformers import (AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM,
-                          MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM,
-                          Qwen3Config, Qwen3ForCausalLM, SmolLM3Config, SmolLM3ForCausalLM)
+from test_model import (CHECKPOINTS, GPT2, LLAMA, LLAMA3_ROPE, OPT, edit_json, randomised, refusal,
+                        run, tokens)
+from transformers import (AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel,
+                          LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
+                          OPTConfig, OPTForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config,
+                          Qwen3ForCausalLM, SmolLM3Config, SmolLM3ForCausalLM)
 
 from checkpoint import ARCHITECTURES, load_model, read_config
 
@@ -24,22 +25,20 @@ ODD = LLAMA | dict(rms_norm_eps=1e-2, hidden_act="gelu",
                    rope_parameters=dict(rope_type="default", rope_theta=100.0))
 BIASED = dict(attention_bias=True, mlp_bias=True)
 UNUSUAL = {
-    "gpt2": CHECKPOINTS["gpt2-variant"],
-    "opt": CHECKPOINTS["opt-variant"],
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2 | dict(
+        activation_function="relu", layer_norm_epsilon=1e-2))),
+    "opt": lambda: OPTForCausalLM(OPTConfig(**OPT | dict(activation_function="gelu"))),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**ODD | BIASED | dict(
-        tie_word_embeddings=True, num_key_value_heads=4))),
+        num_key_value_heads=4))),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**ODD | dict(
-        tie_word_embeddings=True, sliding_window=None,
-        num_attention_heads=8, num_key_value_heads=8))),
+        sliding_window=None, num_attention_heads=8, num_key_value_heads=8))),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**ODD | dict(
-        tie_word_embeddings=True, hidden_size=64,
-        num_attention_heads=32, num_key_value_heads=32))),
+        hidden_size=64, num_attention_heads=32, num_key_value_heads=32))),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**ODD | dict(
-        attention_bias=True, head_dim=128, tie_word_embeddings=True,
-        num_attention_heads=32, num_key_value_heads=32))),
+        attention_bias=True, head_dim=128, num_attention_heads=32, num_key_value_heads=32))),
     "smollm3": lambda: SmolLM3ForCausalLM(SmolLM3Config(**ODD | BIASED | dict(
-        num_key_value_heads=4, tie_word_embeddings=False, no_rope_layer_interval=2,
-        pad_token_id=None, bos_token_id=0)))}
+        num_key_value_heads=4, no_rope_layer_interval=2, pad_token_id=None,
+        bos_token_id=0)))}
 OLD_OR_FOREIGN = {
     "rope_theta", "rope_scaling", "torch_dtype", "partial_rotary_factor", "head_dim", "n_ctx",
     "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "layer_types",
@@ -47,7 +46,8 @@ OLD_OR_FOREIGN = {
     "quantization_config", "per_layer_config", "num_attention_heads", "num_key_value_heads"}
 REQUIRED = {
     "vocab_size", "n_positions", "n_layer", "n_head", "n_embd", "ffn_dim",
-    "max_position_embeddings", "num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size"}
+    "max_position_embeddings", "num_hidden_layers", "num_attention_heads", "hidden_size",
+    "intermediate_size"}
 OUR_NAMES = {
     "num_key_value_heads": "num_kv_heads", "n_inner": "ffn_width", "hidden_act": "activation",
     "activation_function": "activation", "rms_norm_eps": "norm_eps",
@@ -124,8 +124,8 @@ def test_every_field_left_out_or_null_or_at_its_default(kind, tmp_path):
     judge = Judge(UNUSUAL[kind], tmp_path)
     judge.sweep()
     assert not judge.wrong
-    decisive = {"tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window", "n_inner"}
-    assert judge.needed <= REQUIRED | {"model_type"} | decisive     # all others may be left out
+    unusual = {"attention_bias", "mlp_bias", "sliding_window"}
+    assert judge.needed <= REQUIRED | unusual | {"model_type"}      # all others may be left out
 
 
 @pytest.mark.slow
@@ -168,10 +168,11 @@ UNROTATED += [dict(no_rope_layers=None, no_rope_layer_interval=value)
 SWITCHES = [dict(attention_bias=True), dict(mlp_bias=True), dict(attention_bias="false"),
             dict(qkv_bias=True), dict(qk_norm=True), dict(num_key_value_heads=0),
             dict(hidden_act="tanh"), dict(tie_word_embeddings="false"),
-            dict(per_layer_config={"1": {"rms_norm_eps": 0.5, "layer_norm_epsilon": 0.5}}),
+            dict(per_layer_config={"1": {"rms_norm_eps": 0.5}}),
             dict(quantization_config={"quant_method": "gptq"}), dict(dtype="bfloat16"),
             dict(attention_dropout=0.5), dict(pretraining_tp=2), dict(logits_scaling=2.0)]
 GPTS = SWITCHES + [
+    dict(per_layer_config={"1": {"layer_norm_epsilon": 0.5}}),
     dict(scale_attn_weights=False), dict(scale_attn_by_inverse_layer_idx=True),
     dict(reorder_and_upcast_attn=True), dict(num_attention_heads=2), dict(num_hidden_layers=2),
     dict(max_position_embeddings=32), dict(n_inner=0), dict(n_ctx=7),
@@ -225,3 +226,9 @@ def test_a_window_is_unused_unless_config_json_says_that_it_is_used(kind, tmp_pa
     judge = Judge(CHECKPOINTS[kind], tmp_path)
     del judge.config["use_sliding_window"]
     assert judge.try_config(judge.config | dict(sliding_window=16)) == "equal"
+
+
+def test_a_smollm3_that_does_not_say_which_layers_rotate(tmp_path):
+    judge = Judge(UNUSUAL["smollm3"], tmp_path)
+    del judge.config["no_rope_layers"], judge.config["no_rope_layer_interval"]
+    assert judge.try_config(judge.config) == "equal"
