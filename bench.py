@@ -117,8 +117,10 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         help="cost of recomputation that `python bench.py profile --json FILE` has measured "
              "(default: measure it at each start)")
     add("--url", default="http://127.0.0.1:8000",
-        help="server that `serve` drives (default: http://127.0.0.1:8000)")
+        help="server that `serve` and `chats` drive (default: http://127.0.0.1:8000)")
     add("--server-key", metavar="KEY", help="the server's API key")
+    add("--server-pid", metavar="PID", type=int,
+        help="the server's process on this machine: `chats` measures its CPU time and memory")
 
     Config.add_flags(parser.add_argument_group("engine"))
     parser.set_defaults(**dict.fromkeys(Config.names()))        # None: not given

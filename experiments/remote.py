@@ -105,7 +105,7 @@ class RemoteEngine:
 
     def submit(self, prompt: list[int], conversation: str, max_tokens: int, ignore_eos: bool,
                on_end: Callable[[RemoteTurn], None]) -> RemoteTurn:
-        turn, extra = RemoteTurn(), dict(ignore_eos=ignore_eos)
+        turn, extra = RemoteTurn(), dict(ignore_eos=ignore_eos, temperature=0)
         arguments = turn, self.message(prompt), conversation, extra, max_tokens, on_end
         thread = threading.Thread(target=self.run, args=arguments, daemon=True)
         self.threads.append(thread)

@@ -2,6 +2,7 @@
 import contextlib
 import http.server
 import json
+import os
 import socketserver
 import sys
 import threading
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer
 
 import bench
 from serving.sessions import Sessions
-from experiments import run
+from experiments import chats, run
 from experiments.remote import RemoteEngine
 from clients import serving
 from experiments.workload import PlannedConversation, PlannedTurn
@@ -49,6 +50,29 @@ def test_the_figure_has_the_names_that_others_use(server, tmp_path, monkeypatch,
     assert [row["system"] for row in rows] == ["resend", "stateful"]
     assert {"request_throughput", "output_throughput", "total_token_throughput", "mean_ttft_ms",
             "median_tpot_ms", "p99_e2el_ms"} <= rows[0].keys()
+
+
+@pytest.mark.parametrize("flags", [[], ["--server-pid", str(os.getpid())]])
+def test_chats_are_measured_turn_by_turn(server, tmp_path, monkeypatch, flags):
+    path = tmp_path / "figure.json"
+    monkeypatch.setattr(chats, "TURNS", 3)
+    monkeypatch.setattr(chats, "LOADS", {"one chat": [["a"], ["b"]], "2 chats": [["c", "d"]]})
+    monkeypatch.setattr(sys, "argv", ["bench.py", "chats", "--url", server.url, "--server-key", "secret",
+                                      "--seed", str(len(flags)), "--json", str(path), *flags])
+    bench.main()
+    *turns, one, eight = json.loads(path.read_text())["rows"]
+    assert [(row["system"], row["turn"]) for row in turns] == [
+        (load, turn) for load in ("one chat", "2 chats") for turn in (1, 2, 3)]
+    for first, second, third in (turns[:3], turns[3:]):
+        assert first["context"] < second["context"] < third["context"]
+        assert first["context"] <= second["cached"] <= second["context"] < third["cached"]
+    for row in turns:
+        assert 0 < row["ttft_ms_low"] <= row["ttft_ms"] <= row["ttft_ms_high"]
+        assert (row.get("cpu_ms_high", -1) >= 0) == bool(flags)
+    assert [one["system"], eight["system"]] == ["one reply", "8 replies at once"]
+    for row in (one, eight):
+        assert 0 < row["tokens_per_second_low"] <= row["tokens_per_second_high"]
+        assert (100 < row.get("memory_mb", 0) <= row.get("peak_mb", 0) < 100_000) == bool(flags)
 
 
 @pytest.mark.parametrize("url, key, message", [
@@ -169,6 +193,7 @@ def test_thoughts_are_tokens_but_no_part_of_the_reply(name):
     with writing(answer, bodies) as url:
         turn = ask(url, turns=2)
     assert turn.text == "answer" and len(turn.times) == 3
+    assert bodies[-1]["temperature"] == 0 and bodies[-1]["ignore_eos"]
     assert [message["content"] for message in bodies[-1]["messages"]][1::2] == ["answer"]
 
 
