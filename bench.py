@@ -235,7 +235,7 @@ WORDS = dict(
     history="history (tokens)", seconds="time (s)", mean_ttft_ms="mean time to first token (ms)",
     normalized_latency_ms="normalized latency (ms/token)", computed_tokens="computed tokens",
     recomputed_seconds="recomputation (s)", servers="servers", replies="replies to a prompt",
-    turn="turn (each adds 100 tokens)", ttft_ms="time to first token (ms)",
+    turn="turn", ttft_ms="time to first token (ms)",
     running="requests at once", tokens_per_second="throughput (tokens/s)",
     saved="slots saved (share)")
 
