@@ -232,3 +232,13 @@ def test_a_smollm3_that_does_not_say_which_layers_rotate(tmp_path):
     judge = Judge(UNUSUAL["smollm3"], tmp_path)
     del judge.config["no_rope_layers"], judge.config["no_rope_layer_interval"]
     assert judge.try_config(judge.config) == "equal"
+
+
+@pytest.mark.parametrize("kind", sorted(ARCHITECTURES.keys() - {"opt"}))
+def test_the_epsilon_of_norms_that_is_left_out(kind, tmp_path):
+    """Too small for our logits to tell."""
+    judge = Judge(UNUSUAL[kind], tmp_path)
+    field = "layer_norm_epsilon" if kind == "gpt2" else "rms_norm_eps"
+    del judge.config[field]
+    (tmp_path / "config.json").write_text(json.dumps(judge.config))
+    assert read_config(tmp_path)[1].norm_eps == judge.defaults[field]

@@ -265,13 +265,16 @@ def refusal(directory):
     ("llama", "rope_parameters", "fast"), ("smollm3", "no_rope_layers", 5),
     ("llama", "eos_token_id", {"id": 5}),
     ("llama", "quantization_config", {"quant_method": "gptq"}), ("qwen2", "quantization_config", 8),
+    ("llama", "num_key_value_heads", 0), ("gpt2", "n_inner", 0), ("llama", "tie_word_embeddings", "false"),
+    ("llama", "per_layer_config", {"1": {"rms_norm_eps": 0.5}}),
     ("llama", "model_type", "gemma3_text"), ("mistral", "sliding_window", 4096)])
 def test_unsupported_variants_are_refused_by_name(kind, field, value, tmp_path):
     CHECKPOINTS[kind]().save_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", **{field: value})
     ours = {"n_head": "num_heads", "num_attention_heads": "num_heads", "n_layer": "num_layers",
             "num_hidden_layers": "num_layers", "hidden_act": "activation", "hidden_size": "width",
-            "intermediate_size": "ffn_width", "quantization_config": "quantised"}.get(field, field)
+            "intermediate_size": "ffn_width", "n_inner": "ffn_width", "num_key_value_heads": "num_kv_heads",
+            "quantization_config": "quantised"}.get(field, field)
     message = refusal(tmp_path)
     assert ours.removesuffix("_function") in message and "config.json" in message
     assert str(value) in message
