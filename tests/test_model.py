@@ -265,7 +265,7 @@ def refusal(directory):
     ("llama", "rope_parameters", "fast"), ("smollm3", "no_rope_layers", 5),
     ("llama", "eos_token_id", {"id": 5}),
     ("llama", "quantization_config", {"quant_method": "gptq"}), ("qwen2", "quantization_config", 8),
-    ("llama", "num_key_value_heads", 0), ("gpt2", "n_inner", 0), ("llama", "tie_word_embeddings", "false"),
+    ("llama", "num_key_value_heads", 0), ("gpt2", "n_inner", 0), ("gpt2", "tie_word_embeddings", "false"),
     ("llama", "per_layer_config", {"1": {"rms_norm_eps": 0.5}}),
     ("llama", "model_type", "gemma3_text"), ("mistral", "sliding_window", 4096)])
 def test_unsupported_variants_are_refused_by_name(kind, field, value, tmp_path):
