@@ -486,5 +486,11 @@ class TooLong(ValueError):
 
 
 def too_long(tokens: int, max_tokens: int | None, limit: int) -> TooLong:
-    return TooLong(f"the conversation has {tokens} tokens with this prompt and max_tokens is "
-                   f"{max_tokens or 'not given'}: together they exceed the limit of {limit} tokens")
+    """In OpenAI's words: clients of the server look for them."""
+    asked, remedy = f"your messages resulted in {tokens} tokens", "messages"
+    if max_tokens:
+        asked = (f"you requested {tokens + max_tokens} tokens ({tokens} in the messages, "
+                 f"{max_tokens} in the completion)")
+        remedy = "messages or completion"
+    return TooLong(f"This model's maximum context length is {limit} tokens. However, {asked}. "
+                   f"Please reduce the length of the {remedy}.")
