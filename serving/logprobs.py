@@ -29,9 +29,10 @@ class Reports:
 
     def before(self, characters: int) -> list[Report]:
         """Of the tokens whose text begins before this character of the reply."""
+        if self.handle.logprobs is None:
+            return []
         start, tokens = self.read, self.handle.token_ids
-        while self.handle.logprobs is not None and (
-                self.read < len(tokens) and self.characters < characters):
+        while self.read < len(tokens) and self.characters < characters:
             self.characters += len(self.stream.push(tokens[self.read]))
             self.read += 1
         return self._reports(start)
@@ -46,8 +47,9 @@ class Reports:
 
     def _reports(self, start: int) -> list[Report]:
         """Of the tokens [start, self.read)."""
-        told = zip(self.handle.token_ids, self.handle.logprobs or ())
-        return [(token, *report) for token, report in list(told)[start:self.read]]
+        tokens = self.handle.token_ids[start:self.read]
+        reports = (self.handle.logprobs or [])[start:self.read]
+        return [(token, *report) for token, report in zip(tokens, reports)]
 
 
 def entries(tokenizer: Tokenizer, reports: Iterable[Report]) -> list[dict]:

@@ -209,17 +209,7 @@ class API:
     def _question(self, prefix: str, body: ResponseBody) -> dict:
         """The messages to answer, and the turn that they follow, as keywords of Sessions.plan."""
         self.retrieve_model(prefix, body.model)
-        name = body.conversation.id if body.conversation else None
-        previous = body.previous_response_id
-        after = previous and self._turn(prefix, turn_id_of(previous))
-        if previous and not after:
-            raise missing("finished response", previous, "previous_response_id", 400)
-        if name and not self.sessions.record(prefix + name):
-            raise missing("conversation", name, "conversation", 400)
-        if name and (previous or not body.store):
-            raise APIError(400, f"conversation {name!r:.100} cannot be combined with "
-                                "previous_response_id or store: false: leave out one of the two",
-                           "conversation")
+        name, after = self._followed(prefix, body)
         return dict(messages=[self._message(prefix, index, entry, name)
                               for index, entry in enumerate(body.input)],
                     conversation=name and prefix + name,
@@ -231,6 +221,20 @@ class API:
                     truncate=body.truncation == "auto",
                     template_options=body.chat_template_kwargs,
                     max_tokens=body.max_output_tokens)
+
+    def _followed(self, prefix: str, body: ResponseBody) -> tuple[str | None, Turn | None]:
+        """What the messages follow: a conversation (its id), or a turn, or neither."""
+        name = body.conversation.id if body.conversation else None
+        previous, after = body.previous_response_id, None
+        if name and (previous or not body.store):
+            raise APIError(400, f"conversation {name!r:.100} cannot be combined with "
+                                "previous_response_id or store: false: leave out one of the two",
+                           "conversation")
+        if name and not self.sessions.record(prefix + name):
+            raise missing("conversation", name, "conversation", 400)
+        if previous and not (after := self._turn(prefix, turn_id_of(previous))):
+            raise missing("finished response", previous, "previous_response_id", 400)
+        return name, after
 
     def _message(self, prefix: str, index: int, entry: Item | ItemReference,
                  conversation: str | None) -> dict:

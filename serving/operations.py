@@ -89,7 +89,7 @@ class Fields(BaseModel):
     """A JSON object. Nothing is converted: "5" is not a number. A field with a default may be left
     out. Unknown fields: see `parse`."""
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    refused: ClassVar[str] = ""         # the names, as a regular expression
+    refused: ClassVar[str] = ""     # the names of those that we never ignore: a regular expression
     messages_in: ClassVar[str | None] = None        # the field with the messages, if there is one
 
     @model_validator(mode="before")
@@ -101,7 +101,7 @@ class Fields(BaseModel):
             return given
         ignored = {name for name in given
                    if not (name in cls.model_fields or re.fullmatch(cls.refused, name))}
-        info.context.update(f"{cls.__name__}.{name}" for name in ignored)
+        info.context.update(f"{cls.__name__}.{name:.100}" for name in ignored)
         return {name: member for name, member in given.items() if name not in ignored}
 
 
@@ -200,8 +200,7 @@ class TextPart(ItemPart):
 
 
 class Message(Fields):
-    """A message of a chat. No chat template shows `name` and `tool_call_id`, so they change
-    nothing."""
+    """A message of a chat. The chat template sees neither `name` nor `tool_call_id`."""
     refused = "tool_calls|function_call|audio|prefix|partial"
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[TextPart], members(1000), OrText]

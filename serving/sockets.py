@@ -601,12 +601,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def end_headers(self):
         """http.server calls this, too."""
-        if self.headers:
-            for name, value in self.server.guard.cors(self.headers).items():
-                self.send_header(name, value)
-            sent = self.headers.get("X-Request-Id", "")
-            self.send_header("X-Request-Id",
-                             sent if REQUEST_ID.fullmatch(sent) else self.request_id)
+        headers = self.headers or Headers()
+        for name, value in self.server.guard.cors(headers).items():
+            self.send_header(name, value)
+        sent = headers.get("X-Request-Id", "")
+        self.send_header("X-Request-Id", sent if REQUEST_ID.fullmatch(sent) else self.request_id)
         if self.close_connection:
             self.send_header("Connection", "close")
         super().end_headers()

@@ -208,6 +208,16 @@ def test_a_resent_history_that_is_too_long(client):
     assert third.output_text == ask(client, kept, max_tokens=12, extra_body=dict(ignore_eos=True))[0]
 
 
+def test_items_that_fit_into_no_context(client):
+    long = [user("x" * CONTEXT)]
+    made = client.conversations.create()
+    for add in (lambda: client.conversations.create(items=long),
+                lambda: client.conversations.items.create(made.id, items=long)):
+        with pytest.raises(openai.BadRequestError) as error:
+            add()
+        assert (error.value.code, error.value.param) == ("context_length_exceeded", "items")
+
+
 def test_references_to_items(client):
     """To our reply, and to a client's message, in any conversation of this client."""
     conversation = client.conversations.create().id

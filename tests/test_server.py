@@ -28,8 +28,8 @@ from serving.sessions import Sessions
 from serving.sockets import LARGE_BYTES, MAX_BODY_BYTES, Handler
 from serving.tokenizer import compile_template
 from server import parse_flags
-from clients import (CONTEXT, ROOT, SPECIAL, TEMPLATE, ask, connect, eventually, fetch, hang_up_after, posting,
-                     program, raw, serving, user)
+from clients import (CONTEXT, ROOT, SPECIAL, TEMPLATE, ask, connect, eventually, fetch, hang_up_after,
+                     posting, program, raw, serving, user)
 
 openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
 
