@@ -285,9 +285,9 @@ class API:
                     idle_seconds=round(time.time() - found.active, 3), chunks="", leaves_next=None)
 
 
-def as_api_error(error: Exception, messages_in: str | None = None) -> APIError:
+def as_api_error(error: Exception, limit: int, messages_in: str | None = None) -> APIError:
     """The error that the client is told. An error that we did not foresee is our fault: we print
-    it. messages_in: the field that has the messages."""
+    it. limit: of a context. messages_in: the field that has the messages."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, StaleTurn):    # somebody deleted the turn while we answered
@@ -295,12 +295,25 @@ def as_api_error(error: Exception, messages_in: str | None = None) -> APIError:
     if isinstance(error, Busy):
         return APIError(409, str(error), code="conversation_locked")
     if isinstance(error, TooLong):
-        return APIError(400, str(error), messages_in, "context_length_exceeded")
+        return APIError(400, overflow(error, limit), messages_in, "context_length_exceeded")
     if isinstance(error, ValueError):    # the engine refuses an argument, see config.require
         name = str(error).partition(" must ")[0]
         return APIError(400, str(error), name if name in EngineOptions.model_fields else None)
     traceback.print_exception(error)
     return APIError(500, f"{type(error).__name__}: {error}")
+
+
+def overflow(error: TooLong, limit: int) -> str:
+    """In OpenAI's words, since other programs look for them, and then shorten the messages."""
+    problem, remedy = str(error), "messages"
+    if error.tokens and error.max_tokens:
+        problem = (f"you requested {error.tokens + error.max_tokens} tokens ({error.tokens} in the "
+                   f"messages, {error.max_tokens} in the completion)")
+        remedy = "messages or completion"
+    elif error.tokens:
+        problem = f"your messages resulted in {error.tokens} tokens"
+    return (f"This model's maximum context length is {limit} tokens. However, {problem}. "
+            f"Please reduce the length of the {remedy}.")
 
 
 def missing(kind: str, id: str, field: str = "id", status: int = 404) -> APIError:

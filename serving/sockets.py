@@ -334,7 +334,7 @@ class Handler(BaseHTTPRequestHandler):
         except HUNG_UP:
             raise
         except Exception as error:
-            self.refuse(as_api_error(error))
+            self.refuse(self.told(error))
 
     do_GET = do_POST = do_HEAD = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = answer_request
 
@@ -357,12 +357,14 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.counted(prefix, turns) as free_one:
             try:
                 answer = self.when_free(getattr(self.server.api, operation.name), *arguments)
+                if isinstance(answer, Writer):
+                    return self.write(prefix, answer, free_one)
             except TooLong as error:
-                raise as_api_error(error, fields.messages_in) from error
-            if isinstance(answer, Writer):
-                self.write(prefix, answer, free_one)
-            else:
-                self.send(200, answer)
+                raise self.told(error, fields.messages_in) from error
+            self.send(200, answer)
+
+    def told(self, error: Exception, messages_in: str | None = None) -> APIError:
+        return as_api_error(error, self.server.engine.scheduler.limit, messages_in)
 
     def between_looks(self) -> Callable[[], bool]:
         """A function to call between two pieces of long work. It rests, as we do after a large
@@ -537,7 +539,7 @@ class Handler(BaseHTTPRequestHandler):
             except HUNG_UP:
                 raise
             except Exception as error:
-                self.send_event(writer.failure(as_api_error(error)))
+                self.send_event(writer.failure(self.told(error)))
             self.send_piece(b"")
 
     @contextmanager

@@ -184,9 +184,8 @@ class Tokenizer:
         # UnicodeEncodeError, a ValueError, for a lone surrogate
         size = len(guarded.encode()) - len(GUARD.encode()) * guarded.count(GUARD)
         if size > self._most_bytes:
-            raise TooLong(f"This model's maximum context length is {self._limit} tokens. However, "
-                          f"a text has {size} bytes, more than any within the limit of "
-                          f"{self._limit} tokens. Please reduce the length of the messages.")
+            raise TooLong(f"the text has {size} bytes, more than any text whose tokens are "
+                          f"within the limit of {self._limit}")
         return self._backend.encode(guarded)
 
 
