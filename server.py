@@ -96,6 +96,9 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     flag("--history-max-bytes", 2**30,
          "while the history is larger, the conversation that is idle for longest is forgotten; "
          "several API keys have equal shares of it")
+    parser.add_argument("--strict", action="store_true",
+                        help="refuse a request with a field that this server does not know, "
+                             "instead of ignoring the field")
     parser.add_argument("--history", metavar="FILE",
                         help="the file that keeps all conversations (default: one for each model, "
                              "beside server.py)")
@@ -158,7 +161,7 @@ def open_server(flags: argparse.Namespace) -> Server:
         require(sessions.tokenizer is not None, "model", TOKENIZER_NEEDED, flags.model)
         server = Server((flags.host, flags.port), sessions.start(), flags.api_key,
                         flags.max_waiting, flags.max_connections, flags.allow_origin,
-                        flags.history_max_bytes, flags.metrics_key)
+                        flags.history_max_bytes, flags.metrics_key, flags.strict)
     except BaseException:
         sessions.close()
         raise
