@@ -44,6 +44,18 @@ const read = () => [...document.querySelectorAll(".row")].map(row => {
 window.pictures = [];
 new MutationObserver(() => pictures.push(read())).observe(
     document.getElementById("strips"), {attributes: true, childList: true, subtree: true});"""
+# From now on the picture is this one, again and again.
+PRETEND = """
+const [whole] = arguments, real = window.fetch, wanted = new Map(whole.conversations.map(one => [one.id, one]));
+const event = `data: ${JSON.stringify(whole)}\\n\\n`;
+const stream = () => new ReadableStream({start(to) {
+    setInterval(() => to.enqueue(new TextEncoder().encode(event)), 100); }});
+window.fetch = (path, options) =>
+    path === "/cache/events" ? Promise.resolve(new Response(stream())) : real(path, options);
+for (const hidden of [true, false]) {       // look away and back: the page asks again
+    Object.defineProperty(document, "hidden", {value: hidden, configurable: true});
+    document.dispatchEvent(new Event("visibilitychange"));
+}"""
 # Pauses take no time, but are noted.
 HURRY = """
 const later = setTimeout;
@@ -249,14 +261,116 @@ def test_eighty_chats(page, url):
     assert {"my notes", "Other 1", "Chat 0", "Chat 79"} <= page.strips().keys()
     page.say(40, "My lucky number is 7.")
     eventually(lambda: next(iter(page.strips())) == "Chat 40")
+    page.find("summary")[0].click()                             # it was folded, to make room for the strips
     for size in ((1280, 900), (390, 844)):
         page.resize(*size)
         assert page.run("return [document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
                         ) == [*size]
-        strips, explanation = page.find("#strips")[0], page.find("#picture > p:last-child")[0]
+        strips, explanation = page.find("#strips")[0], page.find("#about")[0]
+        assert "cut into chunks of 32 tokens" in explanation.text
         assert strips.size["height"] > 90 and strips.size["height"] < strips.get_property("scrollHeight")
         assert explanation.rect["y"] + explanation.rect["height"] < page.find("#picture")[0].rect["y"] \
             + page.find("#picture")[0].rect["height"] < size[1]
+
+
+@pytest.fixture
+def drawn(page, url):
+    """Opens the page with chats whose strips have so many chunks, with every letter among them. No server of
+    a test has such tiers, so the pictures come from us."""
+    def draw(*lengths):
+        def entry(chat, chunks):
+            letters = ("." * (chunks // 6) + "C" * (chunks // 3) + "B" * (chunks // 4)).ljust(chunks, "G")
+            return dict(id=f"conv_{chat}", tokens=32 * chunks, gpu=32, cpu=32, running=False, waiting=False,
+                        idle_seconds=7.5, chunks=letters, leaves_next=None if chat else chunks // 2)
+        whole = dict(stats=dict(slots_total=8192, slots_free=100, cpu_chunks_total=512, cpu_chunks_free=3),
+                     conversations=[entry(chat, chunks) for chat, chunks in enumerate(lengths)],
+                     transfers=[])
+        page.open(url)
+        for _ in lengths[1:]:
+            page.find("#start")[0].click()
+        page.run(PRETEND, whole)
+        eventually(lambda: [len(chunks) for chunks in page.strips().values()] == [*lengths])
+    return draw
+
+
+def overflows(page):
+    """How far the strips, the page, and anything in the page reach beyond their places, in pixels."""
+    return page.run("""
+        const strips = document.getElementById("strips"), {scrollWidth} = document.documentElement;
+        return {strips: strips.scrollHeight - strips.clientHeight, sideways: scrollWidth - innerWidth,
+                strip: Math.max(...[...document.querySelectorAll(".strip")].map(strip =>
+                    strip.getBoundingClientRect().right - strips.getBoundingClientRect().right))}""")
+
+
+@pytest.mark.parametrize("lengths", [(10, 10, 10), (32, 32, 32), (60, 60, 60), (120, 90, 60)])
+def test_three_strips_are_seen_as_a_whole(page, drawn, lengths):
+    """While a sentence of the example stands above them, too."""
+    page.resize(1280, 720)
+    drawn(*lengths)
+    page.run("document.getElementById('story').textContent = 'Chat 3 needs space. '.repeat(6)")
+    eventually(lambda: max(overflows(page).values()) <= 0)
+    story, legend = page.find("#story")[0].rect["height"], page.find("#legend span")
+    assert story > 60 and len({item.rect["y"] for item in legend}) == 1 and len(legend) == 6
+
+
+@pytest.mark.parametrize("size", [(1280, 720), (420, 800)])
+def test_long_strips_stay_readable(page, drawn, size):
+    """Each of their chunks has room for a pointer, and is told in words where the eye is: in the log's place."""
+    page.resize(*size)
+    drawn(120, 60)
+    assert overflows(page)["sideways"] <= 0 and overflows(page)["strip"] <= 0
+    chunks = page.find(".chunk", page.find(".strip")[0])
+    sizes = {(chunk.rect["width"] >= 8, chunk.rect["height"] >= 14) for chunk in chunks}
+    assert sizes == {(True, True)} and len({chunk.rect["y"] for chunk in chunks}) == 4
+    places = [chunk.rect["y"] for chunk in chunks]
+    webdriver.ActionChains(page.browser).move_to_element(chunks[70]).perform()
+    eventually(lambda: "tokens 2240 to 2271: " in page.find("#worth")[0].text)
+    assert not page.find("#log")[0].is_displayed()
+    assert [chunk.rect["y"] for chunk in chunks] == places      # nothing has moved below the pointer
+    page.find(".strip")[0].send_keys(Keys.END)
+    assert "tokens 3808 to 3839: " in page.find("#worth")[0].text
+    page.find("textarea")[0].send_keys("")
+    webdriver.ActionChains(page.browser).move_to_element(page.find("h1")[0]).perform()
+    eventually(lambda: not page.find("#worth")[0].text)
+
+
+def test_the_explanation_is_read_once(page, drawn, url):
+    """It is there at the first visit, as long as it costs no strip. It can be opened again."""
+    def is_open():
+        return page.find("#about")[0].get_property("open")
+    page.resize(1280, 720)
+    drawn(10, 10, 10)
+    assert is_open() and "cut into chunks" in page.find("#about")[0].text
+    page.find("summary")[0].click()
+    eventually(lambda: page.run("return localStorage.getItem('explained')"))
+    page.open(url)
+    assert not is_open()
+    page.find("summary")[0].send_keys(Keys.ENTER)
+    assert is_open()
+    page.run("localStorage.clear()")
+    drawn(*[30] * 6)
+    eventually(lambda: not is_open())
+    page.find("summary")[0].click()
+    time.sleep(0.5)                                             # the reader has the last word
+    assert is_open()
+    page.open(url)
+    assert not is_open()
+
+
+@pytest.mark.parametrize("width", [360, 420, 800])
+def test_narrow_panels_are_aligned(page, url, width):
+    """The picture, and below it one chat, or two. "New chat" stands beside the title, in one line."""
+    page.resize(width, 800)
+    page.open(url)
+    page.find("#start")[0].click()
+    page.run("document.getElementById('chats').scrollTo(0, 0)")
+    boxes = "return [...arguments].map(part => part.getBoundingClientRect().toJSON())"
+    parts = [page.find(name)[0] for name in ("h1", "#start", "#picture")]
+    title, start, picture, first, second = page.run(boxes, *parts, *page.chats())
+    last = second if width == 800 else first
+    assert [first["left"], last["right"]] == pytest.approx([picture["left"], picture["right"]], abs=0.1)
+    assert [title["left"], start["right"]] == pytest.approx([picture["left"], picture["right"]], abs=0.1)
+    assert start["top"] <= title["top"] and title["bottom"] <= start["bottom"] < start["top"] + 40
 
 
 def test_the_example_needs_its_tiers(page, url):
