@@ -51,6 +51,34 @@ def example_for(directory: Path) -> Example:
 
 
 FACTS = Example(answer_tokens=16, said=[
-@TOY@])
+    ["Hi, I'm Zorbella.", "My lucky number is 4711.", "My favourite food is ramen.",
+     "My favourite colour is green.", "My home city is Oslo.", "My age is 42.",
+     "My favourite animal is a turtle.", "My shoe size is 12."],
+    ["Hello, my name is Linus.", "My favourite food is lasagna.", "My lucky number is 31.",
+     "My favourite colour is orange.", "My home city is Nairobi.", "My age is 54.",
+     "My shoe size is 99.", "My best friend is Ken."],
+    ["Hey, I'm Hedy.", "My favourite food is sushi.", "My lucky number is 7.",
+     "My favourite colour is teal.", "My home city is Montreal.", "My age is 29.",
+     "My best friend is Radia.", "My shoe size is 64."],
+    ["Hi, my name is Dennis.", "My favourite food is curry.", "My lucky number is 12.",
+     "My favourite colour is purple.", "My home city is Boston.", "My age is 60.",
+     "My best friend is Ada.", "My shoe size is 70."],
+    ["What is my lucky number?"],
+    ["What is my favourite food?"],
+    ["Who am I?"]])
 NOTES = Example(answer_tokens=8, said=[
-@NOTES@])
+    ["Here are my notes on our trip. On Friday Zorbella and I fly to Oslo. Our hotel is the "
+     "Fram, room 42. On Saturday we take the boat to the island, and in the evening we eat ramen "
+     "with Linus. On Sunday we fly home.\n\nWhere do we fly on Friday?",
+     "What is our hotel called?", "What do we eat on Saturday evening?", "With whom do we eat?",
+     "When do we fly home?", "Where does the boat go?", "On which day do we fly home?"],
+    [f"What is the capital of {country}?" for country in (
+        "Norway", "Italy", "France", "Spain", "Greece", "Germany", "Austria", "Portugal", "Ireland")],
+    ["What is the capital of France?", *(
+        f"What is the official language of {country}?" for country in (
+            "France", "Brazil", "Norway", "China", "Egypt", "Mexico", "Russia", "Italy"))],
+    [f"What is the capital of {country}?" for country in (
+        "Japan", "Kenya", "Canada", "Egypt", "India", "Peru", "Cuba", "China", "Chile")],
+    ["What is the number of our room?"],
+    ["What is the capital of Norway?"],
+    ["What is our hotel called?"]])

@@ -11,7 +11,8 @@ import urllib.request
 
 import pytest
 
-from clients import ROOT, eventually, program
+from clients import ROOT, eventually, make_checkpoint, program
+from serving.example import NOTES
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium (requirements-dev.txt)")
 from selenium.webdriver.common.by import By
@@ -590,6 +591,44 @@ def test_the_demo(demo, page):
     for said, answer in answers.items():
         value = asked.get(said) or said.rstrip(".").split()[-1]
         assert answer.count(value) == 1, (said, answer)
+
+
+@pytest.fixture
+def talkative(tmp_path, monkeypatch):
+    """A demo with a model that knows no end of an answer, and a token for each character."""
+    make_checkpoint(tmp_path / "ascii")
+    monkeypatch.setenv("BROWSER", "true")
+    with program(tmp_path / "ascii", tmp_path / "history", "--demo") as (_, url, _):
+        yield url
+
+
+def test_the_demo_with_another_model(talkative, page):
+    """Its tiers are larger, its answers are cut off, its chats end before all is said. Every move is seen."""
+    page.open(talkative)
+    page.run(HURRY)
+    page.find("#play")[0].click()
+    eventually(lambda: "your turn" in page.find("#story")[0].text, seconds=120)
+    stats, turns = page.get("/cache")["stats"], page.get("/cache")["turns"]
+    assert stats["slots_total"] > 384 and not page.find(".undone")
+    assert max(turn["completion_tokens"] for turn in turns) == 32
+    chats, said = page.said(), NOTES.said
+    assert len(chats) == 4 and 1 < len(chats[1]) < len(said[1] + said[5])
+    assert {turn[0].removeprefix("You: ") for turn in chats[1]} < {*said[1]}
+    assert turns[-2]["recomputed"] and turns[-1]["gpu"] and turns[-3]["cpu"]
+
+
+@pytest.fixture
+def roomy(tmp_path, monkeypatch):
+    monkeypatch.setenv("BROWSER", "true")
+    flags = "--demo", "--gpu-cache-tokens", "512"
+    with program(ROOT / "tiny_chat", tmp_path / "history", *flags) as (_, url, _):
+        yield url
+
+
+def test_a_demo_with_tiers_of_the_user(roomy, page):
+    """In these the example would not show what it tells."""
+    page.open(roomy + "/#play")
+    eventually(lambda: "512 and 768 tokens" in page.find("#story")[0].text)
 
 
 def test_a_chat_of_the_example_is_deleted(demo, page):
