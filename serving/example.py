@@ -5,13 +5,15 @@ Four chats talk in turn. Then the first one and the second one go on. chat.html 
     chat     1  2  3  4   1  2  1
     texts    8  8  8  8   1  1  1      Example.said
 
-Every kind of move is seen if the four chats need a little more than both tiers have. So the sizes
-of the tiers follow from the chats, counted with the tokenizer of the model that will answer. The
-page ends an act early when its chat fills two thirds of the GPU tier.
+The sizes of the tiers follow from the longest chat, counted with the tokenizer of the model:
 
-    the longest chat    245 tokens of tiny_chat, if each answer has 16
+    the longest chat    243 tokens of tiny_chat, if each answer has 16
     GPU tier            1.5 chats, in whole chunks: 384 tokens
     CPU tier            twice as much: 768 tokens
+
+Chunks that lie in both tiers count twice. So the tiers cannot hold all four chats, and every kind
+of move is seen. A model may answer at greater length: the page ends the act of a chat that fills
+two thirds of the GPU tier.
 """
 from dataclasses import dataclass
 from math import ceil

@@ -47,7 +47,7 @@ new MutationObserver(() => pictures.push(read())).observe(
     document.getElementById("strips"), {attributes: true, childList: true, subtree: true});"""
 # From now on the picture is this one, again and again.
 PRETEND = """
-const [whole] = arguments, real = window.fetch, wanted = new Map(whole.conversations.map(one => [one.id, one]));
+const [whole] = arguments, real = window.fetch;
 const event = `data: ${JSON.stringify(whole)}\\n\\n`;
 const stream = () => new ReadableStream({start(to) {
     setInterval(() => to.enqueue(new TextEncoder().encode(event)), 100); }});
@@ -72,6 +72,13 @@ def url(zygote, tmp_path_factory):
     yield url
     os.kill(pid, signal.SIGKILL)
     zygote.exit_code()
+
+
+@pytest.fixture
+def new_url(tmp_path):
+    """Of a server that knows no conversation yet."""
+    with program(ROOT / "tiny_chat", tmp_path / "history") as (_, url, _):
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -275,10 +282,10 @@ def test_eighty_chats(page, url):
 
 
 @pytest.fixture
-def drawn(page, url):
+def drawn(page):
     """Opens the page with chats whose strips have so many chunks, with every letter among them. No server of
     a test has such tiers, so the pictures come from us."""
-    def draw(*lengths):
+    def draw(url, *lengths):
         def entry(chat, chunks):
             letters = ("." * (chunks // 6) + "C" * (chunks // 3) + "B" * (chunks // 4)).ljust(chunks, "G")
             return dict(id=f"conv_{chat}", tokens=32 * chunks, gpu=32, cpu=32, running=False, waiting=False,
@@ -304,10 +311,10 @@ def overflows(page):
 
 
 @pytest.mark.parametrize("lengths", [(10, 10, 10), (32, 32, 32), (60, 60, 60), (120, 90, 60)])
-def test_three_strips_are_seen_as_a_whole(page, drawn, lengths):
+def test_three_strips_are_seen_as_a_whole(page, url, drawn, lengths):
     """While a sentence of the example stands above them, too."""
     page.resize(1280, 720)
-    drawn(*lengths)
+    drawn(url, *lengths)
     page.run("document.getElementById('story').textContent = 'Chat 3 needs space. '.repeat(6)")
     eventually(lambda: max(overflows(page).values()) <= 0)
     story, legend = page.find("#story")[0].rect["height"], page.find("#legend span")
@@ -315,10 +322,10 @@ def test_three_strips_are_seen_as_a_whole(page, drawn, lengths):
 
 
 @pytest.mark.parametrize("size", [(1280, 720), (420, 800)])
-def test_long_strips_stay_readable(page, drawn, size):
-    """Each of their chunks has room for a pointer, and is told in words where the eye is: in the log's place."""
+def test_long_strips_stay_readable(page, url, drawn, size):
+    """Each of their chunks has room for a pointer. What it is worth stands in the log's place."""
     page.resize(*size)
-    drawn(120, 60)
+    drawn(url, 120, 60)
     assert overflows(page)["sideways"] <= 0 and overflows(page)["strip"] <= 0
     chunks = page.find(".chunk", page.find(".strip")[0])
     sizes = {(chunk.rect["width"] >= 8, chunk.rect["height"] >= 14) for chunk in chunks}
@@ -335,26 +342,26 @@ def test_long_strips_stay_readable(page, drawn, size):
     eventually(lambda: not page.find("#worth")[0].text)
 
 
-def test_the_explanation_is_read_once(page, drawn, url):
+def test_the_explanation_is_read_once(new_url, page, drawn):
     """It is there at the first visit, as long as it costs no strip. It can be opened again."""
     def is_open():
         return page.find("#about")[0].get_property("open")
     page.resize(1280, 720)
-    drawn(10, 10, 10)
+    drawn(new_url, 10, 10, 10)
     assert is_open() and "cut into chunks" in page.find("#about")[0].text
     page.find("summary")[0].click()
     eventually(lambda: page.run("return localStorage.getItem('explained')"))
-    page.open(url)
+    page.open(new_url)
     assert not is_open()
     page.find("summary")[0].send_keys(Keys.ENTER)
     assert is_open()
     page.run("localStorage.clear()")
-    drawn(*[30] * 6)
+    drawn(new_url, *[30] * 6)
     eventually(lambda: not is_open())
     page.find("summary")[0].click()
     time.sleep(0.5)                                             # the reader has the last word
     assert is_open()
-    page.open(url)
+    page.open(new_url)
     assert not is_open()
 
 
