@@ -3,7 +3,7 @@
 Four chats talk in turn. Then the first one and the second one go on. chat.html tells the story:
 
     chat     1  2  3  4   1  2  1
-    texts    8  8  8  8   1  1  1      Example.said
+    texts    8  8  8  8   1  1  1      those for tiny_chat
 
 The sizes of the tiers follow from the longest chat, counted with the tokenizer of the model:
 
