@@ -108,6 +108,7 @@ class Server(ThreadingHTTPServer):
         self.stop_at: float | None = None                   # set when the server begins to drain
         self.steps, self.last_step = 0, time.monotonic()    # of the engine; when we saw the last
         self.stateless: Sessions | None = None    # --demo: it answers our turns without memory
+        self.example: list[list[str]] | None = None     # --demo: see example.py
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         try:
             super().__init__(address, Handler)
@@ -507,7 +508,8 @@ class Handler(BaseHTTPRequestHandler):
         turns = live.outside(prefix, list(self.server.recent_turns), "conversation")
         whole = live.picture(engine, self.server.look)
         picture = live.part_for(prefix, whole, self.server.private)
-        self.send(200, dict(picture, **live.scale(engine), turns=turns))
+        self.send(200, dict(picture, **live.scale(engine), turns=turns,
+                            example=self.server.example))
 
     def cache_events(self, prefix):
         def over() -> bool:
