@@ -66,10 +66,11 @@ def load_tokenizer(directory: Path, most_tokens: int | None = None) -> "Tokenize
     used."""
     if Path(directory).is_file():
         try:
-            with TemporaryDirectory() as made:
-                gguf_file.write_tokenizer(Path(directory), Path(made))
-                return load_tokenizer(Path(made), most_tokens)
-        except Exception as error:      # the content of the file can be of any type
+            with TemporaryDirectory() as folder:
+                made = Path(folder)
+                gguf_file.write_tokenizer(Path(directory), made)
+                return Tokenizer([made / "tokenizer.json"], read_config(made), most_tokens)
+        except Exception as error:      # as below; and the metadata can be of any type
             raise ValueError(f"{directory}: its tokenizer cannot be used: {error}") from error
     for names in (["tokenizer.json"], ["vocab.json", "merges.txt"]):
         files = [Path(directory, name) for name in names]
