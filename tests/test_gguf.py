@@ -16,17 +16,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import gguf_file
 from checkpoint import find_checkpoint, load_model, read_config
 from engine import Engine
-from serving.sessions import Sessions
 from serving.tokenizer import load_tokenizer
-from test_model import CHECKPOINTS, LLAMA, assert_same, randomised
+from test_model import CHECKPOINTS, assert_same, randomised
 from test_tokenizer import CORPUS, LINES_TEMPLATE, SPECIAL, sentencepiece
 
 gguf = pytest.importorskip("gguf")
 Q = gguf.GGMLQuantizationType
 COMMON = dict(context_length=64, embedding_length=32, block_count=3, head_count=4, head_count_kv=2,
               feed_forward_length=64, layer_norm_rms_eps=1e-6)
-TEXTS = [*CORPUS[:5], "", " ", "  hi  there\n\n you", "2024-01-31, 1234567 and 3.14159", "I'LL we'Ll can't",
-         "x" * 50, "\t\tif (a<=b && c^2 == $d~e|f) {\r\n}", "ﬁ Ａ ½ é é 가", "👋🏽 🇩🇪", "<|user|>hi<|end|> there"]
+TEXTS = [*CORPUS[:5], "", " ", "  hi  there\n\n you", "2024-01-31, 1234567 and 3.14159",
+         "I'LL we'Ll can't", "x" * 50, "\t\tif (a<=b && c^2 == $d~e|f) {\r\n}", "ﬁ Ａ ½ é é 가", "👋🏽 🇩🇪", "<|user|>hi<|end|> there"]
 
 
 def write(file, metadata, tensors, quantised=None):
@@ -149,7 +148,8 @@ def test_logits_equal_those_of_transformers(name, tmp_path):
         assert_same(ours, readers_model(file), 9, 40)
 
 
-@pytest.mark.parametrize("kind", [Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1],
+                         ids=lambda kind: kind.name)
 def test_quantised_weights_are_those_of_transformers(kind, tmp_path):
     file = save(tmp_path / "model.gguf", model_of("llama", **WIDE), "llama", quantised=kind)
     assert_same(load_model(file, "cpu", torch.float32), readers_model(file), 9, 40)
@@ -437,8 +437,9 @@ print(refused, peak() - usual, longest)
 
 def fuzz(file, rounds, header, seed=0):
     """(how many were refused, MiB above a good file's peak, the longest CPU seconds of one)."""
-    result = subprocess.run([sys.executable, "-c", FUZZ, str(file), str(rounds), str(header), str(seed)],
-                            cwd=Path(gguf_file.__file__).parent, stdout=subprocess.PIPE, text=True, check=True)
+    command = [sys.executable, "-c", FUZZ, str(file), str(rounds), str(header), str(seed)]
+    result = subprocess.run(command, cwd=Path(gguf_file.__file__).parent, stdout=subprocess.PIPE, text=True,
+                            check=True)
     return map(float, result.stdout.split())
 
 
@@ -508,7 +509,8 @@ def test_the_wheels_logits_are_those_of_transformers(smollm2, theirs):
 @pytest.mark.real
 def test_the_wheels_ids_and_template_are_those_of_transformers(smollm2):
     """Their reader splits as GPT-2 does. SmolLM2's own tokenizer cuts numbers into digits first."""
-    theirs, ours = AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name), load_tokenizer(smollm2)
+    theirs = AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
+    ours = load_tokenizer(smollm2)
     theirs._tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     for text in TEXTS:
