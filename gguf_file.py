@@ -156,7 +156,7 @@ def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Place]]:
         return metadata, tensors
     except ImportError as error:
         raise ValueError(f"to read GGUF, pip install gguf ({error})") from error
-    except (OSError, TypeError, LookupError, ArithmeticError) as error:
+    except (OSError, TypeError, UnicodeError, LookupError, ArithmeticError) as error:
         raise ValueError(f"its header is damaged: {error!r}") from error
 
 
@@ -196,7 +196,7 @@ def read_config(file: Path) -> dict[str, Any]:
 def head_dim_of(metadata: dict[str, Any]) -> int:
     kind = metadata["general.architecture"]
     heads, width = metadata[f"{kind}.attention.head_count"], metadata[f"{kind}.embedding_length"]
-    return metadata.get(f"{kind}.attention.key_length") or width // heads
+    return metadata.get(f"{kind}.attention.key_length") or heads and width // heads
 
 
 def llama3_scaling(file: Path, place: Place, theta: float, head_dim: int) -> dict[str, Any]:

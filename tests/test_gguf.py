@@ -338,6 +338,7 @@ def small(tmp_path):
     ({"llama.block_count": 2}, "'blk.2.*no such tensor"),
     ({"llama.embedding_length": 64}, r"has shape \[97, 32\]; expected is \[97, 64\]"),
     ({"llama.attention.head_count": 0}, "num_heads must be an int from 1"),
+    ({"llama.attention.head_count": 0, "key_length": 0}, "rope.dimension_count"),
     ({"llama.attention.head_count": "many"}, "num_heads must be an int from 1"),
     ({"llama.embedding_length": [1, 2]}, "."),
     ({"tokenizer.ggml.tokens": 7}, "len()"),
