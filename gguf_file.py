@@ -278,7 +278,7 @@ ADDED = dict(single_word=False, lstrip=False, rstrip=False, normalized=False)
 
 
 def write_tokenizer(file: Path, directory: Path):
-    """Write the tokenizer.json and the tokenizer_config.json of the same model into the directory."""
+    """Write tokenizer.json and tokenizer_config.json of the same model into the directory."""
     metadata, _ = read_header(file)
     ours = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
     is_llama, tokens = ours["model"] == "llama", ours["tokens"]

@@ -25,7 +25,8 @@ Q = gguf.GGMLQuantizationType
 COMMON = dict(context_length=64, embedding_length=32, block_count=3, head_count=4, head_count_kv=2,
               feed_forward_length=64, layer_norm_rms_eps=1e-6)
 TEXTS = [*CORPUS[:5], "", " ", "  hi  there\n\n you", "2024-01-31, 1234567 and 3.14159",
-         "I'LL we'Ll can't", "x" * 50, "\t\tif (a<=b && c^2 == $d~e|f) {\r\n}", "ﬁ Ａ ½ é é 가", "👋🏽 🇩🇪", "<|user|>hi<|end|> there"]
+         "I'LL we'Ll can't", "x" * 50,
+         "\t\tif (a<=b && c^2 == $d~e|f) {\r\n}", "ﬁ Ａ ½ é é 가", "👋🏽 🇩🇪", "<|user|>hi<|end|> there"]
 
 
 def write(file, metadata, tensors, quantised=None):
