@@ -182,6 +182,28 @@ def test_a_reply_matches_with_and_without_its_thoughts(history):
     assert history.match([HI, HELLO, BYE])[0] == turn
 
 
+def test_white_space_around_a_reply_does_not_count(history):
+    """A client may trim the replies that it resends, or the reply itself ended with a newline."""
+    turn = history.commit("c", None, [1], [2], [HI], "\n Hello\n")
+    empty = history.commit("d", None, [1], [2], [MORE], "")
+    for resent in ("Hello", "\n Hello\n", " Hello", "<think>Who?</think>Hello "):
+        assert history.match([HI, dict(role="assistant", content=resent), BYE]) == (turn, 2)
+    assert history.match([MORE, dict(role="assistant", content="\n"), BYE]) == (empty, 2)
+    assert not history.match([HI, dict(role="assistant", content="Hel lo"), BYE])
+    assert not history.match([dict(role="user", content="Hi "), HELLO, BYE])
+
+
+def test_match_asks_no_more_for_a_long_history_than_for_a_short_one(history):
+    first, _ = two_turns(history)
+    statements = []
+    history._reader.set_trace_callback(statements.append)
+    assert history.match([HI, HELLO, *[MORE, HI] * 500, BYE])[0].id == first.id
+    assert history.match([HI, HELLO, *[BYE, SURE] * 500, BYE])[0].id == first.id
+    assert not history.match([*[BYE, SURE] * 500, BYE])
+    history._reader.set_trace_callback(None)
+    assert sum("FROM turn" in statement for statement in statements) == 2 + 2 + 1
+
+
 def test_owners_do_not_match_each_other(history):
     for owner in ("ada/", "bob/"):
         history.commit(owner + "c", None, [1], [2], [HI], "Hello")
