@@ -286,6 +286,13 @@ class Engine:
                 self.cache.forget(held)
         self.call(forget)
 
+    def shorten(self, conversation: str, length: int):
+        """An idle conversation keeps its first `length` tokens at most."""
+        def shorten():
+            if held := self.cache.conversations.get(conversation):
+                self.cache.truncate(held, length, length - 1)
+        self.call(shorten)
+
     def designate(self, tokens: list[int]):
         """These tokens are the operator's system prompt. Contexts that begin like them share the
         full chunks of what they have in common, and no eviction takes these chunks. Call this

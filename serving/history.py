@@ -194,8 +194,8 @@ class History:
 
     def commit(self, conversation: str, parent: str | None, prompt: Iterable[int],
                reply: Iterable[int], messages: Iterable[dict] = (), text: str | None = None,
-               exact: bool = True, carried: int | None = None, note: dict | None = None,
-               id: str | None = None, branches: bool = False) -> Turn:
+               carried: int | None = None, note: dict | None = None, id: str | None = None,
+               branches: bool = False) -> Turn:
         """Append a turn to a conversation. It is on disk when this returns.
 
         parent: the id of the conversation's head. None: the conversation has no turn yet.
@@ -205,8 +205,6 @@ class History:
         messages: the visible messages before the reply, each {"role", "content"}.
         text: the visible text of the reply. None: a turn of raw tokens, which has no text; messages
             that wait for the conversation's next turn go on waiting.
-        exact: decoding `reply` gives `text`. If not (a stop string was cut off), a client that
-            resends its messages never matches this turn.
         carried: None continues the context of the parent. A number restarts from an empty one; so
             many of `messages`, the first ones, are not new: instructions, and messages of earlier
             turns:
@@ -227,7 +225,7 @@ class History:
             length, hashed = (before.length, before.hash) if before else (0, self._root_hash)
             if carried is not None:
                 length, hashed = 0, self._root_hash
-            determined = hashed and text is not None and exact
+            determined = hashed and text is not None
             hashed = rolled(hashed, shown)[-1] if determined else None
             turn = Turn(id or new_id(), parent, conversation, length + len(prompt) + len(reply),
                         (prompt + reply)[-1], json.dumps(note or {}), hashed, time.time())

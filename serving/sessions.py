@@ -35,8 +35,9 @@ Invariants:
   of its tokens in the cache. (If it restarted the context, the next turn computes the old context
   again.)
 - The messages of a turn and those before it, rendered by the template, are the text of the tokens
-  before the turn's reply. (Not after a turn of raw token ids, nor after a reply that a stop string
-  has cut.)
+  before the turn's reply. (Not after a turn of raw token ids.) So if a stop string has cut a
+  reply, only the tokens of the text that was shown stay in the context. If the cut goes through a
+  token, the next turn begins with the shown part of it, its *tail*.
 """
 import json
 import os.path
@@ -349,7 +350,9 @@ class Sessions:
         room = (max_tokens or self.engine.scheduler.limit // 4) if truncate else None
         if after and system == cached_system:
             with suppress(TooLong):
-                prompt = self._tokenize(system + earlier, new, after.last_token, template_options)
+                tail = json.loads(after.note).get("tail", "")
+                prompt = self._tokenize(system + earlier, new, after.last_token, template_options,
+                                        tail)
                 if self._fits(after.length + len(prompt), room):
                     return Plan(prompt, new, after, None, note)
         droppable = len(earlier + new) if shows_all else len(earlier)
@@ -388,11 +391,11 @@ class Sessions:
         return room is None or length + room <= self.engine.scheduler.limit
 
     def _tokenize(self, before: list[dict], new: list[dict], last_token: int | None,
-                  template_options: dict | None = None) -> list[int]:
+                  template_options: dict | None = None, tail: str = "") -> list[int]:
         if self.tokenizer is None:
             raise ValueError(f"{self.engine.config.model} has no tokenizer: it serves token ids "
                              "only, use generate()")
-        return self.tokenizer.turn(before, new, last_token, template_options)
+        return self.tokenizer.turn(before, new, last_token, template_options, tail)
 
     def _designate(self, prompt: str) -> list[dict]:
         """The system prompt as a message. The tokens that all contexts under it begin with are
@@ -548,13 +551,17 @@ class Sessions:
         if handle.request.tokens_before != plan.context:
             raise StaleTurn(f"conversation {name!r} had other tokens in the cache than in the "
                             "history")
-        # the text is that of all tokens
-        exact = live.stream is not None and not live.stream.stopped
         note = dict(plan.note, usage=answer.usage, finish_reason=answer.finish_reason)
+        reply = answer.token_ids
+        if plan.messages and live.stream.stopped:
+            kept, note["tail"] = self.tokenizer.covered(reply, answer.text)
+            reply = reply[:kept]
         turn = self.history.commit(
-            name, after and after.id, plan.prompt, answer.token_ids, plan.messages,
-            text=answer.text if plan.messages else None, exact=exact, carried=plan.carried,
+            name, after and after.id, plan.prompt, reply, plan.messages,
+            text=answer.text if plan.messages else None, carried=plan.carried,
             note=note, id=live.id, branches=live.branches)
+        if len(reply) < len(answer.token_ids):
+            self.engine.shorten(name, turn.length)
         live.settled = turn.created
 
     # ---- conversations

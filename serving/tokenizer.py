@@ -125,12 +125,27 @@ class Tokenizer:
         stream = TextStream(self)
         return "".join(map(stream.push, ids)) + stream.finish()
 
+    def covered(self, ids: list[int], text: str) -> tuple[int, str]:
+        """How many of a reply's ids stand for the beginning of its text, and the rest of the text.
+
+        A stop string has cut the text: the ids of " Yes", "." and " No|" have the text " Yes. N" if
+        "o|" is a stop string. Then the result is 2 and " N"."""
+        stream, length, kept, end = TextStream(self), 0, 0, 0
+        for number, token in enumerate(ids, 1):
+            length += len(stream.push(token))
+            if length > len(text):
+                break
+            if not stream.within_character:
+                kept, end = number, length
+        return kept, text[end:]
+
     def turn(self, before: list[dict], new: list[dict], last_token: int | None,
-             template_options: dict | None = None) -> list[int]:
+             template_options: dict | None = None, tail: str = "") -> list[int]:
         """The ids to append to a conversation for its `new` messages, up to where the reply begins.
 
         before: the visible messages so far; none, or the last one is the assistant's.
         last_token: the last token that the model sampled for that reply.
+        tail: how that reply ends, if its ids do not cover all of its text (see `covered`).
         template_options: what the template sees besides, such as {"enable_thinking": False}.
         Messages are {"role", "content"}, and the content is a string. ValueError if they are not,
         or if the template refuses them."""
@@ -146,7 +161,7 @@ class Tokenizer:
             raise ValueError("the chat template does not show the assistant's last message "
                              "exactly once, so this conversation cannot go on from its raw "
                              "tokens: send its messages as a new one")
-        text, = rest
+        text = self._guarded(tail) + rest[0]
         if last_token in self.special.values():
             # Perhaps the model has ended its reply itself; then the template must not end it again.
             # (Llama 2's template puts a space before the end of a reply.)
@@ -217,6 +232,11 @@ class TextStream:
         if piece and self._drop_space:
             piece, self._drop_space = piece.removeprefix(b" "), False
         return self._advance(self._utf8.decode(piece), self.stop if may_stop else ())
+
+    @property
+    def within_character(self) -> bool:
+        """Have the tokens so far only a part of the bytes of a character?"""
+        return bool(self._utf8.getstate()[0])
 
     def finish(self) -> str:
         """All text that was held back."""

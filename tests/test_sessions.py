@@ -1,4 +1,5 @@
 """Sessions: text, names, branches, commits, threads. On the embedded model."""
+import json
 import random
 import sqlite3
 import threading
@@ -348,6 +349,33 @@ def test_a_stop_string_ends_the_reply(sessions):
     reply = sessions.generate(prompt, max_tokens=30, ignore_eos=True, stop=[stop])
     assert reply.finish_reason == "stop" and reply.text == whole.text[:whole.text.index(stop)]
     assert reply.token_ids == whole.token_ids[:len(reply.token_ids)]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_after_a_stop_string_the_context_is_the_text_that_was_shown(named, started):
+    """Even if the cut goes through a token. A client that resends its history is recognised."""
+    sessions = opened(started, **ROOMY)
+    told, name, turns, tails = [], "c" if named else None, [], []
+    for n in range(4):
+        told.append(user(f"Tell me {n}"))
+        stop = sessions.respond(told, keep=False, **talkative(sessions, 8)).result().text[5:7]
+        new = told[-1:] if named else told
+        turns.append(sessions.respond(new, name, stop=stop, **talkative(sessions, 8)))
+        answer = turns[-1].result()
+        assert len(answer.text) <= 5 and (n == 0 or answer.usage["new"] < 20)
+        assert answer.usage["recomputed"] == 0
+        told.append(dict(role="assistant", content=answer.text))
+        turn = sessions.history.turn(turns[-1].id)
+        tails.append(json.loads(turn.note).get("tail"))
+        held = sessions.engine.cache.conversations[turn.conversation].tokens
+        assert held == sessions.history.tokens(turn.id)
+    assert len({turn.conversation for turn in turns}) == 1 and any(tails)
+    context = sessions.history.tokens(turns[2].id).tolist() + turns[3].plan.prompt
+    assert sessions.tokenizer.decode(context) == "".join(message["content"] for message in told[:-1])
+    lone = Engine("tiny_chat", cost=COST)
+    reply = turns[3].handle.token_ids
+    assert lone.generate(context, **talkative(sessions, len(reply))).token_ids == reply
+    sessions.close()
 
 
 @pytest.mark.parametrize("stop", [(), "xyz"])
