@@ -195,7 +195,7 @@ class History:
     def commit(self, conversation: str, parent: str | None, prompt: Iterable[int],
                reply: Iterable[int], messages: Iterable[dict] = (), text: str | None = None,
                carried: int | None = None, note: dict | None = None, id: str | None = None,
-               branches: bool = False) -> Turn:
+               branches: bool = False, salt: str = "") -> Turn:
         """Append a turn to a conversation. It is on disk when this returns.
 
         parent: the id of the conversation's head. None: the conversation has no turn yet.
@@ -211,6 +211,8 @@ class History:
 
                 carried=3   [instructions, "Hi", "Hello", "More"]   only "More" is new in this turn
 
+        salt: only a `match` with this salt finds a context that begins with this turn.
+
         StaleTurn if the parent is gone, or is not the head any more."""
         prompt, reply, shown = array("i", prompt), array("i", reply), list(messages)
         if text is not None:
@@ -222,9 +224,9 @@ class History:
             before = find_turn(db, "id = :id AND NOT hidden", id=parent)
             if parent and before is None:
                 raise StaleTurn(f"turn {parent} is gone")
-            length, hashed = (before.length, before.hash) if before else (0, self._root_hash)
+            length, hashed = (before.length, before.hash) if before else (0, self._root(salt))
             if carried is not None:
-                length, hashed = 0, self._root_hash
+                length, hashed = 0, self._root(salt)
             determined = hashed and text is not None
             hashed = rolled(hashed, shown)[-1] if determined else None
             turn = Turn(id or new_id(), parent, conversation, length + len(prompt) + len(reply),
@@ -241,8 +243,8 @@ class History:
                 turn._asdict() | dict(raw=text is None))
         return turn
 
-    def match(self, messages: list[dict], hint: str | None = None,
-              prefix: str = "") -> tuple[Turn, int] | None:
+    def match(self, messages: list[dict], hint: str | None = None, prefix: str = "",
+              salt: str = "") -> tuple[Turn, int] | None:
         """The turn that a client continues when it resends its messages, and how many of them are
         known.
 
@@ -252,8 +254,8 @@ class History:
         then the head of any conversation, then the newest. (Thousands of chats may begin alike. So
         we look at the head of `hint`, and at the MOST_ALIKE newest of them.)
 
-        prefix: an owner's; we only look at its conversations. "": at all."""
-        hashes = rolled(self._root_hash, messages)
+        prefix: an owner's; we only look at its conversations. "": at all. salt: see `commit`."""
+        hashes = rolled(self._root(salt), messages)
         ends = [n for n in range(1, len(messages)) if messages[n - 1]["role"] == "assistant"]
         nth_hash = f"substr(:hashes, {HASH_BYTES} * (value - 1) + 1, {HASH_BYTES})"
         alike = f"NOT hidden AND {owned_by(prefix, 'conversation')} AND hash"
@@ -274,6 +276,10 @@ class History:
                          name IS NOT NULL DESC, turn.rowid DESC""",
                 hash=hashes[n - 1], hint=hint, prefix=prefix)
         return turn, n
+
+    def _root(self, salt: str) -> bytes:
+        """The hash of no messages."""
+        return digest(self._root_hash, salt) if salt else self._root_hash
 
     def forget(self, conversation: str):
         """Delete a conversation, and those of its turns that only it needed. An unknown name is no

@@ -17,6 +17,11 @@ Some things differ from OpenAI. The default temperature is 0, not 1, so that ans
 completions are stored, too, unless `store` is false: else we could not recognise them.
 `cached_tokens` counts the tokens whose KV came from either tier. And we refuse a field that we do
 not serve.
+
+All conversations of one API key share what they begin with. Without API keys all clients are one
+owner: then `cached_tokens` tells a client whether somebody else has sent the same first 32 tokens.
+A client that sends a `cache_salt` shares only with those that send the same one. (The first turn of
+a conversation decides; its later turns and its branches stay with that salt.)
 """
 import json
 import time
@@ -61,7 +66,8 @@ class API:
         messages = [plain(message) for message in body.messages]
         first_options, *other_options = options_of_choices(options, body.n)
         first = self.sessions.respond(messages, hint=body.hint(prefix), prefix=prefix,
-                                      keep=body.store, template_options=body.chat_template_kwargs,
+                                      salt=body.cache_salt, keep=body.store,
+                                      template_options=body.chat_template_kwargs,
                                       **first_options)
         turns = [first]
         try:
@@ -197,6 +203,7 @@ class API:
                     after=previous and self._finished(prefix, previous),
                     hint=body.hint(prefix),
                     prefix=prefix,
+                    salt=body.cache_salt,
                     instructions=body.instructions,
                     truncate=body.truncation == "auto",
                     template_options=body.chat_template_kwargs,

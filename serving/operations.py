@@ -255,6 +255,9 @@ class ReplyBody(EngineOptions):
     session_id: Name = None
     prompt_cache_key: Name = None
 
+    # vLLM's. Who does not know it cannot learn from cached_tokens that somebody sent the same text.
+    cache_salt: Annotated[str, Field(min_length=1, max_length=512)] = ""
+
     chat_template_kwargs: TemplateOptions = None    # vLLM's, such as {"enable_thinking": false}
 
     # These change no reply here, where nobody calls tools and all turns are served alike.

@@ -100,6 +100,11 @@ class Plan:
         return self.after.length if self.after and self.carried is None else 0
 
     @property
+    def salt(self) -> str:
+        """See Sessions.respond."""
+        return self.note["salt"]
+
+    @property
     def restarts(self) -> bool:
         """Is there a turn before this one, whose context the prompt does not continue?"""
         return self.after is not None and self.carried is not None
@@ -249,11 +254,13 @@ class Sessions:
         with self._beginning(stop) as live:
             if turn.conversation is not None:
                 self._claim(live, self._new_name(None, prefix))
-            return self._submit(live, turn.plan, like=turn.handle, **options)
+            return self._submit(live, turn.plan, like=turn.handle, 
+                                owner=prefix + turn.plan.salt, **options)
 
     def respond(self, messages: list[dict], conversation: str | None = None, *,
                 exists: bool = False, after: Turn | None = None, hint: str | None = None,
-                prefix: str = "", keep: bool = True, instructions: str | None = None,
+                prefix: str = "", salt: str = "", keep: bool = True,
+                instructions: str | None = None,
                 truncate: bool = False, gone: Callable[[], bool] = lambda: False,
                 note: dict | None = None, wait: bool = True,
                 stop: str | Sequence[str] = (), max_tokens: int | None = None,
@@ -275,6 +282,7 @@ class Sessions:
                                 conversation is taken; a new conversation gets this name, if it is
                                 free.
             prefix              the names of this client's conversations begin with it; we see no others.
+            salt                a new conversation shares nothing with those that began with another salt.
             keep                False: the history keeps nothing of this turn, though the turn may go on from
                                 what is kept. Only without `conversation`.
             instructions        the system message of this turn alone; by default the system prompt.
@@ -290,12 +298,13 @@ class Sessions:
             if conversation is not None:
                 self._claim(live, conversation, wait)    # now we see how the reply before has ended
             plan = self.plan(messages, conversation, exists=exists, after=after, hint=hint,
-                             prefix=prefix, note=note, instructions=instructions,
+                             prefix=prefix, salt=salt, note=note, instructions=instructions,
                              truncate=truncate, gone=gone, max_tokens=max_tokens,
                              template_options=template_options)
             if conversation is None and keep:
                 self._claim_after(live, plan.after, hint, prefix)
-            return self._submit(live, plan, max_tokens=max_tokens, **options)
+            return self._submit(live, plan, max_tokens=max_tokens, 
+                                owner=prefix + plan.salt, **options)
 
     def submit(self, prompt: list[int], conversation: str | None = None, *,
                base: Turn | None = None, stop: str | Sequence[str] = (), **options) -> LiveTurn:
@@ -310,16 +319,17 @@ class Sessions:
             if conversation is not None:
                 self._claim(live, conversation)
                 after = self.history.head(conversation) or base
+            before = json.loads(after.note) if after else {}
             # the context still begins so
-            system = json.loads(after.note).get("system") if after else None
-            return self._submit(live, Plan(prompt, [], after, None, dict(system=system)), **options)
+            note = dict(system=before.get("system"), salt=before.get("salt", ""))
+            return self._submit(live, Plan(prompt, [], after, None, note), **options)
 
     def generate(self, prompt: list[int], conversation: str | None = None, **options) -> Answer:
         """Submit, and wait for the answer."""
         return self.submit(prompt, conversation, **options).result()
 
     def plan(self, messages: list[dict], conversation: str | None = None, *, exists: bool = False,
-             after: Turn | None = None, hint: str | None = None, prefix: str = "",
+             after: Turn | None = None, hint: str | None = None, prefix: str = "", salt: str = "",
              instructions: str | None = None, truncate: bool = False,
              gone: Callable[[], bool] = lambda: False, max_tokens: int | None = None,
              note: dict | None = None, template_options: dict | None = None) -> Plan:
@@ -339,20 +349,22 @@ class Sessions:
         shows_all = conversation is None and after is None    # the client shows all of its messages
         if shows_all:
             system = cached_system = self._system(messages, instructions)
-            found = self.history.match(system + messages, hint, prefix)
+            found = self.history.match(system + messages, hint, prefix, salt)
             after, known = found or (None, len(system))
             earlier, new = messages[:known - len(system)], messages[known - len(system):]
+            before = json.loads(after.note) if after else {}
         else:
-            cached_system = as_messages(json.loads(after.note).get("system")) if after else []
+            before = json.loads(after.note) if after else {}
+            cached_system = as_messages(before.get("system"))
             earlier = self.history.messages(after.id)[len(cached_system):] if after else []
             system, new = self._system(earlier + messages, instructions), messages
-        note = dict(note or {}, system=system[0]["content"] if system else None)
+        note = dict(note or {}, system=system[0]["content"] if system else None,
+                    salt=before.get("salt", "") if after else salt)
         room = (max_tokens or self.engine.scheduler.limit // 4) if truncate else None
         if after and system == cached_system:
             with suppress(TooLong):
-                tail = json.loads(after.note).get("tail", "")
                 prompt = self._tokenize(system + earlier, new, after.last_token, template_options,
-                                        tail)
+                                        before.get("tail", ""))
                 if self._fits(after.length + len(prompt), room):
                     return Plan(prompt, new, after, None, note)
         droppable = len(earlier + new) if shows_all else len(earlier)
@@ -559,7 +571,7 @@ class Sessions:
         turn = self.history.commit(
             name, after and after.id, plan.prompt, reply, plan.messages,
             text=answer.text if plan.messages else None, carried=plan.carried,
-            note=note, id=live.id, branches=live.branches)
+            note=note, id=live.id, branches=live.branches, salt=plan.salt)
         if len(reply) < len(answer.token_ids):
             self.engine.shorten(name, turn.length)
         live.settled = turn.created

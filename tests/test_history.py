@@ -211,6 +211,18 @@ def test_owners_do_not_match_each_other(history):
     assert history.match(resent, "ada/c", "eve/") is None and history.match(resent, None, "ad/") is None
 
 
+def test_a_salt_separates_what_is_matched(history):
+    first = history.commit("c", None, [1], [2], [HI], "Hello", salt="x")
+    second = history.commit("c", first.id, [1], [2], [MORE], "Sure")        # the context begins with it
+    other = history.commit("d", None, [1], [2], [HI], "Hello")
+    for salt, turn in dict(x=first, y=None).items():
+        assert history.match([HI, HELLO, BYE], salt=salt) == (turn and (turn, 2))
+    assert history.match([HI, HELLO, BYE]) == (other, 2)
+    assert history.match([HI, HELLO, MORE, SURE, BYE], salt="x") == (second, 4)
+    anew = history.commit("c", second.id, [1], [2], [HI], "Hello", carried=0, salt="y")
+    assert history.match([HI, HELLO, BYE], salt="y") == (anew, 2)
+
+
 def test_branch_shares_and_forget_keeps_what_is_shared(tmp_path):
     history = History(tmp_path / "h")
     first, second = two_turns(history, "main")

@@ -265,12 +265,15 @@ def test_the_system_prompt_is_what_a_first_system_message_would_be_and_is_comput
     assert prefix > 16 and engine.scheduler.limit == 160 - prefix
     first = sessions.chat("Hi!", "a", max_tokens=6)
     assert first.token_ids == expected.token_ids and first.usage["new"] == expected.usage["new"]
-    for again in (sessions.chat("Hi!", "b", max_tokens=6),
-                  sessions.respond([user("Hi!")], hint="c", max_tokens=6).result(),
-                  sessions.respond([system, user("Hi!")], hint="d", max_tokens=6).result(),
-                  sessions.chat("Hi!", max_tokens=6)):
+    for again in (sessions.chat("Hi!", "b", prefix="b/", max_tokens=6),     # of other owners
+                  sessions.respond([user("Hi!")], hint="c", prefix="c/", max_tokens=6).result(),
+                  sessions.respond([system, user("Hi!")], hint="d", prefix="d/", max_tokens=6).result(),
+                  sessions.chat("Hi!", prefix="e/", max_tokens=6)):
         assert again.token_ids == expected.token_ids
         assert again.usage == dict(expected.usage, gpu=prefix, new=expected.usage["new"] - prefix)
+    again = sessions.chat("Hi!", max_tokens=6)          # of the first one's owner: all but the last token
+    total = expected.usage["prompt_tokens"]
+    assert again.token_ids == expected.token_ids and again.usage == dict(expected.usage, gpu=total - 1, new=1)
     for name in "abcd":
         sessions.forget(name)
     assert engine.stats()["slots_free"] == 160 - prefix          # it stays
@@ -290,8 +293,10 @@ def test_conversations_go_on_under_the_system_prompt_and_do_not_show_it():
     assert other.result().usage["gpu"] == 0                 # another beginning
     roles = [message["role"] for message in sessions.history.messages(other.id)]
     assert roles == ["system"] + ["user", "assistant"] * 4
-    own = sessions.respond([dict(role="system", content="Be brief."), user("Hi!")], hint="own", max_tokens=6)
-    assert own.result().usage["gpu"] == 0
+    brief = partial(sessions.respond, [dict(role="system", content="Be brief."), user("Hi!")], max_tokens=6)
+    assert brief(prefix="other/").result().usage["gpu"] == 0
+    own = brief(hint="own")
+    assert own.result().usage["gpu"] > 0                    # "mine" begins so, too
     assert [item["role"] for item in sessions.history.items("own")] == ["system", "user", "assistant"]
 
 
