@@ -152,9 +152,9 @@ class Engine:
 
     def submit(self, prompt: list[int], conversation: str | None = None, *,
                context: Sequence[int] = (), parent: str | None = None, like: Handle | None = None,
-               owner: str | None = None,
-               max_tokens: int | None = None, min_tokens: int | None = None,
-               ignore_eos: bool = False, reached_stop: Callable[[int], bool] | None = None,
+               owner: str | None = None, max_tokens: int | None = None,
+               min_tokens: int | None = None, ignore_eos: bool = False,
+               reached_stop: Callable[[int], bool] | None = None,
                on_end: Callable[[Handle], None] | None = None, **sampling) -> Handle:
         """Append token ids to a conversation and generate a reply. Returns a handle at once.
 

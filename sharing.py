@@ -114,9 +114,11 @@ class SharingCache(KVCache):
 
     def _share(self, conversation: Conversation, tokens: Sequence[int], origin: Conversation):
         """The conversation, whose context begins with `tokens`, shares the full chunks that these
-        have in common with the first `known` tokens of the origin."""
-        common = common_length(tokens, origin.tokens[:origin.known])
-        self._use(conversation, origin.chunks[:common // self.chunk_size])
+        have in common with the first `known` tokens of the origin. Nothing happens if the
+        conversation has a chunk that the origin does not have."""
+        if conversation.chunks == origin.chunks[:len(conversation.chunks)]:
+            common = common_length(tokens, origin.tokens[:origin.known])
+            self._use(conversation, origin.chunks[:common // self.chunk_size])
 
     def _use(self, conversation: Conversation, chunks: list[Chunk]):
         """The conversation, which does not run, shares these chunks, the first ones of its context.

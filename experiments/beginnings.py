@@ -134,7 +134,7 @@ def measure(play) -> tuple[int, int, int, int]:
 
 
 def main():
-    print(f"| client | cached of prompt | vLLM's rule | slots after {MANY_TURNS} turns |")
+    print(f"| client | cached of prompt | vLLM's rule | slots in the end (of {MANY_TURNS} turns) |")
     print("|---|---:|---:|---:|")
     for name, play in KINDS.items():
         cached, prompt, vllm, slots = measure(play)

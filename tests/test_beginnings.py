@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import sharing
 from engine import Engine
 from eviction import RecomputeCost
+from experiments.beginnings import KINDS, Client, retries
 from fakes import World, answer
 from scheduler import PLACEHOLDER
 from serving.sessions import Sessions
@@ -404,3 +405,13 @@ def test_clients_that_resend_in_another_form_get_the_right_replies(depth, rounds
         sessions.forget(name)
     assert sessions.engine.stats()["slots_free"] == 192
     sessions.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("play", [play for play in KINDS.values() if play is not retries])
+def test_no_less_is_cached_than_by_the_rule_of_vllm(play):
+    """The table of BENCHMARKS.md, with fewer turns. (A turn that was cancelled leaves nothing.)"""
+    client = Client()
+    play(client, 3)
+    assert client.prompt > client.cached >= client.vllm > 0
+    client.sessions.close()
