@@ -57,6 +57,7 @@ from engine import Engine
 from handles import Handle, Outbox, Reply
 from scheduler import TooLong
 from serving.history import ConversationRecord, History, StaleTurn, Turn, new_id
+from serving.logprobs import Reports
 from serving.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 MOST_PRUNED = 1000      # conversations, at once
@@ -564,6 +565,9 @@ class Sessions:
             raise StaleTurn(f"conversation {name!r} had other tokens in the cache than in the "
                             "history")
         note = dict(plan.note, usage=answer.usage, finish_reason=answer.finish_reason)
+        if "logprobs" in note:                          # its caller wants to read them again
+            reports = Reports(self.tokenizer, handle)
+            note["logprobs"] = reports.last(answer.text, live.stream.stopped)
         reply = answer.token_ids
         if plan.messages and live.stream.stopped:
             kept, note["tail"] = self.tokenizer.covered(reply, answer.text)
