@@ -4,7 +4,8 @@ Seven kinds of clients play against an engine with room for everything. Beside w
 cached of the last prompt stands what vLLM's rule would have had of the same token ids: every full
 block of 16 tokens of any earlier context, if all blocks before it are the same, too; but never the
 last token of the prompt. (By the rule, not by a run of vLLM. It tokenises a reply anew, so its ids
-may differ from those that the model sampled; then it has less.)
+may differ from those that the model sampled; then it has less. A turn that is cancelled leaves
+nothing with us; vLLM keeps its full blocks.)
 """
 from serving.sessions import LiveTurn, Sessions
 

@@ -294,7 +294,7 @@ REFUSED = "|".join(r"""tools functions max_tool_calls web_search_options prompt 
     documents reasoning reasoning_effort thinking enable_thinking verbosity modalities audio
     response_format structured_outputs json_schema guided_\w+ regex ebnf grammar chat_template
     stop_token_ids bad_words allowed_token_ids logits_processors truncate_prompt_tokens
-    prompt_logprobs lora_path cache_salt""".split())
+    prompt_logprobs lora_path""".split())
 
 
 class ReplyBody(EngineOptions):
