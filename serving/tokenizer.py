@@ -28,6 +28,7 @@ from datetime import datetime
 from itertools import count, groupby
 from operator import itemgetter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import tiktoken
 import tokenizers
@@ -36,6 +37,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+import gguf_file
 from checkpoint import WORKING, read_json
 from scheduler import TooLong
 
@@ -59,8 +61,17 @@ PLAIN_TEMPLATE = (       # for checkpoints without a chat template
 
 
 def load_tokenizer(directory: Path, most_tokens: int | None = None) -> "Tokenizer | None":
-    """The tokenizer of a checkpoint. None if it has no tokenizer files: then we serve token ids
-    only. most_tokens: see Tokenizer. ValueError if they cannot be used."""
+    """The tokenizer of a checkpoint, or of a GGUF file. None if a checkpoint has no tokenizer
+    files: then we serve token ids only. most_tokens: see Tokenizer. ValueError if they cannot be
+    used."""
+    if Path(directory).is_file():
+        try:
+            with TemporaryDirectory() as folder:
+                made = Path(folder)
+                gguf_file.write_tokenizer(Path(directory), made)
+                return Tokenizer([made / "tokenizer.json"], read_config(made), most_tokens)
+        except Exception as error:      # as below; and the metadata can be of any type
+            raise ValueError(f"{directory}: its tokenizer cannot be used: {error}") from error
     for names in (["tokenizer.json"], ["vocab.json", "merges.txt"]):
         files = [Path(directory, name) for name in names]
         if all(file.is_file() for file in files):
