@@ -35,9 +35,10 @@ Invariants:
   of its tokens in the cache. (If it restarted the context, the next turn computes the old context
   again.)
 - The messages of a turn and those before it, rendered by the template, are the text of the tokens
-  before the turn's reply. If the template shows earlier messages in another way now (a new date, a
-  reply without its thoughts), the context starts anew. (Not after a turn of raw token ids, nor
-  after a reply that a stop string has cut.)
+  before the turn's reply. (Not after a turn of raw token ids.) If the template shows earlier
+  messages in another way now (a new date, a reply without its thoughts), the context starts anew.
+  If a stop string has cut a reply, only the tokens of the text that was shown stay in the context.
+  If the cut goes through a token, the next turn begins with the shown part of it, its *tail*.
 """
 import json
 import os.path
@@ -100,6 +101,11 @@ class Plan:
     def context(self) -> int:
         """Tokens before the prompt."""
         return self.after.length if self.after and self.carried is None else 0
+
+    @property
+    def salt(self) -> str:
+        """See Sessions.respond."""
+        return self.note["salt"]
 
     @property
     def restarts(self) -> bool:
@@ -251,11 +257,13 @@ class Sessions:
         with self._beginning(stop) as live:
             if turn.conversation is not None:
                 self._claim(live, self._new_name(None, prefix))
-            return self._submit(live, turn.plan, like=turn.handle, **options)
+            return self._submit(live, turn.plan, like=turn.handle,
+                                owner=prefix + turn.plan.salt, **options)
 
     def respond(self, messages: list[dict], conversation: str | None = None, *,
                 exists: bool = False, after: Turn | None = None, hint: str | None = None,
-                prefix: str = "", keep: bool = True, instructions: str | None = None,
+                prefix: str = "", salt: str = "", keep: bool = True,
+                instructions: str | None = None,
                 truncate: bool = False, gone: Callable[[], bool] = lambda: False,
                 note: dict | None = None, wait: bool = True,
                 stop: str | Sequence[str] = (), max_tokens: int | None = None,
@@ -277,6 +285,7 @@ class Sessions:
                                 conversation is taken; a new conversation gets this name, if it is
                                 free.
             prefix              the names of this client's conversations begin with it; we see no others.
+            salt                a new conversation shares nothing with those that began with another salt.
             keep                False: the history keeps nothing of this turn, though the turn may go on from
                                 what is kept. Only without `conversation`.
             instructions        the system message of this turn alone; by default the system prompt.
@@ -292,12 +301,13 @@ class Sessions:
             if conversation is not None:
                 self._claim(live, conversation, wait)    # now we see how the reply before has ended
             plan = self.plan(messages, conversation, exists=exists, after=after, hint=hint,
-                             prefix=prefix, note=note, instructions=instructions,
+                             prefix=prefix, salt=salt, note=note, instructions=instructions,
                              truncate=truncate, gone=gone, max_tokens=max_tokens,
                              template_options=template_options)
             if conversation is None and keep:
                 self._claim_after(live, plan.after, hint, prefix)
-            return self._submit(live, plan, max_tokens=max_tokens, **options)
+            return self._submit(live, plan, max_tokens=max_tokens,
+                                owner=prefix + plan.salt, **options)
 
     def submit(self, prompt: list[int], conversation: str | None = None, *,
                base: Turn | None = None, stop: str | Sequence[str] = (), **options) -> LiveTurn:
@@ -312,16 +322,17 @@ class Sessions:
             if conversation is not None:
                 self._claim(live, conversation)
                 after = self.history.head(conversation) or base
+            before = json.loads(after.note) if after else {}
             # the context still begins so
-            system = json.loads(after.note).get("system") if after else None
-            return self._submit(live, Plan(prompt, [], after, None, dict(system=system)), **options)
+            note = dict(system=before.get("system"), salt=before.get("salt", ""))
+            return self._submit(live, Plan(prompt, [], after, None, note), **options)
 
     def generate(self, prompt: list[int], conversation: str | None = None, **options) -> Answer:
         """Submit, and wait for the answer."""
         return self.submit(prompt, conversation, **options).result()
 
     def plan(self, messages: list[dict], conversation: str | None = None, *, exists: bool = False,
-             after: Turn | None = None, hint: str | None = None, prefix: str = "",
+             after: Turn | None = None, hint: str | None = None, prefix: str = "", salt: str = "",
              instructions: str | None = None, truncate: bool = False,
              gone: Callable[[], bool] = lambda: False, max_tokens: int | None = None,
              note: dict | None = None, template_options: dict | None = None) -> Plan:
@@ -341,16 +352,19 @@ class Sessions:
         shows_all = conversation is None and after is None    # the client shows all of its messages
         if shows_all:
             system = cached_system = self._system(messages, instructions)
-            found = self.history.match(system + messages, hint, prefix)
+            found = self.history.match(system + messages, hint, prefix, salt)
             after, known = found or (None, len(system))
             # as the model said it: a client may send a reply without its thoughts
             earlier = self.history.messages(after.id)[len(system):] if after else []
             new = messages[known - len(system):]
+            before = json.loads(after.note) if after else {}
         else:
-            cached_system = as_messages(json.loads(after.note).get("system")) if after else []
+            before = json.loads(after.note) if after else {}
+            cached_system = as_messages(before.get("system"))
             earlier = self.history.messages(after.id)[len(cached_system):] if after else []
             system, new = self._system(earlier + messages, instructions), messages
-        note = dict(note or {}, system=system[0]["content"] if system else None)
+        note = dict(note or {}, system=system[0]["content"] if system else None,
+                    salt=before.get("salt", "") if after else salt)
         room = (max_tokens or self.engine.scheduler.limit // 4) if truncate else None
         if after and system == cached_system:
             with suppress(TooLong, Rewritten):
@@ -397,10 +411,10 @@ class Sessions:
         Rewritten if the template shows this context in another way now. For example, Mistral's puts
         the system message into the last user's message, so the earlier ones lose it."""
         tokenizer = self._text_tokenizer()
-        rendering = tokenizer.render(before, new, template_options)
-        if rendered := json.loads(after.note).get("rendered"):      # a turn of raw ids was not
-            rendering.expect(rendered)
-        prompt = tokenizer.tokenize(rendering, after.last_token)
+        rendering, note = tokenizer.render(before, new, template_options), json.loads(after.note)
+        if "rendered" in note:      # a turn of raw ids was not
+            rendering.expect(note["rendered"])
+        prompt = tokenizer.tokenize(rendering, after.last_token, note.get("tail", ""))
         return prompt, dict(rendered=rendering.digest)
 
     def _fits(self, length: int, room: int | None) -> bool:
@@ -575,16 +589,20 @@ class Sessions:
         if before != plan.context + len(plan.prompt):
             raise StaleTurn(f"conversation {name!r} had other tokens in the cache than in the "
                             "history")
-        # the text is that of all tokens
-        exact = live.stream is not None and not live.stream.stopped
         note = dict(plan.note, usage=answer.usage, finish_reason=answer.finish_reason)
         if "logprobs" in note:                          # its caller wants to read them again
             reports = Reports(self.tokenizer, handle)
             note["logprobs"] = reports.last(answer.text, live.stream.stopped)
+        reply = answer.token_ids
+        if plan.messages and live.stream.stopped:
+            kept, note["tail"] = self.tokenizer.covered(reply, answer.text)
+            reply = reply[:kept]
         turn = self.history.commit(
-            name, after and after.id, plan.prompt, answer.token_ids, plan.messages,
-            text=answer.text if plan.messages else None, exact=exact, carried=plan.carried,
-            note=note, id=live.id, branches=live.branches)
+            name, after and after.id, plan.prompt, reply, plan.messages,
+            text=answer.text if plan.messages else None, carried=plan.carried,
+            note=note, id=live.id, branches=live.branches, salt=plan.salt)
+        if len(reply) < len(answer.token_ids):
+            self.engine.shorten(name, turn.length)
         live.settled = turn.created
 
     # ---- conversations

@@ -147,6 +147,20 @@ class Tokenizer:
         stream = TextStream(self)
         return "".join(map(stream.push, ids)) + stream.finish()
 
+    def covered(self, ids: list[int], text: str) -> tuple[int, str]:
+        """How many of a reply's ids stand for the beginning of its text, and the rest of the text.
+
+        A stop string has cut the text: the ids of " Yes", "." and " No|" have the text " Yes. N" if
+        "o|" is a stop string. Then the result is 2 and " N"."""
+        stream, length, kept, end = TextStream(self), 0, 0, 0
+        for number, token in enumerate(ids, 1):
+            length += len(stream.push(token))
+            if length > len(text):
+                break
+            if not stream.within_character:
+                kept, end = number, length
+        return kept, text[end:]
+
     def turn(self, before: list[dict], new: list[dict], last_token: int | None,
              template_options: dict | None = None) -> list[int]:
         """The ids to append to a conversation for its `new` messages, up to where the reply begins:
@@ -177,17 +191,22 @@ class Tokenizer:
                             "tokens: send its messages as a new one")
         return Rendering(text, earlier, reply["content"], *rest)
 
-    def tokenize(self, rendering: "Rendering", last_token: int | None) -> list[int]:
-        """The ids of all that follows the reply in the rendering, whose last token the model
-        sampled as `last_token`."""
+    def tokenize(self, rendering: "Rendering", last_token: int | None,
+                 tail: str = "") -> list[int]:
+        """The ids of all that follows a reply's own ids in the rendering.
+
+        last_token: the last token that the model sampled for that reply.
+        tail: how that reply ends, if its ids do not cover all of its text (see `covered`)."""
+        tail = self._guarded(tail)
+        text = tail + rendering.rest
         if last_token in self.special.values():
             # Perhaps the model has ended its reply itself; then the template must not end it again.
             # (Llama 2's template puts a space before the end of a reply.)
-            closed = self._encode(rendering.rest.lstrip())
+            closed = self._encode(text.lstrip())
             if closed[:1] == [last_token]:
                 return closed[1:]
-        before = (rendering.earlier[-MOST_BEFORE:] + rendering.reply)[-MOST_BEFORE:]
-        return self._encode_behind(before, rendering.rest)
+        before = rendering.earlier[-MOST_BEFORE:] + rendering.reply.removesuffix(tail)
+        return self._encode_behind(before[-MOST_BEFORE:], text)
 
     def _encode_behind(self, before: str, text: str) -> list[int]:
         """The ids of a text that stands behind another one. Many tokenizers put a space before a
@@ -318,6 +337,11 @@ class TextStream:
         if piece and self._drop_space:
             piece, self._drop_space = piece.removeprefix(b" "), False
         return self._advance(self._utf8.decode(piece), self.stop if may_stop else ())
+
+    @property
+    def within_character(self) -> bool:
+        """Have the tokens so far only a part of the bytes of a character?"""
+        return bool(self._utf8.getstate()[0])
 
     def finish(self) -> str:
         """All text that was held back."""

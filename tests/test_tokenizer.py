@@ -477,6 +477,29 @@ def test_stop_strings_over_token_borders(pair, content, stop):
     assert not stopped or stream.push(ids[0]) == ""
 
 
+@settings(deadline=None, max_examples=300)
+@given(data=st.data(), content=st.text("ab 👋", max_size=30))
+def test_the_ids_that_a_cut_text_covers(pair, data, content):
+    """And the rest of the text: together they are the text, and one more id would be too many."""
+    ours, _ = pair
+    ids = ours.encode(content)
+    text = ours.decode(ids)
+    text = text[:data.draw(st.integers(0, len(text)))]
+    kept, tail = ours.covered(ids, text)
+    assert ours.decode(ids[:kept]) + tail == text
+    more = [ours.decode(ids[:number]) for number in range(kept + 1, len(ids) + 1)]
+    assert not any(text.startswith(part) for part in more)
+
+
+def test_the_tail_of_a_reply_comes_before_the_next_messages(tmp_path):
+    ours = save(tmp_path, byte_level())
+    before, new = CHAT[:2] + [dict(role="assistant", content="x")], [dict(role="user", content="More")]
+    rendering = ours.render(before, new)
+    without, ids = (ours.tokenize(rendering, None, tail) for tail in ("", " N<|end|>"))
+    assert ours.decode(ids) == " N<|end|>" + ours.decode(without)
+    assert ids.count(ours.special["<|end|>"]) == without.count(ours.special["<|end|>"])
+
+
 def test_text_is_held_back_no_longer_than_needed(tmp_path):
     ours = save(tmp_path, byte_level())
     stream = TextStream(ours, ["\nUser:"])
