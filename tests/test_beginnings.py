@@ -206,6 +206,18 @@ def test_who_does_not_leave_a_chunk(why, monkeypatch):
     cache.check_integrity()
 
 
+def test_a_fork_of_a_conversation_that_left_a_chunk_finds_the_chunk(monkeypatch):
+    monkeypatch.setattr(sharing, "MOST_USERS", 2)
+    cache = make(slots=64)
+    a, _, c = (cache.open(name) for name in "abc")
+    for now, name in enumerate("abc"):
+        run_to_end(cache, owned(cache, name, "", range(9)), float(now))     # c comes: a leaves
+    fork = cache.fork(a, "fork", a.tokens)
+    assert fork.chunks[0] is a.chunks[0] and not a.chunks[0].filled
+    assert cache.extend(fork, [9, 10]) and fork.chunks[0] is c.chunks[0] and a.chunks[0].users == (a,)
+    cache.check_integrity()
+
+
 # ---- anything in any order
 
 steps = st.lists(min_size=20, max_size=120, elements=st.one_of(
