@@ -150,7 +150,8 @@ def multi_token_attention(
     Triton computes it on CUDA, and in Triton's interpreter under TRITON_INTERPRET=1; elsewhere, and
     for float64, the reference does, but for the decodes that attend_decodes takes together."""
     if not runs_triton(q.device, q.dtype):
-        return attend_on_cpu(q, k_cache, v_cache, slot_table, spans, scale, out)
+        attend = attend_on_cpu if q.device.type == "cpu" else multi_token_attention_reference
+        return attend(q, k_cache, v_cache, slot_table, spans, scale, out)
     check_arguments(q, k_cache, v_cache, slot_table, spans, scale, out)
     out = torch.empty_like(q) if out is None else out
     D, kv_heads = q.shape[2], k_cache.shape[1]
@@ -187,7 +188,7 @@ def attend_on_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, slot_table: Tenso
     for group in groups:
         out[group] = attend_decodes(q[group], k_cache, v_cache, slot_table,
                                     row[group], kv_len[group], scale)
-    others = SpanTensors.build(*spans.host[:, decodes:], spans.device)
+    others = SpanTensors.build(row[decodes:], q_len[decodes:], kv_len[decodes:], spans.device)
     multi_token_attention_reference(q[decodes:], k_cache, v_cache, slot_table, others, scale,
                                     out[decodes:])
     return out

@@ -80,8 +80,11 @@ def load_worker(config, directory: Path | None, ranks: Alone = ALONE,
 
 def dtype_on_cpu(directory: Path | None) -> str:
     """In which number format a CPU keeps the weights of a checkpoint: float16 if they are stored in
-    it, else float32. (A checkpoint that cannot be read is load_model's to refuse.)"""
+    it, or in GGUF, which has rounded them far more; else float32. (A checkpoint that cannot be read
+    is load_model's to refuse.)"""
     if directory and cpu_linear.multiplies_float16():
+        if directory.is_file():                         # GGUF
+            return "float16"
         with suppress(ValueError):
             dtypes = {tensor.dtype for file in weight_files(directory)
                       for name, tensor in read_tensors(file) if not name.endswith(NOT_PARAMETERS)}

@@ -393,7 +393,8 @@ def small_steps(bench: Bench, seed: int, prompt: int = 128, new: int = 16, whole
     """On a CPU: decodes against reading the weights, decodes and a long
     prompt against transformers."""
     engine = Engine("opt-125m", random_weights=True, device="cpu", gpu_cache_tokens=4 * whole,
-                    cpu_cache_tokens=0, max_batch_tokens=whole)
+                    cpu_cache_tokens=0, max_batch_tokens=whole,
+                    dtype="float16")            # as OPT is stored
     systems = {"ours": partial(time_steps, engine, seed=seed)}
     # batch, prompt, new
     cases = single, eight, long = (1, prompt, new), (8, prompt, new), (1, whole, 2)
