@@ -117,8 +117,10 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         help="cost of recomputation that `python bench.py profile --json FILE` has measured "
              "(default: measure it at each start)")
     add("--url", default="http://127.0.0.1:8000",
-        help="server that `serve` drives (default: http://127.0.0.1:8000)")
+        help="server that `serve` and `chats` drive (default: http://127.0.0.1:8000)")
     add("--server-key", metavar="KEY", help="the server's API key")
+    add("--server-pid", metavar="PID", type=int,
+        help="the server's process on this machine: `chats` measures its CPU time and memory")
 
     Config.add_flags(parser.add_argument_group("engine"))
     parser.set_defaults(**dict.fromkeys(Config.names()))        # None: not given
@@ -233,7 +235,7 @@ WORDS = dict(
     history="history (tokens)", seconds="time (s)", mean_ttft_ms="mean time to first token (ms)",
     normalized_latency_ms="normalized latency (ms/token)", computed_tokens="computed tokens",
     recomputed_seconds="recomputation (s)", servers="servers", replies="replies to a prompt",
-    turn="turn (each adds 100 tokens)", ttft_ms="time to first token (ms)",
+    turn="turn", ttft_ms="time to first token (ms)",
     running="requests at once", tokens_per_second="throughput (tokens/s)",
     saved="slots saved (share)")
 

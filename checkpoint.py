@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
@@ -78,11 +78,14 @@ def read_model(directory: Path, device, dtype: torch.dtype, ranks: Alone) -> Mod
     architecture, config = read_config(directory)
     model = empty_model(config, device, dtype, ranks)
     unfilled = destinations(model, empty_model(config, "meta", dtype), architecture)
+    unused_head = None
     for file in weight_files(directory):
         for name, tensor in read_tensors(file):
             name = PREFIX.sub("", name)
-            unused_head = name == "lm_head.weight" and config.tied_embeddings
-            if unused_head or name.endswith(NOT_PARAMETERS):
+            if name == "lm_head.weight" and config.tied_embeddings:
+                unused_head = tensor                # a file may hold the same weights twice
+                continue
+            if name.endswith(NOT_PARAMETERS):
                 continue
             if tensor.dtype.itemsize == 1:
                 raise ValueError(f"{file}: its weights are quantised "
@@ -94,6 +97,10 @@ def read_model(directory: Path, device, dtype: torch.dtype, ranks: Alone) -> Mod
     if unfilled:
         raise ValueError(f"{directory}: {len(unfilled)} tensors are missing, the first is "
                          f"{next(iter(unfilled))!r}; download the checkpoint again")
+    if unused_head is not None and not same_values(unused_head, model.tokens.weight):
+        raise ValueError(f"{directory}: tensor 'lm_head.weight' differs from the token embeddings, "
+                         "but tie_word_embeddings says that they are the same: if the model was "
+                         'trained with both, write "tie_word_embeddings": false into config.json')
     keep_one_of_biases(model, ranks.rank)
     return model
 
@@ -124,6 +131,7 @@ def read_config(directory: Path) -> "tuple[Architecture, ModelConfig]":
         if str(kind) not in ARCHITECTURES:
             why = NOT_IMPLEMENTED.get(str(kind), "")
             raise ValueError(f"unknown model_type {kind!r:.100}{why}")
+        refuse_variants(config, per_layer_config=None)
         config["eos_ids"] = ids_of(config) | ids_of(generation)
         return ARCHITECTURES[kind], ARCHITECTURES[kind].read(config)
     except KeyError as error:
@@ -251,6 +259,11 @@ def fill(destination: Destination, tensor: Tensor, rank: int, label: str):
                              "download the checkpoint again")
 
 
+def same_values(theirs: Tensor, ours: Tensor) -> bool:
+    """Does a tensor of a checkpoint hold what our parameter holds?"""
+    return theirs.shape == ours.shape and torch.equal(theirs.to(ours.device, ours.dtype), ours)
+
+
 def share(whole: Tensor, shape: torch.Size, rank: int) -> Tensor:
     """What a rank has of a whole tensor: a piece of `shape`, a view. The ranks' pieces lie one
     behind another along the dimension that they share."""
@@ -281,7 +294,7 @@ def refuse_variants(config: dict, **supported):
     implement the other variants of an architecture."""
     for field, value in supported.items():
         if config.get(field) not in (None, value):
-            raise ValueError(f"{field} = {config[field]!r} is not supported, only {value!r}")
+            raise ValueError(f"{field} = {config[field]!r:.100} is not supported, only {value!r}")
 
 
 def filled(config: dict, kind: type, *fields: str):
@@ -294,56 +307,94 @@ def filled(config: dict, kind: type, *fields: str):
     return kind()
 
 
+def read_sizes(config: dict, **fields: str) -> dict:
+    """Our name of each size -> the value of their field. KeyError if it is left out or null."""
+    for field in fields.values():
+        if config.get(field) is None:
+            raise KeyError(field)
+    return {ours: config[field] for ours, field in fields.items()}
+
+
 def read_gpt2(config: dict) -> ModelConfig:
+    sizes = read_sizes(
+        config, vocab_size="vocab_size", max_context="n_positions", num_layers="n_layer",
+        num_heads="n_head", num_kv_heads="n_head", width="n_embd")
     refuse_variants(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
-                    reorder_and_upcast_attn=False, add_cross_attention=False)
+                    reorder_and_upcast_attn=False, add_cross_attention=False,
+                    num_hidden_layers=sizes["num_layers"],      # other names of n_layer and n_head
+                    num_attention_heads=sizes["num_heads"])
+    ffn_width = config.get("n_inner")
     return checked(
-        vocab_size=config["vocab_size"], max_context=config["n_positions"],
-        num_layers=config["n_layer"], num_heads=config["n_head"], num_kv_heads=config["n_head"],
-        width=config["n_embd"], ffn_width=config.get("n_inner") or 4 * config["n_embd"],
+        **sizes, ffn_width=4 * sizes["width"] if ffn_width is None else ffn_width,
         activation=config.get("activation_function", "gelu_new"),
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
         tied_embeddings=config.get("tie_word_embeddings", True), eos_ids=config["eos_ids"])
 
 
 def read_opt(config: dict) -> ModelConfig:
-    refuse_variants(config, do_layer_norm_before=True, word_embed_proj_dim=config["hidden_size"],
+    sizes = common_sizes(config, ffn_width="ffn_dim", num_kv_heads="num_attention_heads")
+    refuse_variants(config, do_layer_norm_before=True, word_embed_proj_dim=sizes["width"],
                     enable_bias=True, layer_norm_elementwise_affine=True,
                     _remove_final_layer_norm=False)
     return checked(
-        **common_sizes(config), num_kv_heads=config["num_attention_heads"],
-        ffn_width=config["ffn_dim"], position_offset=2,
-        activation=config.get("activation_function", "relu"),
+        **sizes, position_offset=2, activation=config.get("activation_function", "relu"),
         tied_embeddings=config.get("tie_word_embeddings", True), eos_ids=config["eos_ids"])
 
 
-# Llama's relatives have its names and its layers. What their config.json takes for granted:
-LLAMA_LIKE: dict[str, dict[str, bool]] = {
-    "llama": {}, "mistral": {}, "qwen2": dict(qkv_bias=True), "qwen3": dict(qk_norm=True),
-    "smollm3": dict(tied_embeddings=True)}
+# Llama's relatives have its names and its layers. Here are the fields that each of them reads and
+# that its config.json may leave out, with the values that transformers then takes.
+LEFT_OUT = dict(num_key_value_heads=None, head_dim=None, hidden_act="silu", rms_norm_eps=1e-6,
+                rope_theta=10000.0, tie_word_embeddings=False)
+QWEN = dict(num_key_value_heads=32, use_sliding_window=False, sliding_window=4096)
+LLAMA_LIKE: dict[str, dict[str, Any]] = {
+    "llama": dict(attention_bias=False, mlp_bias=False),
+    "mistral": dict(num_key_value_heads=8, sliding_window=4096),
+    "qwen2": QWEN,
+    "qwen3": QWEN | dict(attention_bias=False, head_dim=128),
+    "smollm3": dict(num_key_value_heads=4, attention_bias=False, mlp_bias=False, rope_theta=2e6,
+                    use_sliding_window=False, sliding_window=None, tie_word_embeddings=True,
+                    no_rope_layers=None, no_rope_layer_interval=4)}
 
 
 def read_llama(config: dict) -> ModelConfig:
     """Llama and its relatives."""
-    if config.get("use_sliding_window") is not False:   # False: Qwen states a window that is unused
-        refuse_variants(config, sliding_window=None)
-    granted, attention_bias = LLAMA_LIKE[config["model_type"]], config.get("attention_bias")
-    biased = dict(qkv=attention_bias or granted.get("qkv_bias"), out=attention_bias,
-                  mlp=config.get("mlp_bias"))
-    rotated = filled(config, list, "no_rope_layers")    # despite the name, 1: this layer rotates
-    rope_theta, rope_scaling = read_rope(config)
+    kind, sizes = config["model_type"], common_sizes(config, ffn_width="intermediate_size")
+    fields = {field: config.get(field, value)
+              for field, value in (LEFT_OUT | LLAMA_LIKE[kind]).items()}
+    if fields.get("use_sliding_window") is not False:   # False: Qwen states a window that is unused
+        refuse_variants(fields, sliding_window=None)
+    for layer_type in filled(config, list, "layer_types"):
+        refuse_variants(dict(layer_types=layer_type), layer_types="full_attention")
+    kv_heads, attention_bias = fields["num_key_value_heads"], fields.get("attention_bias")
+    biased = dict(qkv=attention_bias or kind == "qwen2", out=attention_bias,
+                  mlp=fields.get("mlp_bias"))
+    rope_theta, rope_scaling = read_rope(config, fields["rope_theta"])
     return checked(
-        **common_sizes(config),
-        num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-        head_dim=config.get("head_dim"), qk_norm=granted.get("qk_norm", False),
-        ffn_width=config["intermediate_size"], activation=config.get("hidden_act", "silu"),
-        norm="rms", norm_eps=config.get("rms_norm_eps", 1e-6), gated=True,
+        **sizes, num_kv_heads=sizes["num_heads"] if kv_heads is None else kv_heads,
+        head_dim=fields["head_dim"], qk_norm=kind == "qwen3",
+        activation=fields["hidden_act"], norm="rms", norm_eps=fields["rms_norm_eps"], gated=True,
         biases=frozenset(name for name, has_bias in biased.items() if has_bias),
         rope_theta=rope_theta, rope_scaling=rope_scaling,
-        unrotated=frozenset(layer for layer, rotates in enumerate(rotated) if not rotates),
-        tied_embeddings=config.get("tie_word_embeddings",
-                                   granted.get("tied_embeddings", False)),
-        eos_ids=config["eos_ids"])
+        unrotated=unrotated_layers(fields, sizes["num_layers"]),
+        tied_embeddings=fields["tie_word_embeddings"], eos_ids=config["eos_ids"])
+
+
+def unrotated_layers(fields: dict, num_layers: int) -> frozenset[int]:
+    """SmolLM3's layers without positions. In no_rope_layers, despite its name, 1 means that a layer
+    rotates. Without that list the last of every no_rope_layer_interval layers does not."""
+    if "no_rope_layers" not in fields:
+        return frozenset()
+    rotates, interval = fields["no_rope_layers"], fields["no_rope_layer_interval"]
+    if rotates is None:
+        if type(interval) is not int or interval < 1:
+            raise ValueError("no_rope_layer_interval must be an int above 0, "
+                             f"not {interval!r:.100}")
+        rotates = [(layer + 1) % interval for layer in range(num_layers)]
+    elif (not isinstance(rotates, list) or len(rotates) < num_layers
+          or any(entry not in (0, 1) for entry in rotates)):
+        raise ValueError(f"no_rope_layers must be a list with a 0 or 1 for each of {num_layers} "
+                         f"layers, not {rotates!r:.100}")
+    return frozenset(layer for layer in range(num_layers) if not rotates[layer])
 
 
 def checked(**fields) -> ModelConfig:
@@ -354,6 +405,9 @@ def checked(**fields) -> ModelConfig:
     if str(config.activation) not in ACTIVATIONS:
         raise ValueError(f"unknown activation {config.activation!r}; "
                          f"known: {', '.join(ACTIVATIONS)}")
+    if type(config.tied_embeddings) is not bool:
+        raise ValueError("tie_word_embeddings must be true or false, "
+                         f"not {config.tied_embeddings!r:.100}")
     numbers = dict(zip(ROPE_SCALING, config.rope_scaling or ()), norm_eps=config.norm_eps)
     if config.rope_theta is not None:
         numbers["rope_theta"] = config.rope_theta
@@ -387,26 +441,33 @@ def check_sizes(fields: dict):
                              f"{divisor} {fields[divisor]}")
 
 
-def common_sizes(config: dict) -> dict:
-    """The sizes that OPT and Llama spell alike."""
-    return dict(vocab_size=config["vocab_size"], max_context=config["max_position_embeddings"],
-                num_layers=config["num_hidden_layers"], num_heads=config["num_attention_heads"],
-                width=config["hidden_size"])
+def common_sizes(config: dict, **fields: str) -> dict:
+    """The sizes that OPT and Llama spell alike, and those in `fields`: see read_sizes."""
+    return read_sizes(config, vocab_size="vocab_size", max_context="max_position_embeddings",
+                      num_layers="num_hidden_layers", num_heads="num_attention_heads",
+                      width="hidden_size", **fields)
 
 
-def read_rope(config: dict) -> tuple[float, tuple[float, ...] | None]:
+def read_rope(config: dict, rope_theta: float) -> tuple[float, tuple[float, ...] | None]:
     """rope_theta and rope_scaling of a ModelConfig. New checkpoints have one dictionary for both,
-    old ones a number and a dictionary."""
-    rope = {"rope_theta": 10000.0}
-    for given in (dict(rope_theta=config.get("rope_theta")),
-                  filled(config, dict, "rope_parameters", "rope_scaling")):
-        rope |= {name: value for name, value in given.items() if value is not None}
+    old ones a number, which is given here, and a dictionary."""
+    given = filled(config, dict, "rope_scaling", "rope_parameters")
+    rope = dict(rope_theta=rope_theta)
+    rope |= {name: value for name, value in given.items() if value is not None}
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError(f"rope_parameters = {given!r:.100} is not supported, only one set for all "
+                         "types of layers")
+    if rope["rope_theta"] is None:          # in a ModelConfig this means learned positions
+        raise ValueError("rope_theta must be a number or left out, not None")
+    refuse_variants(config | rope, partial_rotary_factor=1)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return rope["rope_theta"], None
     if kind != "llama3":
         raise ValueError(f"rope_type = {kind!r} is not supported, only 'default' and 'llama3'")
-    return rope["rope_theta"], tuple(rope[field] for field in ROPE_SCALING)
+    scaling = tuple(rope[field] for field in ROPE_SCALING)
+    refuse_variants(config, original_max_position_embeddings=scaling[-1])
+    return rope["rope_theta"], scaling
 
 
 ARCHITECTURES = {

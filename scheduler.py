@@ -482,9 +482,15 @@ def _runs(tickets: list[Ticket]) -> str:
 
 
 class TooLong(ValueError):
-    """A context would exceed the limit."""
+    """A context would exceed the limit. tokens: how many it has, if they were counted; max_tokens:
+    how many were asked for."""
+
+    def __init__(self, message: str, tokens: int | None = None, max_tokens: int | None = None):
+        super().__init__(message)
+        self.tokens, self.max_tokens = tokens, max_tokens
 
 
 def too_long(tokens: int, max_tokens: int | None, limit: int) -> TooLong:
     return TooLong(f"the conversation has {tokens} tokens with this prompt and max_tokens is "
-                   f"{max_tokens or 'not given'}: together they exceed the limit of {limit} tokens")
+                   f"{max_tokens or 'not given'}: together they exceed the limit of {limit} tokens",
+                   tokens, max_tokens)

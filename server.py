@@ -42,11 +42,14 @@ import webbrowser
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from checkpoint import find_checkpoint
 from config import Config, require
 from engine import Engine
+from serving.example import example_for
 from serving.output import PatientStream
 from serving.sessions import Sessions
 from serving.sockets import Drained, Server, listen
+from serving.tokenizer import load_tokenizer
 
 KEYS_VARIABLE = "NANO_PENSIEVE_API_KEYS"    # in the environment; blanks stand between the keys
 DAY = 86400                 # seconds
@@ -56,8 +59,10 @@ ABOUT = """A chat server that remembers: after an answer, the KV-tokens of the c
 two tiers. The first (GPU) tier is the memory of the GPU, the second (CPU) tier is ordinary memory.
 On a machine without a GPU the first tier lies in ordinary memory, too; everything works the same
 there, only slower."""
-# The example of chat.html needs these sizes. Its conversations are not kept.
-DEMO = dict(gpu_cache_tokens=384, cpu_cache_tokens=768, history=":memory:")
+TOKENIZER_NEEDED = (
+    "a checkpoint with tokenizer.json, or with vocab.json and merges.txt, since clients send text "
+    "(transformers makes tokenizer.json from other files: "
+    "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY))")
 
 
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
@@ -95,6 +100,9 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     flag("--history-max-bytes", 2**30,
          "while the history is larger, the conversation that is idle for longest is forgotten; "
          "several API keys have equal shares of it")
+    parser.add_argument("--strict", action="store_true",
+                        help="refuse a request with a field that this server does not know, "
+                             "instead of ignoring the field")
     parser.add_argument("--history", metavar="FILE",
                         help="the file that keeps all conversations (default: one for each model, "
                              "beside server.py)")
@@ -103,13 +111,14 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
                              "begin with; its KV-tokens are shared and never evicted "
                              "(default: none)")
     parser.add_argument("--demo", action="store_true",
-                        help="tiny tiers, a history in memory, a stateless engine to compare with, "
-                             "and a browser in which the chat page plays its example")
+                        help="tiers that hold three short chats, a history in memory, a stateless "
+                             "engine to compare with, and a browser in which the chat page plays "
+                             "its example")
     Config.add_flags(parser)
     flags = parser.parse_args(argv)
     if flags.demo:
-        parser.set_defaults(**DEMO)                     # flags that are given still count
-        flags = parser.parse_args(argv)
+        parser.set_defaults(**for_demo(flags.model, flags.chunk_size))
+        flags = parser.parse_args(argv)                 # flags that are given still count
     flags.history = flags.history or str(default_history(flags.model))
     return flags
 
@@ -125,6 +134,16 @@ def default_history(model: str) -> Path:
     slug = re.sub(r"[^\w.]+", "-", model).strip("-.")
     name = "history.sqlite" if model == Config.model else f"history-{slug}.sqlite"
     return Path(__file__).with_name(name)
+
+
+def for_demo(model: str, chunk_size: int) -> dict:
+    """The defaults of other flags with --demo: tiers that fit the example, and nothing is kept.
+    ValueError for a model that cannot read the example."""
+    directory = find_checkpoint(model)
+    tokenizer = load_tokenizer(directory)
+    require(tokenizer is not None, "model", TOKENIZER_NEEDED, model)
+    gpu, cpu = example_for(directory).tiers(tokenizer, chunk_size)
+    return dict(gpu_cache_tokens=gpu, cpu_cache_tokens=cpu, history=":memory:")
 
 
 def banner(server: Server) -> str:
@@ -156,9 +175,10 @@ def open_server(flags: argparse.Namespace) -> Server:
         sessions = Sessions(options.pop("model"), history=flags.history,
                             system_prompt=flags.system_prompt, name=flags.name, **options)
         opened.callback(sessions.close)
+        require(sessions.tokenizer is not None, "model", TOKENIZER_NEEDED, flags.model)
         server = Server(listener, sessions.start(), flags.api_key, flags.max_waiting,
                         flags.max_connections, flags.allow_origin, flags.history_max_bytes,
-                        flags.metrics_key)
+                        flags.metrics_key, flags.strict)
         opened.pop_all()
     max_age = DAY * flags.history_max_age_days
     threading.Thread(target=prune_by_age, args=(sessions, max_age), daemon=True).start()
@@ -180,8 +200,12 @@ def prune_by_age(sessions: Sessions, max_age: float):
 
 def begin_demo(server: Server):
     """Starts a stateless engine, which answers every turn, too, and opens a browser in which the
-    chat page plays its example."""
-    options = vars(server.engine.config) | dict(stateless=True, cpu_cache_tokens=0)
+    chat page plays its example, if the tiers have its sizes."""
+    config, example = server.engine.config, example_for(server.engine.directory)
+    tiers = example.tiers(server.sessions.tokenizer, config.chunk_size)
+    if (config.gpu_cache_tokens, config.cpu_cache_tokens) == tiers:
+        server.example = example.said
+    options = vars(config) | dict(stateless=True, cpu_cache_tokens=0)
     server.stateless = Sessions(Engine(**options).start(), history=server.sessions.history)
     url = f"{server.url}/#play"
 

@@ -3,7 +3,7 @@ memory.
 
     default, turns, profile, check                  the embedded model on this machine
     fig12, kernel, swap, step, scheduling           parts of the engine (microbench.py)
-    serve                                           a server that runs already
+    serve, chats                                    a server that runs already
     fleet, waste, sharing                           simulated, or only counted
 
 `MORE`, at the end of this file, names them all. curves.py says what a figure is.
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from engine import Engine
-from experiments import memory, microbench
+from experiments import chats, memory, microbench
 from experiments.curves import Figure, Found, adapted, mapped, ratio, sweep
 from experiments.figures import costs
 from experiments.fleet import ROUTERS, play_fleet
@@ -251,6 +251,12 @@ MORE = {
         serve,
         "a running server (--url), for clients that resend their history or need not (1 minute)",
         "request_rate", "mean_ttft_ms"),
+    "chats": Figure(
+        chats.play,
+        "a running server (--url), turn by turn: one chat, and eight interleaved (2 minutes)",
+        "turn", "ttft_ms",
+        ("system", "turn", "context", "cached", "ttft_ms", "cpu_ms", "tokens_per_second",
+         "cpu_ms_per_token", "memory_mb", "peak_mb"), linear=True),
     "profile": Figure(
         profile, "the rates of this machine, to be saved for --hardware and --profile (15 s)",
         "context", "seconds", ("system", "context", "seconds", "name", "value")),

@@ -10,15 +10,19 @@ The experiment plans prompts in tokens, but we do not know the server's tokenize
 prompt consists of short English words, and two requests at the start tell how many
 tokens the server makes of a word.
 
+A token counts from the moment at which it comes, also if it belongs to the model's thoughts. The
+client does not resend thoughts.
+
 Servers do not say where a context came from, beyond OpenAI's `cached_tokens`. Those count as "gpu"
 here, and the other tokens as "new". (Our own server names every source.)
 """
+import io
 import json
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -35,16 +39,11 @@ class RemoteTurn:
 
     def __init__(self):
         self.request = self
-        self.times: list[float] = []                # when each piece of text came
-        self.text = ""
+        self.times: list[float] = []                # when each piece of text came, thoughts too
+        self.text = ""                              # without thoughts
         self.token_ids = ()                         # only its length is known
         self.usage: dict = {}
         self.error: ValueError | None = None
-
-    def grow(self, piece: str | None, now: float):
-        if piece:
-            self.text += piece
-            self.times.append(now)
 
     def result(self) -> "RemoteTurn":
         """ValueError: the server refused the turn, or did not answer as it should."""
@@ -75,23 +74,28 @@ class RemoteEngine:
             self.model = model or served["id"]
             self.limit = served.get("max_model_len") or 4096         # tokens of the longest context
             # The chat template adds as many tokens to a long message as to a short one.
-            self.tokens_per_word = (self.probe(PROBE) - self.probe(1)) / (PROBE - 1)
+            one, many = self.probe(1), self.probe(PROBE)
+            if many <= one:
+                raise ValueError(f"{self.url} counts {many} prompt tokens in {PROBE} words, and "
+                                 f"{one} in one: so we cannot make prompts of a given length")
+            self.tokens_per_word = (many - one) / (PROBE - 1)
 
     @contextmanager
     def sense_expected(self):
         """Whatever in the server's answer breaks the block, the error is a ValueError."""
         try:
             yield
-        except ValueError:
-            raise
         except Exception as error:
+            if type(error) is ValueError:               # ours: it says already what is wrong
+                raise
             raise ValueError(f"{self.url} did not answer as it should: {error!r}") from error
 
     def probe(self, words: int) -> int:
         """The prompt tokens of a message of so many words."""
         turn = RemoteTurn()
-        self.resend(turn, self.message([0] * words), f"probe of {words} words", {}, max_tokens=1)
-        return turn.usage["prompt_tokens"]
+        name = f"probe of {words} words"
+        self.run(turn, self.message([0] * words), name, {}, max_tokens=1, on_end=lambda turn: None)
+        return turn.result().usage["prompt_tokens"]
 
     def message(self, prompt: list[int]) -> dict:
         """A user's message of about len(prompt) tokens. Each number
@@ -101,7 +105,7 @@ class RemoteEngine:
 
     def submit(self, prompt: list[int], conversation: str, max_tokens: int, ignore_eos: bool,
                on_end: Callable[[RemoteTurn], None]) -> RemoteTurn:
-        turn, extra = RemoteTurn(), dict(ignore_eos=ignore_eos)
+        turn, extra = RemoteTurn(), dict(ignore_eos=ignore_eos, temperature=0)
         arguments = turn, self.message(prompt), conversation, extra, max_tokens, on_end
         thread = threading.Thread(target=self.run, args=arguments, daemon=True)
         self.threads.append(thread)
@@ -124,6 +128,9 @@ class RemoteEngine:
         try:
             with self.sense_expected():
                 post(turn, message, conversation, extra, max_tokens)
+                if not turn.usage:
+                    raise ValueError(f"{self.url} sends no usage at the end of a stream: so we "
+                                     "cannot count its tokens")
                 turn.times = turn.times or [self.clock()]           # a reply without text
                 turn.token_ids = range(turn.usage["completion_tokens"])
         except ValueError as error:
@@ -141,7 +148,11 @@ class RemoteEngine:
                 turn.usage = usage(told["prompt_tokens"], told["completion_tokens"],
                                    told.get("prompt_tokens_details"))
             for choice in event["choices"]:
-                turn.grow(choice["delta"].get("content"), self.clock())
+                pieces = {name: text for name, text in choice["delta"].items()
+                          if name != "role" and isinstance(text, str) and text}
+                if pieces:
+                    turn.times.append(self.clock())
+                turn.text += pieces.get("content", "")
         history.append(dict(role="assistant", content=turn.text))
 
     def respond(self, turn, message, conversation, extra, max_tokens):
@@ -149,12 +160,14 @@ class RemoteEngine:
         body = dict(extra, input=message["content"], max_output_tokens=max_tokens,
                     previous_response_id=self.latest.get(conversation))
         for event in self.events("/v1/responses", body):
+            if event["type"].endswith(".delta") and event["delta"]:
+                turn.times.append(self.clock())
             if event["type"] == "response.output_text.delta":
-                turn.grow(event["delta"], self.clock())
+                turn.text += event["delta"]
             elif event["type"] in ("response.completed", "response.incomplete"):
-                told = event["response"]["usage"]
-                turn.usage = usage(told["input_tokens"], told["output_tokens"],
-                                   told.get("input_tokens_details"))
+                if told := event["response"].get("usage"):
+                    turn.usage = usage(told["input_tokens"], told["output_tokens"],
+                                       told.get("input_tokens_details"))
                 self.latest[conversation] = event["response"]["id"]
 
     # ---- the wire
@@ -163,12 +176,12 @@ class RemoteEngine:
         """POST the body; yield the JSON events of the stream.
         ValueError: one of them is an error."""
         with self.open(path, dict(body, model=self.model, stream=True)) as answer:
-            for line in answer:
-                if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+            for data in event_data(io.TextIOWrapper(answer, "utf-8-sig")):
+                if data.strip() == "[DONE]":
                     continue
-                event = json.loads(line[6:])
+                event = json.loads(data)
                 if event.get("error") or event.get("type") == "response.failed":
-                    raise ValueError(f"{self.url}{path}: {line[6:500].decode(errors='replace')}")
+                    raise ValueError(f"{self.url}{path}: {data[:500]}")
                 yield event
 
     def open(self, path: str, body: dict | None = None):
@@ -187,6 +200,19 @@ class RemoteEngine:
         except (OSError, ValueError) as error:
             raise ValueError(f"{self.url} cannot be reached ({error}): start a server, "
                              "or name one with --url") from error
+
+
+def event_data(lines: Iterable[str]) -> Iterator[str]:
+    """The data of each event in a stream of server-sent events.
+
+    An event ends at an empty line. Its data may take several lines, each after "data:"."""
+    data = ""
+    for line in lines:
+        if line.startswith("data:"):
+            data += line.removeprefix("data:")
+        elif line == "\n" and data:
+            yield data
+            data = ""
 
 
 def usage(prompt_tokens: int, completion_tokens: int, details: dict | None) -> dict:

@@ -2,12 +2,14 @@
 
     load("trace.jsonl", tokenizer)      knows the kind by the fields of the first record
 
-    kind          records (JSON lines, but for ShareGPT)                     times  an id stands for
+    kind          records (JSON lines)                                       times  an id stands for
     Mooncake      timestamp, input_length, output_length, hash_ids           ms     512 tokens
     the same      session_id, input_length, output_length, delay, timestamp  ms     -
     Qwen-Bailian  chat_id, parent_chat_id, timestamp, input_length, ...      s      16 tokens
     Weka, AgentX  requests: t, type, in, out, hash_ids                       s      64 tokens
-    ShareGPT, UltraChat, LMSYS-Chat-1M: texts without times
+    ShareGPT (lines, or one array), UltraChat, LMSYS-Chat-1M: texts without times
+
+A field that is null counts as left out. A file may begin with a byte order mark.
 
 In a trace with sessions `input_length` counts the new tokens of a turn. In the other traces it
 counts the whole context, and we must find the conversations first. A request *continues* an earlier
@@ -17,6 +19,7 @@ longer than the earlier one with its reply.
 Traces do not tell when a reply ended (only a `delay` counts from there). So we take the whole gap
 between two requests for a think time, and a replay falls behind by the time that the answers take.
 """
+import codecs
 import json
 import math
 from contextlib import contextmanager
@@ -53,11 +56,14 @@ def turns_of(messages: Iterable[tuple[str, str]],
 
 
 def sharegpt(path: str, count_tokens: Callable[[str], int]) -> Iterator[PlannedConversation]:
-    """ShareGPT: an array of {"conversations": [{"from": "human" or "gpt", "value": text}, ...]}."""
+    """ShareGPT: an array, or lines, of
+    {"conversations": [{"from": "human" or "gpt", "value": text}, ...]}."""
     def turns(record):
         messages = ((message["from"], message["value"]) for message in record["conversations"])
         return turns_of(messages, count_tokens)
-    return numbered(json_array(path, turns))
+    with naming(path):
+        records = json_array if is_array(path) else json_lines
+    return numbered(records(path, turns))
 
 
 def ultrachat(path: str, count_tokens: Callable[[str], int]) -> Iterator[PlannedConversation]:
@@ -340,13 +346,28 @@ def load(path: str, tokenizer: str) -> list[PlannedConversation]:
 
 
 def first_record(path: str) -> dict:
-    """The first line as JSON. A file that begins with "[" is ShareGPT's; we do not parse it
-    here."""
+    """The first line as JSON. An array is ShareGPT's; we do not parse it here."""
+    if is_array(path):
+        return {"conversations": []}
+    return from_json(beginning(path).partition(b"\n")[0])
+
+
+def is_array(path: str) -> bool:
+    return beginning(path).startswith(b"[")
+
+
+def beginning(path: str) -> bytes:
+    """At least the first line that is not blank. (If there is a megabyte of blanks, less.)"""
     with open(path, "rb") as file:
-        start = file.read(1 << 20).lstrip()
-        if start.startswith(b"["):
-            return {"conversations": []}
-        return json.loads((start + file.readline()).partition(b"\n")[0])
+        start = file.read(1 << 20).removeprefix(codecs.BOM_UTF8).lstrip()
+        return start + file.readline()
+
+
+def from_json(text: bytes):
+    """The JSON value, without the fields that are null."""
+    def without_nulls(fields):
+        return {name: value for name, value in fields.items() if value is not None}
+    return json.loads(text, object_hook=without_nulls)
 
 
 def token_counter(model: str) -> Callable[[str], int]:
@@ -360,14 +381,15 @@ def json_lines(path: str, parse: Callable) -> Iterator:
     with naming(path):
         file = open(path, "rb")
     with file:
-        lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
-        yield from parsed(path, "line", lines, lambda line: parse(json.loads(line)))
+        lines = ((number, line) for number, line in enumerate(file, 1)
+                 if line.removeprefix(codecs.BOM_UTF8).strip())
+        yield from parsed(path, "line", lines, lambda line: parse(from_json(line)))
 
 
 def json_array(path: str, parse: Callable) -> Iterator:
     """parse(record) for each item of the array in a file. ValueError: names file and item."""
     with naming(path), open(path, "rb") as file:
-        items = list(json.load(file))
+        items = list(from_json(file.read()))
     yield from parsed(path, "item", enumerate(items, 1), parse)
 
 

@@ -182,3 +182,4 @@ class Cache(Shape):
     policy: str
     recompute_seconds: list[float]
     turns: list[DoneTurn]
+    example: list[list[str]] | None

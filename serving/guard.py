@@ -101,7 +101,8 @@ class Guard:
         prefixes = [prefix for key, prefix in keys if hmac.compare_digest(sent, key)]
         if self.keys and not prefixes:
             raise APIError(401, "the API key is missing or wrong: send the header Authorization: "
-                                "Bearer KEY", code="invalid_api_key")
+                                "Bearer KEY", code="invalid_api_key",
+                           headers={"WWW-Authenticate": "Bearer"})
         return prefixes[0] if prefixes else ""
 
     def cors(self, headers: Headers) -> dict[str, str]:

@@ -8,14 +8,20 @@ A server with several API keys counts for each key separately, and shows a key n
 engine: they would tell how long the others' turns are. `--metrics-key` shows the counts of the
 engine and of all keys.
 
-A number that means the same as one of vLLM's has vLLM's name, so that dashboards made for vLLM
-work. All numbers of the engine have a name of our own as well, `nano_pensieve:...`.
+A number that means the same as one of vLLM's has vLLM's name, so that dashboards and routers made
+for vLLM work. All numbers of the engine have a name of our own as well, `nano_pensieve:...`. One
+pair is easily confused. Slots that only remember can be taken at once, so vLLM does not count them:
+
+    vllm:kv_cache_usage_perc          share of the slots that running requests hold
+    nano_pensieve:slots_used_share    share of the slots that hold anything
 
 The engine counts the tokens of a context once, when its request is first admitted, by where their
-KV was. Of a context of 206 tokens:
+KV was. vLLM would call our CPU tier external. Of a context of 206 tokens:
 
-    gpu 96 + cpu 64 + recomputed 32 + new 14    prefix_cache_hits    += 96 + 64
-                                                prefix_cache_queries += 206
+    gpu 96 + cpu 64 + recomputed 32 + new 14    prefix_cache_hits             += 96
+                                                prefix_cache_queries          += 206
+                                                external_prefix_cache_hits    += 64
+                                                external_prefix_cache_queries += 206 - 96
 """
 from collections.abc import Callable
 from itertools import pairwise
@@ -26,6 +32,7 @@ from prometheus_client.core import (CounterMetricFamily as Counter, GaugeMetricF
                                     Metric)
 from prometheus_client.registry import Collector
 
+from engine import Engine
 from scheduler import SOURCES
 from serving.sessions import Answer, LiveTurn
 
@@ -37,6 +44,8 @@ GAUGES = {
     "conversations": "Conversations whose tokens the engine holds.",
     "slots_total": "Slots of the GPU tier. A slot holds one KV-token.",
     "slots_free": "Slots that hold nothing.",
+    "slots_running": "Slots that running requests hold.",
+    "slots_used_share": "Share of the slots that hold anything, from 0 to 1.",
     "cpu_chunks_total": "Places for chunks in the CPU tier.",
     "cpu_chunks_free": "Places that hold nothing.",
     "swap_hidden_share": "Share of the seconds of copies in which neither did the model wait for "
@@ -62,6 +71,14 @@ COUNTERS = {
 }
 
 
+def stats_of(engine: Engine) -> dict:
+    """The engine's stats, and how full its slots are."""
+    stats, running = engine.read_stats(), engine.cache.running.values()
+    chunks = {chunk for conversation in running for chunk in conversation.chunks}
+    return dict(stats, slots_running=sum(len(chunk.slots) for chunk in chunks),
+                slots_used_share=1 - stats["slots_free"] / stats["slots_total"])
+
+
 class StatsCollector(Collector):
     """Makes metrics of the engine's stats, or of one key's part of them, each time that Prometheus
     asks."""
@@ -82,11 +99,11 @@ class StatsCollector(Collector):
                 yield self.metric(Counter, "nano_pensieve:" + name, COUNTERS[name], value)
 
     def vllm_engine(self, stats: dict):
-        used = 1 - stats["slots_free"] / stats["slots_total"]
+        used = stats["slots_running"] / stats["slots_total"]
         yield self.metric(Gauge, "vllm:num_requests_running", GAUGES["running"], stats["running"])
         yield self.metric(Gauge, "vllm:num_requests_waiting", GAUGES["waiting"], stats["waiting"])
         yield self.metric(Gauge, "vllm:kv_cache_usage_perc",
-                          "Share of the slots in use, from 0 to 1.", used)
+                          "Share of the slots that running requests hold, from 0 to 1.", used)
         yield self.metric(Counter, "vllm:num_preemptions", COUNTERS["suspensions"],
                           stats["suspensions"])
 
@@ -98,9 +115,13 @@ class StatsCollector(Collector):
         yield self.metric(Counter, "vllm:generation_tokens", COUNTERS["generated_tokens"],
                           stats["generated_tokens"])
         yield self.metric(Counter, "vllm:prompt_tokens", "Prompt tokens.", prompt)
-        yield self.metric(Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up.", prompt)
-        yield self.metric(Counter, "vllm:prefix_cache_hits", "Prompt tokens found in either tier.",
-                          gpu + cpu)
+        yield self.metric(Counter, "vllm:prefix_cache_queries",
+                          "Prompt tokens looked up on the GPU.", prompt)
+        yield self.metric(Counter, "vllm:prefix_cache_hits", "Prompt tokens found on the GPU.", gpu)
+        yield self.metric(Counter, "vllm:external_prefix_cache_queries",
+                          "Prompt tokens looked up on the CPU.", prompt - gpu)
+        yield self.metric(Counter, "vllm:external_prefix_cache_hits",
+                          "Prompt tokens found on the CPU.", cpu)
         metric = Counter("vllm:prompt_tokens_by_source", "Prompt tokens, by where their KV was.",
                          labels=["model_name", "source"])
         for source, value in by_source.items():

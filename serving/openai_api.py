@@ -15,23 +15,27 @@ of the context; when they change, the whole context is computed again.
 
 Some things differ from OpenAI. The default temperature is 0, not 1, so that answers repeat. Chat
 completions are stored, too, unless `store` is false: else we could not recognise them.
-`cached_tokens` counts the tokens whose KV came from either tier. And we refuse a field that we do
-not serve.
+`cached_tokens` counts the tokens whose KV came from either tier.
 """
 import json
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, islice
+from typing import Literal
 
 from sampling import LIMITS
 from scheduler import SOURCES, TooLong
 from serving import live
 from serving.history import ConversationRecord, StaleTurn, Turn
-from serving.operations import (APIError, ChatBody, ConversationBody, Item, ItemReference,
-                                ItemsBody, ItemsQuery, Message, MetadataBody, ResponseBody)
+from serving.logprobs import Report, Reports, entries
+from serving.operations import (APIError, ChatBody, ConversationBody, EngineOptions, Item,
+                                ItemReference, ItemsBody, ItemsQuery, Message, MetadataBody,
+                                ResponseBody, ResponseQuery)
 from serving.sessions import Answer, Busy, LiveTurn, Sessions
+
+LOGPROBS = "message.output_text.logprobs"       # in `include`
 
 
 class API:
@@ -52,7 +56,7 @@ class API:
 
     def create_chat_completion(self, prefix: str, body: ChatBody) -> "ChatWriter":
         self.retrieve_model(prefix, body.model)
-        options = body.engine_options()
+        options = self._options(body)
         options["max_tokens"] = body.max_completion_tokens or body.max_tokens
         if body.logprobs:
             options["logprobs"] = body.top_logprobs or 0
@@ -76,10 +80,11 @@ class API:
     def create_response(self, prefix: str, body: ResponseBody,
                         gone: Callable[[], bool]) -> "ResponseWriter":
         """gone: has the client hung up?"""
-        options = body.engine_options()
-        if "message.output_text.logprobs" in body.include or body.top_logprobs:
-            options["logprobs"] = body.top_logprobs or 0
+        options = self._options(body)
         note = body.model_dump(include=set(ECHOED), exclude_unset=True)
+        if LOGPROBS in body.include or body.top_logprobs:
+            options["logprobs"] = body.top_logprobs or 0
+            note["logprobs"] = None                 # to be kept, see Sessions._commit
         turn = self.sessions.respond(**self._question(prefix, body), keep=body.store,
                                      note=dict(note, created_at=int(time.time())),
                                      wait=False,    # the server waits, see Handler.when_free
@@ -92,16 +97,26 @@ class API:
         plan = self.sessions.plan(**self._question(prefix, body), gone=gone)
         return dict(object="response.input_tokens", input_tokens=plan.context + len(plan.prompt))
 
-    def retrieve_response(self, prefix: str, id: str) -> dict:
+    def retrieve_response(self, prefix: str, id: str, query: ResponseQuery) -> "dict | Replay":
         if unfinished := self._unfinished(prefix, id):
-            return ResponseWriter(unfinished, prefix, self.model).response("in_progress")
+            writer = ResponseWriter(unfinished, prefix, self.model)
+            told, events = writer.told, writer.events(LiveTurn.result)
+            found = told.response("in_progress")
+        else:
+            told, found = self._stored(prefix, id, LOGPROBS in query.include)
+            events = told.all(found)
+        return Replay(told, events, query.starting_after) if query.stream else found
+
+    def _stored(self, prefix: str, id: str, with_logprobs: bool) -> "tuple[ResponseEvents, dict]":
+        """A response that is in the history."""
         turn = self._finished(prefix, id)
         note = dict(created_at=int(turn.created)) | json.loads(turn.note)
+        told = ResponseEvents(turn.id, self.model, turn.conversation.removeprefix(prefix), note)
         items = self.history.items_of(turn.id)              # none for a turn of raw token ids
         text = items[-1]["content"] if items else ""
-        status, item_status = STATUS[note["finish_reason"]]
-        return response(turn.id, self.model, turn.conversation.removeprefix(prefix), note, status,
-                        [reply_item(turn.id, text, item_status)], note["usage"], ended=turn.created)
+        reports = note.get("logprobs") if with_logprobs else None
+        return told, told.whole(note["finish_reason"], text, note["usage"], turn.created,
+                                entries(self.sessions.tokenizer, reports or ()))
 
     def list_input_items(self, prefix: str, id: str, query: ItemsQuery) -> dict:
         """All messages before the reply, those of earlier responses included."""
@@ -119,7 +134,8 @@ class API:
     def cancel_response(self, prefix: str, id: str) -> dict:
         turn = self._unfinished(prefix, id)
         if not turn:
-            return self.retrieve_response(prefix, id)
+            self._finished(prefix, id)
+            raise APIError(400, f"the response {id!r:.100} is finished: there is nothing to cancel")
         turn.cancel()
         return ResponseWriter(turn, prefix, self.model).whole([turn.result()])
 
@@ -159,12 +175,12 @@ class API:
     def retrieve_item(self, prefix: str, id: str, item_id: str) -> dict:
         found = self.history.item(self._conversation(prefix, id).name, item_id)
         if not found:
-            raise missing("item", item_id)
+            raise missing("item", item_id, "item")
         return item(found)
 
     def delete_item(self, prefix: str, id: str, item_id: str) -> dict:
         if not self.sessions.delete_item(prefix + id, item_id):
-            raise missing("item", item_id)
+            raise missing("item", item_id, "item")
         return self.retrieve_conversation(prefix, id)
 
     # ---- models
@@ -182,19 +198,23 @@ class API:
 
     # ---- what the operations share
 
+    def _options(self, body: EngineOptions) -> dict:
+        """For the engine."""
+        options, tokens = body.engine_options(), self.engine.worker.vocab_size
+        if options.get("logit_bias") and (largest := max(options["logit_bias"])) >= tokens:
+            raise APIError(400, f"logit_bias should have token ids below {tokens}, got {largest}",
+                           "logit_bias")
+        return options
+
     def _question(self, prefix: str, body: ResponseBody) -> dict:
         """The messages to answer, and the turn that they follow, as keywords of Sessions.plan."""
         self.retrieve_model(prefix, body.model)
-        name = body.conversation.id if body.conversation else None
-        previous = body.previous_response_id
-        if name and (previous or not body.store):
-            raise APIError(400, f"conversation {name!r:.100} cannot be combined with "
-                                "previous_response_id or store: false: leave out one of the two",
-                           "conversation")
-        return dict(messages=[self._message(prefix, entry, name) for entry in body.input],
-                    conversation=name and self._conversation(prefix, name).name,
+        name, after = self._followed(prefix, body)
+        return dict(messages=[self._message(prefix, index, entry, name)
+                              for index, entry in enumerate(body.input)],
+                    conversation=name and prefix + name,
                     exists=True,    # a client may delete it between this look and the turn's claim
-                    after=previous and self._finished(prefix, previous),
+                    after=after,
                     hint=body.hint(prefix),
                     prefix=prefix,
                     instructions=body.instructions,
@@ -202,8 +222,24 @@ class API:
                     template_options=body.chat_template_kwargs,
                     max_tokens=body.max_output_tokens)
 
-    def _message(self, prefix: str, entry: Item | ItemReference, conversation: str | None) -> dict:
-        """The message, or the one that is referred to: of a turn, or kept by that conversation."""
+    def _followed(self, prefix: str, body: ResponseBody) -> tuple[str | None, Turn | None]:
+        """What the messages follow: a conversation (its id), or a turn, or neither."""
+        name = body.conversation.id if body.conversation else None
+        previous, after = body.previous_response_id, None
+        if name and (previous or not body.store):
+            raise APIError(400, f"conversation {name!r:.100} cannot be combined with "
+                                "previous_response_id or store: false: leave out one of the two",
+                           "conversation")
+        if name and not self.sessions.record(prefix + name):
+            raise missing("conversation", name, "conversation", 400)
+        if previous and not (after := self._turn(prefix, turn_id_of(previous))):
+            raise missing("finished response", previous, "previous_response_id", 400)
+        return name, after
+
+    def _message(self, prefix: str, index: int, entry: Item | ItemReference,
+                 conversation: str | None) -> dict:
+        """The message input[index], or the one that is referred to: of a turn, or kept by that
+        conversation."""
         if isinstance(entry, Item):
             return plain(entry)
         turn = self._turn(prefix, entry.id.removeprefix("msg_").partition("_")[0])
@@ -212,7 +248,7 @@ class API:
         if conversation and not message:
             message = self.history.item(prefix + conversation, entry.id)
         if not message:
-            raise missing("item", entry.id)
+            raise missing("item", entry.id, f"input[{index}].id")
         return dict(role=message["role"], content=message["content"])
 
     def _turn(self, prefix: str, turn_id: str) -> Turn | None:
@@ -249,9 +285,9 @@ class API:
                     idle_seconds=round(time.time() - found.active, 3), chunks="", leaves_next=None)
 
 
-def as_api_error(error: Exception) -> APIError:
+def as_api_error(error: Exception, limit: int, messages_in: str | None = None) -> APIError:
     """The error that the client is told. An error that we did not foresee is our fault: we print
-    it."""
+    it. limit: of a context. messages_in: the field that has the messages."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, StaleTurn):    # somebody deleted the turn while we answered
@@ -259,16 +295,32 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, Busy):
         return APIError(409, str(error), code="conversation_locked")
     if isinstance(error, TooLong):
-        return APIError(400, str(error), code="context_length_exceeded")
-    if isinstance(error, ValueError):                   # the engine refuses an argument
-        return APIError(400, str(error))
+        return APIError(400, overflow(error, limit), messages_in, "context_length_exceeded")
+    if isinstance(error, ValueError):    # the engine refuses an argument, see config.require
+        name = str(error).partition(" must ")[0]
+        return APIError(400, str(error), name if name in EngineOptions.model_fields else None)
     traceback.print_exception(error)
     return APIError(500, f"{type(error).__name__}: {error}")
 
 
-def missing(kind: str, id: str) -> APIError:
-    return APIError(404, f"there is no {kind} {id!r:.100} here: it was deleted, or it never "
-                         "existed", "id")
+def overflow(error: TooLong, limit: int) -> str:
+    """In OpenAI's words, since other programs look for them, and then shorten the messages."""
+    problem, remedy = str(error), "messages"
+    if error.tokens and error.max_tokens:
+        problem = (f"you requested {error.tokens + error.max_tokens} tokens ({error.tokens} in the "
+                   f"messages, {error.max_tokens} in the completion)")
+        remedy = "messages or completion"
+    elif error.tokens:
+        problem = f"your messages resulted in {error.tokens} tokens"
+    return (f"This model's maximum context length is {limit} tokens. However, {problem}. "
+            f"Please reduce the length of the {remedy}.")
+
+
+def missing(kind: str, id: str, field: str = "id", status: int = 404) -> APIError:
+    """field: where the client has named it."""
+    code = None if status == 404 else f"{field.removesuffix('_id')}_not_found"
+    return APIError(status, f"there is no {kind} {id!r:.100} here: it was deleted, or it never "
+                            "existed", field, code)
 
 
 def turn_id_of(response_id: str) -> str:
@@ -352,39 +404,6 @@ def response_usage(usage: dict) -> dict:
                 output_tokens_details=dict(reasoning_tokens=0), total_tokens=prompt + generated)
 
 
-def response(turn_id: str, model: str, conversation: str | None, note: dict, status: str,
-             output: Sequence[dict] = (), usage: dict | None = None, error: dict | None = None,
-             ended: float | None = None) -> dict:
-    """note: the turn's, which has the settings of the request. usage: the engine's. ended: the
-    moment when the turn settled, in seconds since 1970."""
-    return dict(
-        FIXED, id=f"resp_{turn_id}", object="response", created_at=note["created_at"], model=model,
-        status=status, completed_at=int(ended) if status == "completed" else None, error=error,
-        incomplete_details=dict(reason="max_output_tokens") if status == "incomplete" else None,
-        output=list(output), usage=usage and response_usage(usage),
-        conversation=conversation and dict(id=conversation),
-        **{name: note.get(name, default) for name, default in ECHOED.items()})
-
-
-def logprobs_of(turn: LiveTurn, start: int = 0, end: int | None = None) -> list[dict]:
-    """The log probabilities of the turn's tokens [start, end), if the client has asked for them.
-    Special tokens, which have no text, are left out."""
-    pieces, handle = turn.tokenizer.pieces, turn.handle
-    chosen = zip(handle.token_ids[start:end], (handle.logprobs or [])[start:end])
-
-    def entry(token: int, logprob: float) -> dict:
-        piece = pieces[token]
-        return dict(token=piece.decode(errors="replace"), logprob=max(logprob, -9999.0),
-                    bytes=list(piece))
-
-    entries = []
-    for token, (logprob, most_likely) in chosen:
-        if token in pieces:
-            top = [entry(*other) for other in most_likely if other[0] in pieces]
-            entries.append(dict(entry(token, logprob), top_logprobs=top))
-    return entries
-
-
 class ChatWriter:
     """Each choice is a turn. The first one goes on in the conversation, the others are branches
     beside it. Their common prompt is computed once. The client may send any of them back, we
@@ -398,19 +417,22 @@ class ChatWriter:
     def whole(self, replies: list[Answer]) -> dict:
         choices = [dict(index=index,
                         message=dict(role="assistant", content=reply.text, refusal=None),
-                        finish_reason=finish_reason(reply), logprobs=self.logprobs(index, 0, None))
-                   for index, reply in enumerate(replies)]
+                        finish_reason=finish_reason(reply),
+                        logprobs=self.logprobs(turn, reports_of(turn)))
+                   for index, (turn, reply) in enumerate(zip(self.turns, replies))]
         return dict(self.envelope, object="chat.completion", usage=self.usage(), choices=choices)
 
     def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str]:
         """All choices are generated at once, but sent one after another."""
         for index, turn in enumerate(self.turns):
-            yield self.chunk(index, dict(role="assistant", content=""), 0, 0)
-            start = 0
+            reports, characters = Reports(turn.tokenizer, turn.handle), 0
+            yield self.chunk(index, dict(role="assistant", content=""), [], 0)
             for text, end in turn.progress():
-                yield self.chunk(index, dict(content=text), start, end)
-                start = end
-            yield (last := self.chunk(index, {}, start, None, finish_reason(finish(turn))))
+                characters += len(text)
+                yield self.chunk(index, dict(content=text), reports.before(characters), end)
+            reason = finish_reason(finish(turn))
+            rest = reports.last(turn.text, turn.stream.stopped)
+            yield (last := self.chunk(index, {}, rest, None, reason))
         if self.options.include_usage:
             yield dict(last, choices=[], usage=self.usage())
         yield "[DONE]"
@@ -418,21 +440,20 @@ class ChatWriter:
     def failure(self, error: APIError) -> dict:
         return error.body
 
-    def chunk(self, index: int, delta: dict, start: int, end: int | None,
+    def chunk(self, index: int, delta: dict, reports: list[Report], end: int | None,
               finish_reason: str | None = None) -> dict:
-        """With the log probabilities of the tokens [start, end)."""
-        logprobs = self.logprobs(index, start, end)
-        choice = dict(index=index, delta=delta, finish_reason=finish_reason, logprobs=logprobs)
+        """end: so many tokens are sent. None: all."""
+        choice = dict(index=index, delta=delta, finish_reason=finish_reason,
+                      logprobs=self.logprobs(self.turns[index], reports))
         so_far = self.usage(index, end) if self.options.continuous_usage_stats else None
         usage = dict(usage=so_far) if self.options.include_usage else {}
         return dict(self.envelope, object="chat.completion.chunk", choices=[choice], **usage)
 
-    def logprobs(self, index: int, start: int, end: int | None) -> dict | None:
+    def logprobs(self, turn: LiveTurn, reports: list[Report]) -> dict | None:
         """None if the client has not asked for them."""
-        turn = self.turns[index]
         if turn.handle.logprobs is None:
             return None
-        return dict(content=logprobs_of(turn, start, end), refusal=None)
+        return dict(content=entries(turn.tokenizer, reports), refusal=None)
 
     def usage(self, index: int = -1, end: int | None = None) -> dict | None:
         """The usage of all that we have sent: the first `end` tokens of choice `index`, and all
@@ -461,41 +482,53 @@ def finish_reason(reply: Answer) -> str:
     return reply.finish_reason
 
 
-class ResponseWriter:
-    """A response is one turn. Its events are numbered."""
+def reports_of(turn: LiveTurn) -> list[Report]:
+    """Of a turn that has settled."""
+    return Reports(turn.tokenizer, turn.handle).last(turn.text, turn.stream.stopped)
 
-    def __init__(self, turn: LiveTurn, prefix: str, model: str, stream: bool = False):
-        self.turn, self.turns, self.model, self.stream = turn, [turn], model, stream
-        self.conversation = conversation_of(turn, prefix)
-        self.note = dict(created_at=int(time.time())) | turn.plan.note
+
+class ResponseEvents:
+    """The JSON of one response, and its events, which are numbered."""
+
+    def __init__(self, turn_id: str, model: str, conversation: str | None, note: dict):
+        """note: the turn's, which has the settings of the request."""
+        self.turn_id, self.model, self.conversation, self.note = turn_id, model, conversation, note
         self.numbers = count()
 
-    def whole(self, replies: list[Answer]) -> dict:
-        reply, = replies
-        status, item_status = STATUS[reply.finish_reason]
-        item = reply_item(self.turn.id, reply.text, item_status, logprobs_of(self.turn))
-        return self.response(status, [item], reply.usage, ended=self.turn.settled)
+    def response(self, status: str, output: Sequence[dict] = (), usage: dict | None = None,
+                 error: dict | None = None, ended: float | None = None) -> dict:
+        """usage: the engine's. ended: the moment when the turn settled, in seconds since 1970."""
+        incomplete = dict(reason="max_output_tokens") if status == "incomplete" else None
+        return dict(
+            FIXED, id=f"resp_{self.turn_id}", object="response", model=self.model, status=status,
+            created_at=self.note["created_at"], incomplete_details=incomplete, error=error,
+            completed_at=int(ended) if status == "completed" else None,
+            output=list(output), usage=usage and response_usage(usage),
+            conversation=self.conversation and dict(id=self.conversation),
+            **{name: self.note.get(name, default) for name, default in ECHOED.items()})
 
-    def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str]:
+    def whole(self, finish_reason: str, text: str, usage: dict, ended: float,
+              logprobs: Iterable[dict]) -> dict:
+        """The response, once its turn has settled."""
+        status, item_status = STATUS[finish_reason]
+        item = reply_item(self.turn_id, text, item_status, logprobs)
+        return self.response(status, [item], usage, ended=ended)
+
+    def all(self, whole: dict) -> Iterator[dict]:
+        part = whole["output"][0]["content"][0]
         yield from self.opening()
-        start = 0
-        for text, end in self.turn.progress():
-            logprobs = logprobs_of(self.turn, start, end)
-            yield self.part_event("output_text.delta", delta=text, logprobs=logprobs)
-            start = end
-        yield from self.closing(self.whole([finish(self.turn)]))
-
-    def failure(self, error: APIError) -> dict:
-        code = error.code or ("server_error" if error.status >= 500 else "invalid_prompt")
-        told = dict(code=code, message=str(error))
-        return self.event("failed", response=self.response("failed", error=told))
+        yield self.delta(part["text"], part["logprobs"])
+        yield from self.closing(whole)
 
     def opening(self) -> Iterator[dict]:
-        item = reply_item(self.turn.id, "", "in_progress")
+        item = reply_item(self.turn_id, "", "in_progress")
         yield self.event("created", response=self.response("in_progress"))
         yield self.event("in_progress", response=self.response("in_progress"))
         yield self.event("output_item.added", output_index=0, item=dict(item, content=[]))
         yield self.part_event("content_part.added", part=item["content"][0])
+
+    def delta(self, text: str, logprobs: list[dict]) -> dict:
+        return self.part_event("output_text.delta", delta=text, logprobs=logprobs)
 
     def closing(self, whole: dict) -> Iterator[dict]:
         item = whole["output"][0]
@@ -506,18 +539,56 @@ class ResponseWriter:
         yield self.event("completed" if whole["status"] == "completed" else "incomplete",
                          response=whole)
 
+    def failure(self, error: APIError) -> dict:
+        code = error.code or ("server_error" if error.status >= 500 else "invalid_prompt")
+        told = dict(code=code, message=str(error))
+        return self.event("failed", response=self.response("failed", error=told))
+
     def event(self, kind: str, **fields) -> dict:
         return dict(type=f"response.{kind}", sequence_number=next(self.numbers), **fields)
 
     def part_event(self, kind: str, **fields) -> dict:
         """An event of the item's only part."""
-        return self.event(kind, item_id=f"msg_{self.turn.id}", output_index=0, content_index=0,
+        return self.event(kind, item_id=f"msg_{self.turn_id}", output_index=0, content_index=0,
                           **fields)
 
-    def response(self, status: str, output: Sequence[dict] = (), usage: dict | None = None,
-                 **ending) -> dict:
-        return response(self.turn.id, self.model, self.conversation, self.note, status, output,
-                        usage, **ending)
+
+class ResponseWriter:
+    """A response is one turn."""
+
+    def __init__(self, turn: LiveTurn, prefix: str, model: str, stream: bool = False):
+        self.turn, self.turns, self.stream = turn, [turn], stream
+        note = dict(created_at=int(time.time())) | turn.plan.note
+        self.told = ResponseEvents(turn.id, model, conversation_of(turn, prefix), note)
+        self.failure = self.told.failure
+
+    def whole(self, replies: list[Answer]) -> dict:
+        reply, = replies
+        logprobs = entries(self.turn.tokenizer, reports_of(self.turn))
+        return self.told.whole(reply.finish_reason, reply.text, reply.usage, self.turn.settled,
+                               logprobs)
+
+    def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str]:
+        reports, characters = Reports(self.turn.tokenizer, self.turn.handle), 0
+        yield from self.told.opening()
+        for text, _ in self.turn.progress():
+            characters += len(text)
+            new = entries(self.turn.tokenizer, reports.before(characters))
+            yield self.told.delta(text, new)
+        yield from self.told.closing(self.whole([finish(self.turn)]))
+
+
+class Replay:
+    """The events of a response once more. Whoever stops reading them ends nothing."""
+    turns: tuple = ()
+    stream: Literal[True] = True
+
+    def __init__(self, told: ResponseEvents, events: Iterator[dict | str], after: int):
+        """after: the number of the last event that is left out."""
+        self.failure, self.replayed, self.after = told.failure, events, after
+
+    def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str]:
+        return islice(self.replayed, self.after + 1, None)
 
 
 # A writer writes the answer of its `turns` while they are generated.
@@ -526,4 +597,4 @@ class ResponseWriter:
 #     events(finish)     the answer as a stream; finish(turn) waits until the history has stored
 #                        the turn, and returns its reply
 #     failure(error)     the last event of a stream in which something went wrong
-Writer = ChatWriter | ResponseWriter
+Writer = ChatWriter | ResponseWriter | Replay

@@ -2,12 +2,14 @@
 query.
 
 pydantic does three things with the fields: it checks what a client sends, says what is wrong with
-it, and describes it in /openapi.json. We refuse every field of a body that is not here by its name,
-because a server that silently ignores an option gives a wrong answer:
+it, and describes it in /openapi.json. A field that is not here is ignored, and the log names it
+once. But a field that would change the answer is refused by its name (`Fields.refused`), because a
+server that silently ignores it gives a wrong answer:
 
     {"messages": [...], "temperature": 3}    400  temperature should be less than or equal to 2, ...
     {"messages": [...], "tools": [{...}]}    400  tools is not supported here: leave it out
     {"messages": [...], "tools": []}         200  an empty field asks for nothing
+    {"messages": [...], "app": "mine"}       200  ignored (with --strict: 400)
 
 openai_api.py answers most operations; sockets.py those about the server itself (health, metrics,
 cache ...).
@@ -26,11 +28,12 @@ import re
 import reprlib
 from collections.abc import Callable
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from urllib.parse import unquote
 
-from pydantic import (BaseModel, BeforeValidator, ConfigDict, Discriminator, Field,
-                      GetCoreSchemaHandler, Tag, ValidationError, model_validator)
+from pydantic import (AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field,
+                      GetCoreSchemaHandler, Tag, ValidationError, ValidationInfo, field_validator,
+                      model_validator)
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from pydantic_core import ErrorDetails, PydanticCustomError, core_schema
 
@@ -83,10 +86,23 @@ def without_empty(value: Any) -> Any:
 
 
 class Fields(BaseModel):
-    """A JSON object. Unknown fields are refused, and nothing is converted: "5" is not a number. A
-    field with a default may be left out."""
+    """A JSON object. Nothing is converted: "5" is not a number. A field with a default may be left
+    out. Unknown fields: see `parse`."""
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    _leave_out_empty = model_validator(mode="before")(without_empty)
+    refused: ClassVar[str] = ""     # the names of those that we never ignore: a regular expression
+    messages_in: ClassVar[str | None] = None        # the field with the messages, if there is one
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out(cls, given: Any, info: ValidationInfo) -> Any:
+        """Without empty fields and, unless we are strict, without those that may be ignored."""
+        given = without_empty(given)
+        if info.context is None or not isinstance(given, dict):
+            return given
+        ignored = {name for name in given
+                   if not (name in cls.model_fields or re.fullmatch(cls.refused, name))}
+        info.context.update(f"{cls.__name__}.{name:.100}" for name in ignored)
+        return {name: member for name, member in given.items() if name not in ignored}
 
 
 class OrString(NamedTuple):
@@ -130,7 +146,27 @@ def simple(value: Any) -> Any:
                                         "most 512 characters")
 
 
+def whole(value: Any) -> Any:
+    """Some clients write 8 as 8.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def template_option(name: str) -> str:
+    if name in ("messages", "tools", "documents", "add_generation_prompt"):
+        raise PydanticCustomError("extra_forbidden", "We set it ourselves")
+    return name
+
+
+def template_options(given: Any) -> Any:
+    """Without those that ask for nothing."""
+    given = without_empty(given)
+    if isinstance(given, dict) and given.get("add_generation_prompt") is True:
+        return {name: value for name, value in given.items() if name != "add_generation_prompt"}
+    return given
+
+
 MOST_TOKENS = 2**20         # whose log probabilities a client gives back
+Int = Annotated[int, BeforeValidator(whole)]
 Text = Annotated[str, Field(max_length=2**20)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 StopString = Annotated[str, Field(min_length=1, max_length=100)]
@@ -141,9 +177,12 @@ Value = Annotated[str, Field(max_length=512)]
 OrText = OrString("a list of parts", lambda text: [dict(type="text", text=text)])
 OrMessage = OrString("a list", lambda text: [dict(role="user", content=text)])
 OrId = OrString("an object with an id", lambda id: dict(id=id))
-TopK = Annotated[int, BeforeValidator(lambda given: 0 if given == -1 else given)]
+TopK = Annotated[int, BeforeValidator(lambda given: 0 if given == -1 else whole(given))]
 Option = Annotated[bool | int | float | Value, BeforeValidator(simple)]
-TemplateOptions = Annotated[dict[Key, Option], Field(max_length=16), BeforeValidator(without_empty)]
+OptionName = Annotated[Key, AfterValidator(template_option)]
+TemplateOptions = Annotated[dict[OptionName, Option], Field(max_length=16),
+                            BeforeValidator(template_options)]
+Include = Annotated[list[Text], members(100), OrString("a list", lambda text: [text])]
 Metadata = Annotated[dict[Key, Value], Field(max_length=16), BeforeValidator(without_empty)]
 
 
@@ -161,9 +200,12 @@ class TextPart(ItemPart):
 
 
 class Message(Fields):
-    """A message of a chat."""
+    """A message of a chat. The chat template sees neither `name` nor `tool_call_id`."""
+    refused = "tool_calls|function_call|audio|prefix|partial"
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[TextPart], members(1000), OrText]
+    name: Text = None
+    tool_call_id: Text = None
 
 
 class Item(Fields):
@@ -172,7 +214,7 @@ class Item(Fields):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[list[ItemPart], members(1000), OrText]
     id: Name = None
-    status: Text = None
+    status: Literal["completed", "incomplete"] = None       # no reply goes on from a part of it
     phase: Text = None          # of an agent's work; it changes nothing
 
 
@@ -198,6 +240,7 @@ class TextFormat(Fields):
 
 
 class TextOptions(Fields):
+    refused = "verbosity"
     format: TextFormat = None
 
 
@@ -222,14 +265,14 @@ class EngineOptions(Fields):
     """How the reply's tokens are chosen: the engine's keywords, under their own names."""
     temperature: float = Field(None, ge=0, le=2)
     top_k: TopK = limited("top_k")
-    top_p: float = limited("top_p")
+    top_p: float = Field(None, ge=0, le=1)
     min_p: float = limited("min_p")
     presence_penalty: float = limited("presence_penalty")
     frequency_penalty: float = limited("frequency_penalty")
     repetition_penalty: float = limited("repetition_penalty")
-    seed: int = limited("seed")
+    seed: Int = limited("seed")
     ignore_eos: bool = False
-    min_tokens: int = Field(None, ge=0)
+    min_tokens: Int = Field(None, ge=0)
     stop: Annotated[list[StopString], members(4), OrString("a list", lambda text: [text])] = None
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=1024),
                           BeforeValidator(without_empty)] = None
@@ -237,10 +280,21 @@ class EngineOptions(Fields):
     def engine_options(self) -> dict:
         """Those that the client has given."""
         options = self.model_dump(include=set(EngineOptions.model_fields), exclude_unset=True)
+        if options.get("top_p", 1) < LIMITS["top_p"][0]:     # the most likely token alone
+            options |= dict(top_p=1.0, temperature=0.0)
         if "logit_bias" in options:
             biases = options["logit_bias"].items()
             options["logit_bias"] = {int(token): bias for token, bias in biases}
         return options
+
+
+# Names that vLLM, SGLang, llama.cpp and OpenAI know and we do not, of fields that would change the
+# answer or keep a user apart.
+REFUSED = "|".join(r"""tools functions max_tool_calls web_search_options prompt prompt_embeds
+    documents reasoning reasoning_effort thinking enable_thinking verbosity modalities audio
+    response_format structured_outputs json_schema guided_\w+ regex ebnf grammar chat_template
+    stop_token_ids bad_words allowed_token_ids logits_processors truncate_prompt_tokens
+    prompt_logprobs lora_path cache_salt""".split())
 
 
 class ReplyBody(EngineOptions):
@@ -248,7 +302,7 @@ class ReplyBody(EngineOptions):
     model: Annotated[str, Field(min_length=1, max_length=1000)] = None
     stream: bool = False
     store: bool = True
-    top_logprobs: int = Field(None, ge=0, le=20)
+    top_logprobs: Int = Field(None, ge=0, le=20)
 
     # Other servers' names for the client's conversation. Only hints: we verify them.
     conversation_id: Name = None
@@ -265,8 +319,26 @@ class ReplyBody(EngineOptions):
     prompt_cache_retention: Text = None
     tool_choice: Literal["auto", "none"] = None
     parallel_tool_calls: bool = None
+    priority: Int = Field(0, ge=0, le=0)
+
+    # Only these values of them are served.
     background: Literal[False] = False
+    function_call: Literal["auto", "none"] = None
+    best_of: Int = Field(1, ge=1, le=1)
+    use_beam_search: Literal[False] = False
+    length_penalty: float = Field(1.0, ge=1, le=1)
+    echo: Literal[False] = False
+    add_generation_prompt: Literal[True] = True
+    continue_final_message: Literal[False] = False
+    include_stop_str_in_output: Literal[False] = False
     skip_special_tokens: Literal[True] = True
+
+    @field_validator("stream_options", check_fields=False)
+    @classmethod
+    def _of_a_stream(cls, options: Any, info: ValidationInfo) -> Any:
+        if not info.data.get("stream"):
+            raise PydanticCustomError("no_stream", "Input should be left out without stream: true")
+        return options
 
     def hint(self, prefix: str) -> str | None:
         """The full name of the conversation that the client may mean."""
@@ -275,25 +347,29 @@ class ReplyBody(EngineOptions):
 
 
 class ChatBody(ReplyBody):
+    refused = REFUSED + ("|input|instructions|previous_response_id|conversation|truncation"
+                         "|max_output_tokens")
+    messages_in = "messages"
     messages: Annotated[list[Message], members(10_000, least=1)]
-    max_tokens: int = Field(None, ge=1)
-    max_completion_tokens: int = Field(None, ge=1)          # the newer name of max_tokens
+    max_tokens: Int = Field(None, ge=1)
+    max_completion_tokens: Int = Field(None, ge=1)          # the newer name of max_tokens
     stream_options: ChatStreamOptions = ChatStreamOptions()
-    n: int = Field(1, ge=1, le=16)
+    n: Int = Field(1, ge=1, le=128)
     logprobs: bool = False
     response_format: TextFormat = None
     modalities: Annotated[list[Literal["text"]], members(10)] = None
 
 
 class ResponseBody(ReplyBody):
+    refused = REFUSED + "|messages|max_tokens|max_completion_tokens|n|logprobs"
+    messages_in = "input"
     input: Annotated[list[InputItem], members(10_000), OrMessage]
     instructions: Text = None
     previous_response_id: Name = None
     conversation: Annotated[ConversationId, OrId] = None
-    max_output_tokens: int = Field(None, ge=1)
+    max_output_tokens: Int = Field(None, ge=1)
     truncation: Literal["disabled", "auto"] = "disabled"
-    # What we do not have is never part of a response.
-    include: Annotated[list[Text], members(100)] = []
+    include: Include = []           # what we do not have is never part of a response
     text: TextOptions = None
     stream_options: StreamOptions = None
 
@@ -303,10 +379,12 @@ class MetadataBody(Fields):
 
 
 class ConversationBody(MetadataBody):
+    messages_in = "items"
     items: Annotated[list[Item], members(20)] = []
 
 
 class ItemsBody(Fields):
+    messages_in = "items"
     items: Annotated[list[Item], members(20, least=1)]
 
 
@@ -314,6 +392,13 @@ class ItemsQuery(Fields):
     limit: int = Field(20, ge=1, le=100, strict=False)      # the values of a query are strings
     order: Literal["asc", "desc"] = "desc"
     after: Name = None
+    include: Include = []
+
+
+class ResponseQuery(Fields):
+    include: Include = []
+    stream: bool = Field(False, strict=False)       # True: the events of the response, once more
+    starting_after: int = Field(-1, ge=0, strict=False)     # without those up to this number
 
 
 # --------------------------------------------------------------------------------------------------
@@ -343,7 +428,7 @@ OPERATIONS = [
     Operation("POST", "/v1/responses", "create_response", answers.Response, ResponseBody, True),
     Operation("POST", "/v1/responses/input_tokens", "count_input_tokens", answers.InputTokens,
               ResponseBody),
-    Operation("GET", RESPONSE, "retrieve_response", answers.Response),
+    Operation("GET", RESPONSE, "retrieve_response", answers.Response, ResponseQuery, True),
     Operation("DELETE", RESPONSE, "delete_response", answers.Deleted),
     Operation("POST", RESPONSE + "/cancel", "cancel_response", answers.Response),
     Operation("GET", RESPONSE + "/input_items", "list_input_items", answers.Items, ItemsQuery),
@@ -372,8 +457,11 @@ def find_operation(method: str, path: str) -> tuple[Operation, list[str]]:
     none."""
     methods = []
     for operation in OPERATIONS:
-        # A model's name may be owner/model, as on the Hub.
-        name = "(.+)" if operation.name == "retrieve_model" else "([^/]+)"
+        name = "([^/]+)"
+        if operation.name == "retrieve_model":      # it may be owner/model, as on the Hub
+            name = "(.+)"
+        elif operation.path.startswith(RESPONSE):   # not `compact`, which we do not have
+            name = "(resp_[^/]+)"
         pattern = re.sub(r"\\{\w+\\}", name, re.escape(operation.path))
         if match := re.fullmatch(pattern, path):
             if operation.method == method:
@@ -385,10 +473,13 @@ def find_operation(method: str, path: str) -> tuple[Operation, list[str]]:
     raise APIError(404, f"there is no {path:.100} here: /openapi.json lists what there is")
 
 
-def parse(operation: Operation, given: Any) -> Fields:
-    """The fields of a body or a query. APIError, which names the faults, if they are not valid."""
+def parse(operation: Operation, given: Any, ignored: set[str] | None = None) -> Fields:
+    """The fields of a body or a query. APIError, which names the faults, if they are not valid.
+
+    ignored: gets the names of the fields that we ignore, such as "Message.cache_control". None: we
+    are strict, and refuse them."""
     try:
-        return operation.fields.model_validate(given)
+        return operation.fields.model_validate(given, context=ignored)
     except ValidationError as error:
         raise refusal(error.errors(include_url=False)) from error
 

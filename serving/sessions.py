@@ -56,6 +56,7 @@ from engine import Engine
 from handles import Handle, Outbox, Reply
 from scheduler import TooLong
 from serving.history import ConversationRecord, History, StaleTurn, Turn, new_id
+from serving.logprobs import Reports
 from serving.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 MOST_PRUNED = 1000      # conversations, at once
@@ -551,6 +552,9 @@ class Sessions:
         # the text is that of all tokens
         exact = live.stream is not None and not live.stream.stopped
         note = dict(plan.note, usage=answer.usage, finish_reason=answer.finish_reason)
+        if "logprobs" in note:                          # its caller wants to read them again
+            reports = Reports(self.tokenizer, handle)
+            note["logprobs"] = reports.last(answer.text, live.stream.stopped)
         turn = self.history.commit(
             name, after and after.id, plan.prompt, answer.token_ids, plan.messages,
             text=answer.text if plan.messages else None, exact=exact, carried=plan.carried,

@@ -15,6 +15,7 @@ The server promises:
 """
 import json
 import re
+import secrets
 import select
 import socket
 import threading
@@ -28,12 +29,13 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qs, urlsplit
 
+from scheduler import TooLong
 from serving import live
 from serving.guard import ALL_KEYS, Guard, page_policy
 from serving.history import StaleTurn
-from serving.metrics import Metrics
+from serving.metrics import Metrics, stats_of
 from serving.openai_api import API, Writer, as_api_error
 from serving.operations import (APIError, Operation, ReplyBody, ResponseBody, find_operation,
                                 openapi, parse)
@@ -56,6 +58,8 @@ POLL_SECONDS = 0.1          # between two checks whether a client has hung up
 LINGER_SECONDS = 2          # for a client that still sends when we have answered
 TURNS_SHOWN = 100           # at /cache
 MAX_WATCHERS = 32           # of the live picture
+MAX_IGNORED = 1000          # names of fields, that the log has named
+REQUEST_ID = re.compile("[!-~]{1,200}")             # that we send back
 SESSION_HEADERS = "X-Session-ID", "X-Session-Affinity", "session_id"     # vLLM's, routers', agents'
 TOO_MANY_CONNECTIONS = (b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n"
                         b"Content-Length: 0\r\nConnection: close\r\n\r\n")
@@ -88,10 +92,11 @@ class Server(ThreadingHTTPServer):
     def __init__(self, listener: socket.socket, sessions: Sessions, api_keys: Sequence[str] = (),
                  max_waiting: int = 256, max_connections: int = 800,
                  allow_origins: Sequence[str] = (), history_max_bytes: float = float("inf"),
-                 metrics_key: str | None = None):
+                 metrics_key: str | None = None, strict: bool = False):
         """listener: see listen. sessions: started. max_waiting: turns that may wait while
-        max_running others run. api_keys, allow_origins, metrics_key: see Guard. ValueError for a
-        key or an origin that cannot be used."""
+        max_running others run. api_keys, allow_origins, metrics_key: see Guard. strict: refuse
+        fields that we do not know, instead of ignoring them. ValueError for a key or an origin that
+        cannot be used."""
         self.sessions, self.engine = sessions, sessions.engine
         config = self.engine.config
         address = listener.getsockname()
@@ -100,14 +105,16 @@ class Server(ThreadingHTTPServer):
         self.api = API(sessions, self.model_names)
         self.private = len(self.guard.keys) > 1             # no key may learn about another's turns
         self.bytes_of_each_key = history_max_bytes / len(self.guard.prefixes)   # in the history
-        whole = Metrics(partial(self.look, self.engine.read_stats), self.model_names[0])
+        whole = Metrics(partial(self.look, partial(stats_of, self.engine)), self.model_names[0])
         self.metrics = {prefix: Metrics(None, self.model_names[0]) if self.private else whole
                         for prefix in self.guard.prefixes} | {ALL_KEYS: whole}
         self.broadcast = live.Broadcast(self.engine, self.private)
         self.watchers = threading.BoundedSemaphore(MAX_WATCHERS)
         self.recent_turns = deque(maxlen=TURNS_SHOWN)       # these are done; /cache shows them
         self.reading = threading.Lock()                     # held to read a large body
-        self.lock = threading.Lock()                        # guards the next two
+        self.strict = strict
+        self.lock = threading.Lock()                        # guards the next three
+        self.ignored: set[str] = set()                      # fields that the log has named
         self.at_work = 0                                    # turns that are being answered
         self.unsettled = Counter()    # of these, those that run or wait, by prefix
         self.most_turns = config.max_running + max_waiting
@@ -116,6 +123,7 @@ class Server(ThreadingHTTPServer):
         self.stop_at: float | None = None                   # set when the server begins to drain
         self.steps, self.last_step = 0, time.monotonic()    # of the engine; when we saw the last
         self.stateless: Sessions | None = None    # --demo: it answers our turns without memory
+        self.example: list[list[str]] | None = None     # --demo: see example.py
         super().__init__(address, Handler, bind_and_activate=False)
         self.socket.close()                                 # http.server has made one
         self.socket = listener
@@ -178,6 +186,13 @@ class Server(ThreadingHTTPServer):
                 free_one()
             with self.lock:
                 self.at_work -= turns
+
+    def first_ignored(self, names: set[str]) -> list[str]:
+        """Those of the names that we ignore for the first time."""
+        with self.lock:
+            new = sorted(names - self.ignored)[:MAX_IGNORED - len(self.ignored)]
+            self.ignored.update(new)
+        return new
 
     @contextmanager
     def unhurried(self, body: bytes):
@@ -291,7 +306,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def handle_one_request(self):
         self.server.deadlines[self.connection] = time.monotonic() + REQUEST_SECONDS
-        self.headers = None
+        self.headers, self.request_id = None, f"req_{secrets.token_hex(16)}"
         super().handle_one_request()
 
     def parse_request(self) -> bool:
@@ -326,17 +341,13 @@ class Handler(BaseHTTPRequestHandler):
             prefix = self.server.guard.prefix(self.headers, path)
             method = "GET" if self.command == "HEAD" else self.command
             operation, names = find_operation(method, path)
-            if self.command == "POST":
-                given = self.read_json(operation)
-            else:
-                given = dict(parse_qsl(query, keep_blank_values=True))
-                given.pop("include[]", None)    # what we do not have is never in an answer
+            given = self.read_json(operation) if self.command == "POST" else read_query(query)
             self.server.deadlines.pop(self.connection, None)
             self.perform(prefix, operation, names, given)
         except HUNG_UP:
             raise
         except Exception as error:
-            self.refuse(as_api_error(error))
+            self.refuse(self.told(error))
 
     do_GET = do_POST = do_HEAD = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = answer_request
 
@@ -344,7 +355,10 @@ class Handler(BaseHTTPRequestHandler):
         """Answers the operation. names: those in the path. given: the body, or the query."""
         if hasattr(Handler, operation.name):    # it is about the server itself, and takes no fields
             return getattr(self, operation.name)(prefix)
-        fields = parse(operation, given)
+        ignored = None if self.server.strict else set()
+        fields = parse(operation, given, ignored)
+        if ignored and (new := self.server.first_ignored(ignored)):
+            self.log_message("ignored, and not told again: %s", ", ".join(new))
         if operation.method == "POST":    # it may write: first make room in this key's share
             self.server.sessions.prune(float("inf"), self.server.bytes_of_each_key, prefix)
         arguments: list[Any] = [prefix, *names]
@@ -354,11 +368,16 @@ class Handler(BaseHTTPRequestHandler):
             arguments.append(self.between_looks())
         turns = getattr(fields, "n", 1) if isinstance(fields, ReplyBody) else 0
         with self.server.counted(prefix, turns) as free_one:
-            answer = self.when_free(getattr(self.server.api, operation.name), *arguments)
-            if isinstance(answer, Writer):
-                self.write(prefix, answer, free_one)
-            else:
-                self.send(200, answer)
+            try:
+                answer = self.when_free(getattr(self.server.api, operation.name), *arguments)
+                if isinstance(answer, Writer):
+                    return self.write(prefix, answer, free_one)
+            except TooLong as error:
+                raise self.told(error, fields.messages_in) from error
+            self.send(200, answer)
+
+    def told(self, error: Exception, messages_in: str | None = None) -> APIError:
+        return as_api_error(error, self.server.engine.scheduler.limit, messages_in)
 
     def between_looks(self) -> Callable[[], bool]:
         """A function to call between two pieces of long work. It rests, as we do after a large
@@ -501,7 +520,8 @@ class Handler(BaseHTTPRequestHandler):
         turns = live.outside(prefix, list(self.server.recent_turns), "conversation")
         whole = live.picture(engine, self.server.look)
         picture = live.part_for(prefix, whole, self.server.private)
-        self.send(200, dict(picture, **live.scale(engine), turns=turns))
+        self.send(200, dict(picture, **live.scale(engine), turns=turns,
+                            example=self.server.example))
 
     def cache_events(self, prefix):
         def over() -> bool:
@@ -533,7 +553,7 @@ class Handler(BaseHTTPRequestHandler):
             except HUNG_UP:
                 raise
             except Exception as error:
-                self.send_event(writer.failure(as_api_error(error)))
+                self.send_event(writer.failure(self.told(error)))
             self.send_piece(b"")
 
     @contextmanager
@@ -597,9 +617,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def end_headers(self):
         """http.server calls this, too."""
-        if self.headers:
-            for name, value in self.server.guard.cors(self.headers).items():
-                self.send_header(name, value)
+        headers = self.headers or Headers()
+        for name, value in self.server.guard.cors(headers).items():
+            self.send_header(name, value)
+        sent = headers.get("X-Request-Id", "")
+        self.send_header("X-Request-Id", sent if REQUEST_ID.fullmatch(sent) else self.request_id)
         if self.close_connection:
             self.send_header("Connection", "close")
         super().end_headers()
@@ -655,6 +677,13 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.settimeout(LINGER_SECONDS)
             while self.connection.recv(2**16) and time.monotonic() < deadline:
                 pass
+
+
+def read_query(query: str) -> dict[str, str | list[str]]:
+    """ "limit=5&include[]=a&include[]=b" -> {"limit": "5", "include": ["a", "b"]}."""
+    given = parse_qs(query, keep_blank_values=True)
+    return {name.removesuffix("[]"): values if name.endswith("[]") else values[-1]
+            for name, values in given.items()}
 
 
 def has_hung_up(connection: socket.socket) -> bool:

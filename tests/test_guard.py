@@ -26,6 +26,13 @@ def server(checkpoint):
         yield server
 
 
+def test_a_missing_key_is_asked_for_as_http_says(checkpoint):
+    sessions = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0)
+    with serving(sessions, api_keys=["k"]) as server:
+        status, headers, _ = response_to(server, "GET", "/v1/models", [("Host", "localhost")])
+        assert status == 401 and headers["WWW-Authenticate"] == "Bearer"
+
+
 def response_to(server, method, path, headers, body=b""):
     """(status, headers, body) of a request with exactly these headers."""
     lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers),

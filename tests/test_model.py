@@ -157,8 +157,8 @@ def test_names_load_without_their_prefix_and_old_buffers_are_ignored(kind, chang
         weights |= {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "h.0.attn.masked_bias": torch.tensor(-1e4)}
     if kind == "llama-variant":
         weights |= {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)}
-    # Tied: not used.
-    save_file(weights | {"lm_head.weight": torch.zeros(97, 32)}, tmp_path / "model.safetensors")
+    head = theirs.get_output_embeddings().weight.detach()       # tied: not used
+    save_file(weights | {"lm_head.weight": head.clone()}, tmp_path / "model.safetensors")
     assert_same(load_model(tmp_path, "cpu", torch.float32), theirs, 9)
 
 
@@ -351,13 +351,16 @@ def refusal(directory):
     ("llama", "rope_parameters", "fast"), ("smollm3", "no_rope_layers", 5),
     ("llama", "eos_token_id", {"id": 5}),
     ("llama", "quantization_config", {"quant_method": "gptq"}), ("qwen2", "quantization_config", 8),
+    ("llama", "num_key_value_heads", 0), ("gpt2", "n_inner", 0), ("gpt2", "tie_word_embeddings", "false"),
+    ("llama", "per_layer_config", {"1": {"rms_norm_eps": 0.5}}),
     ("llama", "model_type", "gemma3_text"), ("mistral", "sliding_window", 4096)])
 def test_unsupported_variants_are_refused_by_name(kind, field, value, tmp_path):
     CHECKPOINTS[kind]().save_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", **{field: value})
     ours = {"n_head": "num_heads", "num_attention_heads": "num_heads", "n_layer": "num_layers",
             "num_hidden_layers": "num_layers", "hidden_act": "activation", "hidden_size": "width",
-            "intermediate_size": "ffn_width", "quantization_config": "quantised"}.get(field, field)
+            "intermediate_size": "ffn_width", "n_inner": "ffn_width", "num_key_value_heads": "num_kv_heads",
+            "quantization_config": "quantised"}.get(field, field)
     message = refusal(tmp_path)
     assert ours.removesuffix("_function") in message and "config.json" in message
     assert str(value) in message
@@ -390,6 +393,8 @@ def test_a_field_that_is_missing_is_named(tmp_path):
     (dict(rope_parameters=LLAMA3_ROPE | dict(high_freq_factor=1.0)), "low_freq_factor 1.0 must be below"),
     (dict(rope_parameters=dict(rope_theta="fast")), ": rope_theta must be a number"),
     (dict(rope_parameters=dict(rope_theta=10**20)), "not 100000000000000000000"),
+    (dict(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
+    (dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor = 0.5"),
     (dict(rms_norm_eps="small"), ": norm_eps must be a number"),
     (dict(num_attention_heads=32, head_dim=1), "even head size")])
 def test_rotary_positions_that_we_do_not_know_are_refused(fields, named, tmp_path):

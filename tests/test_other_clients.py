@@ -1,8 +1,12 @@
 """Other people's clients, as they are (requirements-dev.txt; one that is missing is skipped).
-Each chats for three turns in its own way. From the second turn on, all tokens fed before are cached."""
+Each chats for three turns in its own way. From the second turn on, all tokens fed before are cached.
+
+litellm and autogen are large: .ci/run installs them, requirements-dev.txt does not."""
+import asyncio
+
 import pytest
 
-from clients import CONTEXT, serving
+from clients import CONTEXT, serving, user
 from serving.sessions import Sessions
 
 pytestmark = pytest.mark.clients
@@ -71,3 +75,33 @@ def test_openai_agents(server, kind):
     agent = agents.Agent(name="one", instructions=f"Be {kind}.", model=model, model_settings=settings)
     session, quiet = agents.SQLiteSession(kind), agents.RunConfig(tracing_disabled=True)
     chat(server, lambda text: agents.Runner.run_sync(agent, text, session=session, run_config=quiet))
+
+
+def test_autogen(server):
+    """It names who speaks: messages[].name."""
+    agents = pytest.importorskip("autogen_agentchat.agents")
+    openai = pytest.importorskip("autogen_ext.models.openai")
+    info = dict(vision=False, function_calling=False, json_output=False, structured_output=False,
+                family="unknown")
+    model = openai.OpenAIChatCompletionClient(model="ascii", base_url=server.url + "/v1", api_key="none",
+                                              model_info=info, **USUAL)
+    agent = agents.AssistantAgent("ada", model, system_message="Be brief.")
+    loop = asyncio.new_event_loop()
+    chat(server, lambda text: loop.run_until_complete(agent.run(task=text)))
+    loop.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("text", ["x" * CONTEXT, "x" * 50 * CONTEXT], ids=["tokens", "bytes"])
+def test_litellm_recognises_an_overflow(server, text, monkeypatch):
+    """And so do aider, DSPy and crewai, which use it. Then they shorten the messages."""
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")              # it would ask the internet
+    litellm = pytest.importorskip("litellm")
+    ours = dict(model="openai/ascii", api_base=server.url + "/v1", api_key="none", max_retries=0)
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(messages=[user(text)], **ours)
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(messages=[user("Hi")], max_tokens=CONTEXT, **ours)
+    with pytest.raises(litellm.BadRequestError) as error:
+        litellm.completion(messages=[user("Hi")], temperature=1.9, stop=[""], **ours)
+    assert not isinstance(error.value, litellm.ContextWindowExceededError)

@@ -11,7 +11,8 @@ import urllib.request
 
 import pytest
 
-from clients import ROOT, eventually, program
+from clients import ROOT, eventually, make_checkpoint, program
+from serving.example import NOTES
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium (requirements-dev.txt)")
 from selenium.webdriver.common.by import By
@@ -44,6 +45,18 @@ const read = () => [...document.querySelectorAll(".row")].map(row => {
 window.pictures = [];
 new MutationObserver(() => pictures.push(read())).observe(
     document.getElementById("strips"), {attributes: true, childList: true, subtree: true});"""
+# From now on the picture is this one, again and again.
+PRETEND = """
+const [whole] = arguments, real = window.fetch;
+const event = `data: ${JSON.stringify(whole)}\\n\\n`;
+const stream = () => new ReadableStream({start(to) {
+    setInterval(() => to.enqueue(new TextEncoder().encode(event)), 100); }});
+window.fetch = (path, options) =>
+    path === "/cache/events" ? Promise.resolve(new Response(stream())) : real(path, options);
+for (const hidden of [true, false]) {       // look away and back: the page asks again
+    Object.defineProperty(document, "hidden", {value: hidden, configurable: true});
+    document.dispatchEvent(new Event("visibilitychange"));
+}"""
 # Pauses take no time, but are noted.
 HURRY = """
 const later = setTimeout;
@@ -59,6 +72,13 @@ def url(zygote, tmp_path_factory):
     yield url
     os.kill(pid, signal.SIGKILL)
     zygote.exit_code()
+
+
+@pytest.fixture
+def new_url(tmp_path):
+    """Of a server that knows no conversation yet."""
+    with program(ROOT / "tiny_chat", tmp_path / "history") as (_, url, _):
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -249,14 +269,116 @@ def test_eighty_chats(page, url):
     assert {"my notes", "Other 1", "Chat 0", "Chat 79"} <= page.strips().keys()
     page.say(40, "My lucky number is 7.")
     eventually(lambda: next(iter(page.strips())) == "Chat 40")
+    page.find("summary")[0].click()                             # it was folded, to make room for the strips
     for size in ((1280, 900), (390, 844)):
         page.resize(*size)
         assert page.run("return [document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
                         ) == [*size]
-        strips, explanation = page.find("#strips")[0], page.find("#picture > p:last-child")[0]
+        strips, explanation = page.find("#strips")[0], page.find("#about")[0]
+        assert "cut into chunks of 32 tokens" in explanation.text
         assert strips.size["height"] > 90 and strips.size["height"] < strips.get_property("scrollHeight")
         assert explanation.rect["y"] + explanation.rect["height"] < page.find("#picture")[0].rect["y"] \
             + page.find("#picture")[0].rect["height"] < size[1]
+
+
+@pytest.fixture
+def drawn(page):
+    """Opens the page with chats whose strips have so many chunks, with every letter among them. No server of
+    a test has such tiers, so the pictures come from us."""
+    def draw(url, *lengths):
+        def entry(chat, chunks):
+            letters = ("." * (chunks // 6) + "C" * (chunks // 3) + "B" * (chunks // 4)).ljust(chunks, "G")
+            return dict(id=f"conv_{chat}", tokens=32 * chunks, gpu=32, cpu=32, running=False, waiting=False,
+                        idle_seconds=7.5, chunks=letters, leaves_next=None if chat else chunks // 2)
+        whole = dict(stats=dict(slots_total=8192, slots_free=100, cpu_chunks_total=512, cpu_chunks_free=3),
+                     conversations=[entry(chat, chunks) for chat, chunks in enumerate(lengths)],
+                     transfers=[])
+        page.open(url)
+        for _ in lengths[1:]:
+            page.find("#start")[0].click()
+        page.run(PRETEND, whole)
+        eventually(lambda: [len(chunks) for chunks in page.strips().values()] == [*lengths])
+    return draw
+
+
+def overflows(page):
+    """How far the strips, the page, and anything in the page reach beyond their places, in pixels."""
+    return page.run("""
+        const strips = document.getElementById("strips"), {scrollWidth} = document.documentElement;
+        return {strips: strips.scrollHeight - strips.clientHeight, sideways: scrollWidth - innerWidth,
+                strip: Math.max(...[...document.querySelectorAll(".strip")].map(strip =>
+                    strip.getBoundingClientRect().right - strips.getBoundingClientRect().right))}""")
+
+
+@pytest.mark.parametrize("lengths", [(10, 10, 10), (32, 32, 32), (60, 60, 60), (120, 90, 60)])
+def test_three_strips_are_seen_as_a_whole(page, url, drawn, lengths):
+    """While a sentence of the example stands above them, too."""
+    page.resize(1280, 720)
+    drawn(url, *lengths)
+    page.run("document.getElementById('story').textContent = 'Chat 3 needs space. '.repeat(6)")
+    eventually(lambda: max(overflows(page).values()) <= 0)
+    story, legend = page.find("#story")[0].rect["height"], page.find("#legend span")
+    assert story > 60 and len({item.rect["y"] for item in legend}) == 1 and len(legend) == 6
+
+
+@pytest.mark.parametrize("size", [(1280, 720), (420, 800)])
+def test_long_strips_stay_readable(page, url, drawn, size):
+    """Each of their chunks has room for a pointer. What it is worth stands in the log's place."""
+    page.resize(*size)
+    drawn(url, 120, 60)
+    assert overflows(page)["sideways"] <= 0 and overflows(page)["strip"] <= 0
+    chunks = page.find(".chunk", page.find(".strip")[0])
+    sizes = {(chunk.rect["width"] >= 8, chunk.rect["height"] >= 14) for chunk in chunks}
+    assert sizes == {(True, True)} and len({chunk.rect["y"] for chunk in chunks}) == 4
+    places = [chunk.rect["y"] for chunk in chunks]
+    webdriver.ActionChains(page.browser).move_to_element(chunks[70]).perform()
+    eventually(lambda: "tokens 2240 to 2271: " in page.find("#worth")[0].text)
+    assert not page.find("#log")[0].is_displayed()
+    assert [chunk.rect["y"] for chunk in chunks] == places      # nothing has moved below the pointer
+    page.find(".strip")[0].send_keys(Keys.END)
+    assert "tokens 3808 to 3839: " in page.find("#worth")[0].text
+    page.find("textarea")[0].send_keys("")
+    webdriver.ActionChains(page.browser).move_to_element(page.find("h1")[0]).perform()
+    eventually(lambda: not page.find("#worth")[0].text)
+
+
+def test_the_explanation_is_read_once(new_url, page, drawn):
+    """It is there at the first visit, as long as it costs no strip. It can be opened again."""
+    def is_open():
+        return page.find("#about")[0].get_property("open")
+    page.resize(1280, 720)
+    drawn(new_url, 10, 10, 10)
+    assert is_open() and "cut into chunks" in page.find("#about")[0].text
+    page.find("summary")[0].click()
+    eventually(lambda: page.run("return localStorage.getItem('explained')"))
+    page.open(new_url)
+    assert not is_open()
+    page.find("summary")[0].send_keys(Keys.ENTER)
+    assert is_open()
+    page.run("localStorage.clear()")
+    drawn(new_url, *[30] * 6)
+    eventually(lambda: not is_open())
+    page.find("summary")[0].click()
+    time.sleep(0.5)                                             # the reader has the last word
+    assert is_open()
+    page.open(new_url)
+    assert not is_open()
+
+
+@pytest.mark.parametrize("width", [360, 420, 800])
+def test_narrow_panels_are_aligned(page, url, width):
+    """The picture, and below it one chat, or two. "New chat" stands beside the title, in one line."""
+    page.resize(width, 800)
+    page.open(url)
+    page.find("#start")[0].click()
+    page.run("document.getElementById('chats').scrollTo(0, 0)")
+    boxes = "return [...arguments].map(part => part.getBoundingClientRect().toJSON())"
+    parts = [page.find(name)[0] for name in ("h1", "#start", "#picture")]
+    title, start, picture, first, second = page.run(boxes, *parts, *page.chats())
+    last = second if width == 800 else first
+    assert [first["left"], last["right"]] == pytest.approx([picture["left"], picture["right"]], abs=0.1)
+    assert [title["left"], start["right"]] == pytest.approx([picture["left"], picture["right"]], abs=0.1)
+    assert start["top"] <= title["top"] and title["bottom"] <= start["bottom"] < start["top"] + 40
 
 
 def test_the_example_needs_its_tiers(page, url):
@@ -476,6 +598,44 @@ def test_the_demo(demo, page):
     for said, answer in answers.items():
         value = asked.get(said) or said.rstrip(".").split()[-1]
         assert answer.count(value) == 1, (said, answer)
+
+
+@pytest.fixture
+def talkative(tmp_path, monkeypatch):
+    """A demo with a model that knows no end of an answer, and a token for each character."""
+    make_checkpoint(tmp_path / "ascii")
+    monkeypatch.setenv("BROWSER", "true")
+    with program(tmp_path / "ascii", tmp_path / "history", "--demo") as (_, url, _):
+        yield url
+
+
+def test_the_demo_with_another_model(talkative, page):
+    """Its tiers are larger, its answers are cut off, its chats end before all is said. Every move is seen."""
+    page.open(talkative)
+    page.run(HURRY)
+    page.find("#play")[0].click()
+    eventually(lambda: "your turn" in page.find("#story")[0].text, seconds=120)
+    stats, turns = page.get("/cache")["stats"], page.get("/cache")["turns"]
+    assert stats["slots_total"] > 384 and not page.find(".undone")
+    assert max(turn["completion_tokens"] for turn in turns) == 32
+    chats, said = page.said(), NOTES.said
+    assert len(chats) == 4 and 1 < len(chats[1]) < len(said[1] + said[5])
+    assert {turn[0].removeprefix("You: ") for turn in chats[1]} < {*said[1]}
+    assert turns[-2]["recomputed"] and turns[-1]["gpu"] and turns[-3]["cpu"]
+
+
+@pytest.fixture
+def roomy(tmp_path, monkeypatch):
+    monkeypatch.setenv("BROWSER", "true")
+    flags = "--demo", "--gpu-cache-tokens", "512"
+    with program(ROOT / "tiny_chat", tmp_path / "history", *flags) as (_, url, _):
+        yield url
+
+
+def test_a_demo_with_tiers_of_the_user(roomy, page):
+    """In these the example would not show what it tells."""
+    page.open(roomy + "/#play")
+    eventually(lambda: "512 and 768 tokens" in page.find("#story")[0].text)
 
 
 def test_a_chat_of_the_example_is_deleted(demo, page):

@@ -3,11 +3,13 @@ down. Each resends its history in a form of its own; in all of them we recognise
 on every token that was fed before is cached.
 
 Clients that need nothing but the `openai` package run themselves, in test_server.py and test_responses.py."""
+import json
 from functools import reduce
+from itertools import groupby
 
 import pytest
 
-from clients import CONTEXT, eventually, fetch, serving, user
+from clients import CONTEXT, ROOT, eventually, fetch, serving, user
 from serving.sessions import Sessions
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -54,7 +56,7 @@ CLIENTS = {
         lambda message: message | dict(annotations=None, audio=None, function_call=None, tool_calls=None)),
     "openai 3.54, responses": (RESPONSES, {}, user, lambda item: item | dict(phase=None)),
     "openai (Node)": (CHAT, {}, user, lambda message: message | dict(parsed=None)),
-    "llm": (CHAT, dict(stream_options=dict(include_usage=True)), user,
+    "llm": (CHAT, {}, user,
             lambda message: without(message, "refusal")),
     "litellm": (CHAT, {}, user, lambda message: without(message, "refusal") | dict(
         provider_specific_fields=dict(refusal=None))),
@@ -96,6 +98,63 @@ def test_an_agents_session_that_keeps_its_items_with_us(server):
         length = total
 
 
+# ---- Open Responses
+
+def message(role, text, **fields):
+    return dict(type="message", role=role, content=text, **fields)
+
+
+# What the six tests of its suite that need neither tools nor images send, in our words.
+OPEN_RESPONSES = {
+    "text": dict(input=[message("user", "Hello!")]),
+    "stream": dict(input=[message("user", "Who are you?")], stream=True),
+    "system prompt": dict(input=[message("system", "Be brief."), message("user", "Say hello.")]),
+    "several turns": dict(input=[message("user", "Hi, I'm Ada."), message("assistant", "Hello, Ada!"),
+                                 message("user", "What is my name?")]),
+    "phases": dict(input=[message("user", "Hi, I'm Ada."), message("assistant", "Hm.", phase="commentary"),
+                          message("assistant", "Hello!", phase="final_answer"), message("user", "Bye!")]),
+    "one after another": dict(input=[message("user", "And now?")])}
+RESOURCE = dict(        # of what type each member of a response must be
+    id=str, object=str, created_at=int, completed_at=int, status=str, incomplete_details=None, model=str,
+    previous_response_id=(str, None), instructions=None, output=list, error=None, tools=list, tool_choice=str,
+    truncation=str, parallel_tool_calls=bool, text=dict, top_p=float, presence_penalty=float,
+    frequency_penalty=float, top_logprobs=int, temperature=float, reasoning=None, usage=dict,
+    max_output_tokens=None, max_tool_calls=None, store=bool, background=bool, service_tier=str,
+    metadata=dict, safety_identifier=None, prompt_cache_key=None)
+EVENTS = ["response.created", "response.in_progress", "response.output_item.added",
+          "response.content_part.added", "response.output_text.delta", "response.output_text.done",
+          "response.content_part.done", "response.output_item.done", "response.completed"]
+
+
+@pytest.fixture(scope="module")
+def speaking():
+    """A server whose model ends its replies."""
+    with serving(Sessions(ROOT / "tiny_chat", gpu_cache_tokens=2048, cpu_cache_tokens=0)) as server:
+        yield server
+
+
+@pytest.mark.parametrize("name", OPEN_RESPONSES)
+def test_open_responses(speaking, name):
+    body = dict(OPEN_RESPONSES[name], model="tiny_chat")
+    if name == "one after another":
+        body["previous_response_id"] = fetch(speaking, "POST", RESPONSES, OPEN_RESPONSES["text"])[1]["id"]
+    status, response = fetch(speaking, "POST", RESPONSES, body)
+    assert status == 200
+    if "stream" in body:
+        events = [json.loads(line[6:]) for line in response.splitlines() if line.startswith("data: ")]
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert [kind for kind, _ in groupby(event["type"] for event in events)] == EVENTS
+        response = events[-1]["response"]
+    for member, kinds in RESOURCE.items():
+        kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+        assert response[member] is None and None in kinds or type(response[member]) in kinds, member
+    assert (response["object"], response["status"], response["error"]) == ("response", "completed", None)
+    item, = response["output"]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
+    part, = item["content"]
+    assert part["type"] == "output_text" and part["text"] and part["annotations"] == part["logprobs"] == []
+
+
 # ---- empty says nothing
 
 DEEP = reduce(lambda inner, _: dict(x=inner), range(700), None)
@@ -103,8 +162,10 @@ NEUTRAL = dict(
     tools=[], functions=None, tool_choice="auto", parallel_tool_calls=True, store=True, service_tier="auto",
     safety_identifier="me", prompt_cache_key="mine", prompt_cache_retention="24h", modalities=None,
     reasoning=dict(effort=None, summary=None), moderation=dict(input=dict(model=None)), prediction=[None],
-    audio=DEEP, logit_bias={}, stop=[], stream_options=dict(include_obfuscation=False), top_logprobs=0,
-    background=False, skip_special_tokens=True, top_k=-1)
+    audio=DEEP, logit_bias={}, stop=[], stream_options=None, top_logprobs=0, background=False,
+    skip_special_tokens=True, top_k=-1, function_call="none", best_of=1, use_beam_search=False,
+    length_penalty=1.0, priority=0, echo=False, add_generation_prompt=True, stop_token_ids=[],
+    continue_final_message=False, include_stop_str_in_output=False, structured_outputs=None)
 
 
 @pytest.mark.parametrize("path, fields", [
@@ -116,13 +177,19 @@ def test_empty_fields_ask_for_nothing(server, path, fields):
     assert status == 200, answer
     reply = answer["choices"][0] if path == CHAT else answer["output"][0]["content"][0]
     assert not reply["logprobs"]                            # nobody has asked for them
+    streaming = dict(stream=True, stream_options=dict(include_obfuscation=False))
+    assert fetch(server, "POST", path, NEUTRAL | fields | streaming)[0] == 200
 
 
 @pytest.mark.parametrize("path, field", [(CHAT, "messages"), (RESPONSES, "input")])
 @pytest.mark.parametrize("wanted", [
     dict(tools=[dict(type="function", name="f")]), dict(functions=[{}]), dict(tool_choice="required"),
     dict(reasoning=dict(effort="low")), dict(background=True), dict(modalities=["audio"]),
-    dict(skip_special_tokens=False)])
+    dict(skip_special_tokens=False), dict(stop_token_ids=[1]), dict(guided_json={"type": "object"}),
+    dict(guided_choice=["a"]), dict(structured_outputs=dict(regex="a")), dict(regex="a"), dict(best_of=2),
+    dict(continue_final_message=True), dict(include_stop_str_in_output=True), dict(echo=True),
+    dict(cache_salt="mine"), dict(length_penalty=1.5), dict(priority=1), dict(function_call="f"),
+    dict(add_generation_prompt=False), dict(use_beam_search=True), dict(stream_options=dict(x=1))])
 def test_anything_else_that_we_do_not_have_is_refused_by_name(server, path, field, wanted):
     status, answer = fetch(server, "POST", path, {field: [user("Hi")]} | wanted)
     assert status == 400 and answer["error"]["param"].startswith(*wanted)

@@ -1,5 +1,8 @@
-"""A running server as an engine: our own, over its sockets."""
+"""A running server as an engine: our own, over its sockets, and others' ways to write a stream."""
+import contextlib
+import http.server
 import json
+import os
 import socketserver
 import sys
 import threading
@@ -9,7 +12,7 @@ from tokenizers import Tokenizer
 
 import bench
 from serving.sessions import Sessions
-from experiments import run
+from experiments import chats, run
 from experiments.remote import RemoteEngine
 from clients import serving
 from experiments.workload import PlannedConversation, PlannedTurn
@@ -49,6 +52,29 @@ def test_the_figure_has_the_names_that_others_use(server, tmp_path, monkeypatch,
             "median_tpot_ms", "p99_e2el_ms"} <= rows[0].keys()
 
 
+@pytest.mark.parametrize("flags", [[], ["--server-pid", str(os.getpid())]])
+def test_chats_are_measured_turn_by_turn(server, tmp_path, monkeypatch, flags):
+    path = tmp_path / "figure.json"
+    monkeypatch.setattr(chats, "TURNS", 3)
+    monkeypatch.setattr(chats, "LOADS", {"one chat": [["a"], ["b"]], "2 chats": [["c", "d"]]})
+    monkeypatch.setattr(sys, "argv", ["bench.py", "chats", "--url", server.url, "--server-key", "secret",
+                                      "--seed", str(len(flags)), "--json", str(path), *flags])
+    bench.main()
+    *turns, one, eight = json.loads(path.read_text())["rows"]
+    assert [(row["system"], row["turn"]) for row in turns] == [
+        (load, turn) for load in ("one chat", "2 chats") for turn in (1, 2, 3)]
+    for first, second, third in (turns[:3], turns[3:]):
+        assert first["context"] < second["context"] < third["context"]
+        assert first["context"] <= second["cached"] <= second["context"] < third["cached"]
+    for row in turns:
+        assert 0 < row["ttft_ms_low"] <= row["ttft_ms"] <= row["ttft_ms_high"]
+        assert (row.get("cpu_ms_high", -1) >= 0) == bool(flags)
+    assert [one["system"], eight["system"]] == ["one reply", "8 replies at once"]
+    for row in (one, eight):
+        assert 0 < row["tokens_per_second_low"] <= row["tokens_per_second_high"]
+        assert (100 < row.get("memory_mb", 0) <= row.get("peak_mb", 0) < 100_000) == bool(flags)
+
+
 @pytest.mark.parametrize("url, key, message", [
     (None, "wrong", "401"), ("http://127.0.0.1:9", None, "cannot be reached"),
     ("nonsense", None, "cannot be reached")])
@@ -80,3 +106,123 @@ def test_close_waits_for_the_turns_under_way(server):
     turns = [engine.submit([0] * 20, name, 20, True, ended.append) for name in "ab"]
     engine.close()
     assert {*ended} == {*turns} and all(turn.result().text for turn in turns)
+
+
+# ---- what other servers write
+
+@contextlib.contextmanager
+def writing(answer, bodies=None):
+    """A server that answers every POST with answer(body), which gives bytes: its url. Bodies are kept."""
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send(b'{"data": [{"id": "other", "max_model_len": 4096}]}')
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if bodies is not None:
+                bodies.append(body)
+            self.send(answer(body))
+
+        def send(self, data):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+
+
+def chunk(**delta):
+    return dict(choices=[dict(delta=delta)])
+
+
+def counted(body):
+    """The last chunk of a chat completion: a token for each word, and 3 of the template."""
+    prompt = sum(len(message["content"].split()) for message in body["messages"])
+    return dict(choices=[], usage=dict(prompt_tokens=prompt + 3, completion_tokens=2))
+
+
+def in_lines(events, form="data: {}\n\n"):
+    return "".join(form.format(json.dumps(event)) for event in events).encode()
+
+
+def ask(url, stateful=False, turns=1):
+    engine = RemoteEngine(url, stateful=stateful)
+    for _ in range(turns):
+        turn = engine.submit([0, 1, 2], "c", 2, True, lambda turn: None)
+        engine.close()
+    return turn.result()
+
+
+@pytest.mark.parametrize("form", [
+    "data:{}\n\n", "data: {}\r\n\r\n", "data:{}\r\r", "\ufeffdata: {}\n\n", ": still here\n\ndata: {}\n\n",
+    "id: 7\nevent: message\nretry: 5\ndata: {}\n\n"])
+def test_the_lines_of_a_stream_may_have_any_form(form):
+    def answer(body):
+        events = chunk(role="assistant", content=""), chunk(content="one "), chunk(content="two")
+        first, rest = form, form.removeprefix("\ufeff")         # a mark stands at the beginning only
+        return (in_lines(events[:1], first) + in_lines([*events[1:], counted(body)], rest)
+                + rest.format("[DONE]").encode())
+    with writing(answer) as url:
+        turn = ask(url)
+    assert turn.text == "one two" and len(turn.times) == 2 and turn.usage["completion_tokens"] == 2
+
+
+def test_the_json_of_an_event_may_take_several_lines():
+    def answer(body):
+        texts = (json.dumps(event, indent=1) for event in (chunk(content="one"), counted(body)))
+        return "".join(f"data: {text}\n\n".replace("\n ", "\ndata:  ").replace("\n}", "\ndata: }")
+                       for text in texts).encode()
+    with writing(answer) as url:
+        assert ask(url).text == "one"
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "refusal"])
+def test_thoughts_are_tokens_but_no_part_of_the_reply(name):
+    def answer(body):
+        first = chunk(role="assistant", content="", provider_specific_fields=dict(n=1), **{name: None})
+        return in_lines([first, chunk(**{name: "hm "}), chunk(content=None, **{name: "yes"}),
+                         chunk(content="answer"), counted(body)])
+    bodies = []
+    with writing(answer, bodies) as url:
+        turn = ask(url, turns=2)
+    assert turn.text == "answer" and len(turn.times) == 3
+    assert bodies[-1]["temperature"] == 0 and bodies[-1]["ignore_eos"]
+    assert [message["content"] for message in bodies[-1]["messages"]][1::2] == ["answer"]
+
+
+def test_thoughts_of_responses_are_tokens_too():
+    def answer(body):
+        usage = dict(input_tokens=3 + len(body["input"].split()), output_tokens=2)
+        deltas = [("output_text", ""), ("reasoning_text", "hm "), ("reasoning_summary_text", "so"),
+                  ("output_text", "answer")]
+        return in_lines([dict(type="response.created", response={}),
+                         *(dict(type=f"response.{kind}.delta", delta=text) for kind, text in deltas),
+                         dict(type="response.completed", response=dict(id="r", usage=usage))])
+    with writing(answer) as url:
+        turn = ask(url, stateful=True)
+    assert turn.text == "answer" and len(turn.times) == 3
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("usage", [{}, dict(usage=None)])
+def test_a_server_that_counts_no_tokens_is_told_in_one_line(stateful, usage):
+    def answer(body):
+        return in_lines([dict(type="response.completed", response=dict(id="r") | usage) if stateful
+                         else chunk(content="one") | usage])
+    with writing(answer) as url, pytest.raises(ValueError, match=f"{url} .*no usage"):
+        ask(url, stateful)
+
+
+@pytest.mark.parametrize("answer, message", [
+    (in_lines([dict(choices=[], usage=dict(prompt_tokens=0, completion_tokens=1))]), "counts 0 prompt"),
+    (b"data: <html>\n\n", "did not answer as it should.*JSON")])
+def test_a_stream_of_nonsense_is_told_in_one_line(answer, message):
+    with writing(lambda body: answer) as url, pytest.raises(ValueError, match=message):
+        ask(url)

@@ -58,6 +58,17 @@ def items(client, conversation):
     return [(item.role, item.content[0].text) for item in listed]
 
 
+def refuses(client, **follows):
+    """What the body names is not there: the error names the field, and is not that of a path."""
+    field, = follows
+    with pytest.raises(openai.BadRequestError, match=f"there is no .*{follows[field]}") as error:
+        respond(client, "x", **follows)
+    code = dict(conversation="conversation_not_found",
+                previous_response_id="previous_response_not_found")[field]
+    assert (error.value.param, error.value.code) == (field, code)
+    assert error.value.type == "invalid_request_error"
+
+
 def stored(server):
     return server.sessions.history._db.execute("SELECT count(*) FROM turn").fetchone()[0]
 
@@ -189,12 +200,22 @@ def test_a_resent_history_that_is_too_long(client):
     first = respond(client, long)
     second = respond(client, [user(long), first.output[0].to_dict(), user(long + "y")])
     told = [user(long), first.output[0].to_dict(), user(long + "y"), second.output[0].to_dict()]
-    with pytest.raises(openai.BadRequestError, match="limit") as error:
+    with pytest.raises(openai.BadRequestError, match=f"length is {CONTEXT} tokens") as error:
         respond(client, [*told, user(long)])
-    assert error.value.code == "context_length_exceeded"
+    assert (error.value.code, error.value.param) == ("context_length_exceeded", "input")
     third = respond(client, [*told, user(long)], truncation="auto")
     kept = [user(long + "y"), dict(role="assistant", content=second.output_text), user(long)]
     assert third.output_text == ask(client, kept, max_tokens=12, extra_body=dict(ignore_eos=True))[0]
+
+
+def test_items_that_fit_into_no_context(client):
+    long = [user("x" * CONTEXT)]
+    made = client.conversations.create()
+    for add in (lambda: client.conversations.create(items=long),
+                lambda: client.conversations.items.create(made.id, items=long)):
+        with pytest.raises(openai.BadRequestError) as error:
+            add()
+        assert (error.value.code, error.value.param) == ("context_length_exceeded", "items")
 
 
 def test_references_to_items(client):
@@ -207,8 +228,9 @@ def test_references_to_items(client):
     assert cached(second) > 0
     assert second.output_text == respond(client, "and?", conversation=conversation).output_text
     for id in ("msg_1", f"msg_{first.id[5:]}_7", first.id):
-        with pytest.raises(openai.NotFoundError, match=id):
-            respond(client, [dict(type="item_reference", id=id), user("and?")])
+        with pytest.raises(openai.NotFoundError, match=id) as error:
+            respond(client, [user("and?"), dict(type="item_reference", id=id)])
+        assert error.value.param == "input[1].id"
 
 
 def test_references_to_what_a_conversation_keeps(client):
@@ -284,6 +306,28 @@ def test_a_response_has_all_keys_of_the_specification(server):
     assert set(REQUIRED) <= short.keys() and short["completed_at"] is None
 
 
+def test_a_response_once_more(client, server):
+    """Whole, or as its events; also while it is being written, and from any event on."""
+    made = respond(client, "Hello", temperature=2, extra_body=dict(seed=1))
+    assert client.responses.retrieve(made.id, stream=False) == made
+    *events, last = client.responses.retrieve(made.id, stream=True)
+    assert [event.sequence_number for event in events + [last]] == list(range(len(events) + 1))
+    assert last.response == made and events[0].type == "response.created"
+    text = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(text) == made.output_text
+    after = list(client.responses.retrieve(made.id, stream=True, starting_after=3))
+    assert after == [*events, last][4:]
+    stream, running = begun(client)
+    again = client.responses.retrieve(running, stream=True)
+    assert next(again).response.id == running
+    again.close()                                           # who looks on ends nothing
+    again = client.responses.retrieve(running, stream=True)
+    assert next(event for event in again if event.type == "response.output_text.delta").delta
+    client.responses.cancel(running)
+    assert list(again)[-1].response.status == list(stream)[-1].response.status == "cancelled"
+    assert fetch(server, "GET", f"/v1/responses/{made.id}?stream=maybe")[0] == 400
+
+
 # ---- instructions and truncation
 
 def test_instructions_count_for_one_response(client):
@@ -333,7 +377,7 @@ def test_truncation(client):
     long = "x" * (CONTEXT // 3)
     first = respond(client, long)
     second = respond(client, long + "y", previous_response_id=first.id)
-    with pytest.raises(openai.BadRequestError, match=f"limit of {CONTEXT}"):
+    with pytest.raises(openai.BadRequestError, match=f"length is {CONTEXT} tokens"):
         respond(client, long + "z", previous_response_id=second.id)
     third = respond(client, long + "z", previous_response_id=second.id, truncation="auto",
                     max_output_tokens=40)
@@ -343,7 +387,7 @@ def test_truncation(client):
     # dropped from the context, not from the conversation
     assert len(items(client, third.conversation.id)) == 6
     assert cached(respond(client, "and?", previous_response_id=third.id)) == third.usage.total_tokens - 1
-    with pytest.raises(openai.BadRequestError, match=f"limit of {CONTEXT}"):
+    with pytest.raises(openai.BadRequestError, match=f"length is {CONTEXT} tokens"):
         respond(client, "x" * CONTEXT, truncation="auto")
     short = respond(client, "short", truncation="auto")
     assert (cached(respond(client, "too", previous_response_id=short.id, truncation="auto"))
@@ -385,12 +429,13 @@ def test_a_conversation_from_beginning_to_end(client, server):
     assert state["gpu"] + state["cpu"] == state["tokens"] - 1 and state["idle_seconds"] < 60
     gone = client.conversations.delete(made.id)
     assert gone.deleted and gone.id == made.id
-    for lost in (lambda: client.conversations.retrieve(made.id), lambda: client.responses.retrieve(first.id),
-                 lambda: respond(client, "x", conversation=made.id),
-                 lambda: respond(client, "x", previous_response_id=third.id)):
+    for lost in (lambda: client.conversations.retrieve(made.id),
+                 lambda: client.responses.retrieve(first.id)):
         with pytest.raises(openai.NotFoundError) as error:
             lost()
         assert error.value.type == "invalid_request_error"
+    refuses(client, conversation=made.id)
+    refuses(client, previous_response_id=third.id)
 
 
 def test_deleting_an_item(client):
@@ -470,7 +515,9 @@ def test_cancel_in_mid_stream(client, server):
         client.responses.retrieve(response_id)
     assert items(client, conversation) == [] and server.engine.stats()["running"] == 0
     done = respond(client, "done", conversation=conversation)
-    assert client.responses.cancel(done.id) == client.responses.retrieve(done.id)
+    with pytest.raises(openai.BadRequestError, match="is finished"):
+        client.responses.cancel(done.id)
+    assert client.responses.retrieve(done.id) == done
 
 
 def test_deleting_what_runs_and_who_hangs_up(empty):
@@ -501,8 +548,7 @@ def test_deleting_frees_both_tiers_and_the_store(empty):
     assert client.responses.delete(root.id) is None
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(root.id)
-    with pytest.raises(openai.NotFoundError):
-        respond(client, "x", previous_response_id=root.id)
+    refuses(client, previous_response_id=root.id)
     assert stored(server) == 3                                           # hidden, since others build on it
     onwards = respond(client, "go on", previous_response_id=right.id)
     assert cached(onwards) == right.usage.total_tokens - 1
@@ -548,8 +594,7 @@ def test_what_a_response_follows_is_deleted_at_that_moment(empty, follows, monke
             respond(client, "two", **options)
     assert not server.sessions.turns and server.sessions.history.conversations() == []
     eventually(nothing_left)
-    with pytest.raises(openai.NotFoundError):
-        respond(client, "two", **options)
+    refuses(client, **options)
 
 
 def test_deleting_the_last_response_of_a_conversation(client):
@@ -573,6 +618,8 @@ def test_deleting_the_last_response_of_a_conversation(client):
     ("input", [dict(role="user", content=[dict(type="input_image", image_url="x")])]),
     ("input", [dict(type="function_call_output", call_id="1", output="x")]),
     ("text", dict(format=dict(type="json_object"))), ("input", []),
+    ("input", [dict(role="assistant", content="half", status="in_progress")]),
+    ("max_tokens", 5), ("messages", [user("Hi")]), ("text", dict(verbosity="low")),
     ("truncation", "middle"), ("include", [5]), ("max_output_tokens", 0),
     ("prompt", dict(id="p")), ("conversation", dict(id=5)),
     ("metadata", {str(n): "x" for n in range(17)}), ("service_tier", 1), ("frequency_penalty", 3),
@@ -589,10 +636,10 @@ def test_combinations_and_what_is_missing(client):
     for options in (dict(previous_response_id=response.id), dict(store=False)):
         with pytest.raises(openai.BadRequestError, match="conversation .*: leave out"):
             respond(client, "x", conversation=conversation, **options)
-    for call in (lambda: respond(client, "x", previous_response_id="resp_never"),
-                 lambda: respond(client, "x", previous_response_id=response.id[5:]),
-                 lambda: respond(client, "x", conversation="conv_never"),
-                 lambda: client.responses.cancel("resp_never"),
+    refuses(client, previous_response_id="resp_never")
+    refuses(client, previous_response_id=response.id[5:])
+    refuses(client, conversation="conv_never")
+    for call in (lambda: client.responses.cancel("resp_never"),
                  lambda: client.conversations.items.list("conv_never"),
                  lambda: client.conversations.items.retrieve("msg_no", conversation_id=conversation),
                  lambda: client.conversations.update("conv_never", metadata={}),
@@ -600,8 +647,6 @@ def test_combinations_and_what_is_missing(client):
                  lambda: respond(client, "x", model="gpt-4")):
         with pytest.raises(openai.NotFoundError):
             call()
-    with pytest.raises(openai.BadRequestError, match="stream"):
-        client.responses.retrieve(response.id, stream=True)
 
 
 # ---- log probabilities
@@ -633,6 +678,53 @@ def test_logprobs(client, server):
     assert not set(biased.choices[0].message.content) & set(chat.choices[0].message.content)
 
 
+@pytest.mark.parametrize("stop", [None, "x"], ids=["end token", "stop string"])
+def test_as_many_entries_as_tokens(client, stop):
+    """Special tokens have entries like all others, each with as many alternatives as were asked for. The
+    tokens of a stop string have none."""
+    options = dict(model="ascii", messages=[user("Hi")], max_tokens=300, temperature=2, logprobs=True,
+                   top_logprobs=5, extra_body=dict(seed=1))
+    chat = client.chat.completions.create(**options)
+    text = chat.choices[0].message.content
+    assert chat.choices[0].finish_reason == "stop" and len(text) > 8
+    if stop:
+        options["stop"] = stop = text[4:7]
+        chat = client.chat.completions.create(**options)
+        text = chat.choices[0].message.content
+        assert chat.choices[0].finish_reason == "stop" and len(text) <= 4
+    content = chat.choices[0].logprobs.content
+    tokens = [entry.token for entry in content]
+    if stop:
+        assert "".join(tokens) == text and len(tokens) == chat.usage.completion_tokens - len(stop)
+    else:
+        assert tokens == [*text, "<|end|>"] and len(tokens) == chat.usage.completion_tokens
+        assert content[-1].bytes == list(b"<|end|>")
+    assert {len(entry.top_logprobs) for entry in content} == {5}
+    streamed = [choice.logprobs.content for chunk in client.chat.completions.create(**options, stream=True)
+                for choice in chunk.choices]
+    # the same numbers: each entry comes with the text that its token begins
+    assert [entry for entries in streamed for entry in entries] == content
+
+
+def test_log_probabilities_of_a_stored_response(client):
+    """They are kept if the request has asked for them, and given if the reader asks, too."""
+    include = ["message.output_text.logprobs"]
+    options = dict(temperature=2, max_output_tokens=300, top_logprobs=2)
+    whole = respond(client, "Hi", extra_body=dict(seed=1), **options)
+    cut = respond(client, "Hi", extra_body=dict(seed=1, stop=whole.output_text[4:6]), **options)
+    for made in (whole, cut):
+        entries = made.output[0].content[0].logprobs
+        told = "".join(entry.token for entry in entries).removesuffix("<|end|>")
+        assert told == made.output_text and len(told) > 2
+        assert client.responses.retrieve(made.id).output[0].content[0].logprobs == []
+        assert client.responses.retrieve(made.id, include=include) == made
+        *events, last = client.responses.retrieve(made.id, include=include, stream=True)
+        assert last.response == made
+    assert cut.output_text == whole.output_text[:len(cut.output_text)]
+    silent = respond(client, "Hi")
+    assert client.responses.retrieve(silent.id, include=include) == silent
+
+
 # ---- owners
 
 BODIES = {ChatBody: dict(messages=[user("Hi")], max_tokens=2),
@@ -652,6 +744,9 @@ def good_request(operation, response):
 def test_every_answer_is_as_the_document_says(client, server, operation):
     response = respond(client, "Hello", conversation=client.conversations.create().id)
     path, body = good_request(operation, response)
+    if operation.name == "cancel_response":                 # one that is not finished
+        stream, running = begun(client)
+        path = path.replace(response.id, running)
     if operation.name == "cache_events":                    # GET would never end
         request = urllib.request.Request(server.url + path, method="HEAD")
         with urllib.request.urlopen(request) as answer:
@@ -717,8 +812,8 @@ def test_each_key_has_its_own_world(checkpoint):
         hinted = dict(extra_body=dict(conversation_id="diary"))
         text, _, _, diary = ask(ada, [user("Dear diary")], **hinted)
         before = ada.conversations.retrieve(conversation), items(ada, conversation)
-        named = [dict(conversation=conversation), dict(previous_response_id=response.id),
-                 dict(input=[dict(type="item_reference", id=response.output[0].id)])]
+        named = [(400, dict(conversation=conversation)), (400, dict(previous_response_id=response.id)),
+                 (404, dict(input=[dict(type="item_reference", id=response.output[0].id)]))]
         for operation in OPERATIONS:
             path, body = good_request(operation, response)
             if "{id}" in operation.path and operation.name != "retrieve_model":
@@ -727,8 +822,8 @@ def test_each_key_has_its_own_world(checkpoint):
                 told = json.dumps(ask_as_bob(operation, path, body))
                 secrets = "xyzzy", conversation, response.id, response.output[0].id
                 assert not any(secret in told for secret in secrets), operation.name
-            for reference in named if operation.fields is ResponseBody else ():
-                assert ask_as_bob(operation, path, body | reference)[0] == 404, operation.name
+            for status, reference in named if operation.fields is ResponseBody else ():
+                assert ask_as_bob(operation, path, body | reference)[0] == status, operation.name
         after = ada.conversations.retrieve(conversation), items(ada, conversation)
         assert after[1] == before[1] and after[0].metadata == before[0].metadata
         assert ada.responses.retrieve(response.id).output_text == response.output_text

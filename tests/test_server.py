@@ -28,8 +28,8 @@ from serving.sessions import Sessions
 from serving.sockets import LARGE_BYTES, MAX_BODY_BYTES, Handler
 from serving.tokenizer import compile_template
 from server import parse_flags
-from clients import (CONTEXT, ROOT, TEMPLATE, ask, connect, eventually, fetch, hang_up_after, posting,
-                     program, raw, serving, user)
+from clients import (CONTEXT, ROOT, SPECIAL, TEMPLATE, ask, connect, eventually, fetch, hang_up_after,
+                     posting, program, raw, serving, user)
 
 openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
 
@@ -181,7 +181,9 @@ def test_several_choices(server, client, stream):
                 == 2 * [usage.prompt_tokens - 1])
         assert usage.completion_tokens == sum(entry["completion_tokens"] for entry in turns)
         assert len({text for text, *_ in choices}) == len({entry["conversation"] for entry in turns}) == 3
-        assert all("".join(tokens) == text for text, _, tokens in choices)
+        assert all("".join(token for token in tokens if token not in SPECIAL) == text
+                   for text, _, tokens in choices)
+        assert sum(len(tokens) for *_, tokens in choices) == usage.completion_tokens
         for index, choice in enumerate(choices):
             single, alone = several(client, 1, stream, messages=messages, temperature=1.5, seed=7 + index)
             assert single == [choice] and alone.prompt_tokens == usage.prompt_tokens
@@ -252,10 +254,15 @@ def test_options_of_the_chat_template(server, client, monkeypatch):
         input="Hi", extra_body=dict(chat_template_kwargs=dict(enable_thinking=True)))
     assert counted.input_tokens == thinking
     for value in ([1], "x" * 513):
-        with pytest.raises(openai.BadRequestError, match="tools should be a boolean, a number or a string of "
+        with pytest.raises(openai.BadRequestError, match="style should be a boolean, a number or a string of "
                                                          "at most 512 characters, got") as refused:
-            prompt(chat_template_kwargs=dict(tools=value))
-        assert refused.value.param == "chat_template_kwargs.tools" and ";" not in refused.value.message
+            prompt(chat_template_kwargs=dict(style=value))
+        assert refused.value.param == "chat_template_kwargs.style" and ";" not in refused.value.message
+    for name in ("messages", "tools", "documents", "add_generation_prompt"):        # which we set
+        with pytest.raises(openai.BadRequestError, match=f"{name} is not supported") as refused:
+            prompt(chat_template_kwargs={name: False})
+        assert refused.value.param == f"chat_template_kwargs.{name}"
+    assert prompt(chat_template_kwargs=dict(add_generation_prompt=True)) == not_thinking
 
 
 def test_the_document_says_whether_a_body_may_be_left_out(server):
@@ -285,6 +292,91 @@ def test_a_body_full_of_faults(operation, wrong, monkeypatch):
         with pytest.raises(operations.APIError):
             operations.parse(operation, body)
     assert max(counts) <= operations.MAX_MEMBERS + 100
+
+
+STRANGE = dict(app="mine", messages=[dict(user("Hi"), mood=1, content=[
+    dict(type="text", text="Hi", cache_control=dict(type="ephemeral"))])])
+
+
+def test_fields_that_we_do_not_know_are_ignored_and_named_once(server, capfd):
+    """In the body, in messages and in parts of their content. A strict server refuses each of them."""
+    for _ in range(2):
+        assert fetch(server, "POST", "/v1/chat/completions", dict(STRANGE, max_tokens=2))[0] == 200
+    line, = [line for line in capfd.readouterr().err.splitlines() if "ignored" in line]
+    assert line.endswith(": ChatBody.app, Message.mood, TextPart.cache_control")
+    server.first_ignored({str(n) for n in range(5000)})                     # there is an end to it
+    assert len(server.ignored) == 1000
+    assert fetch(server, "GET", "/v1/models?limit=")[1]["data"]
+
+
+def test_a_strict_server_refuses_fields_that_it_does_not_know(server, monkeypatch):
+    monkeypatch.setattr(server, "strict", True)
+    for body, place in ((dict(app="mine", messages=[user("Hi")]), "app"),
+                        (dict(messages=[dict(user("Hi"), mood=1)]), "messages[0].mood"),
+                        (dict(STRANGE, app=None), "messages[0].content[0].cache_control")):
+        status, answer = fetch(server, "POST", "/v1/chat/completions", body)
+        assert status == 400 and answer["error"]["param"] == place
+    neutral = dict(messages=[user("Hi")], app={}, max_tokens=1)
+    assert fetch(server, "POST", "/v1/chat/completions", neutral)[0] == 200
+
+
+def test_an_int_may_be_written_with_a_point(client):
+    options = dict(extra_body=dict(ignore_eos=True, seed=7.0, n=1.0, top_k=5.0))
+    assert ask(client, [user("Hi")], max_tokens=8.0, **options)[2].completion_tokens == 8
+
+
+def test_top_p_0_is_greedy(client):
+    greedy = ask(client, [user("Hi")], max_tokens=30)[0]
+    assert ask(client, [user("Hi")], max_tokens=30, temperature=2, top_p=0)[0] == greedy
+    assert ask(client, [user("Hi")], max_tokens=30, temperature=2, top_p=1e-9)[0] == greedy
+
+
+def test_names_and_results_of_tools(client):
+    """Agents name who speaks. A chat template shows neither a name nor the id of a call."""
+    plain = [user("Hi"), dict(role="assistant", content="Yes?"), dict(role="tool", content="42")]
+    named = [dict(message, name="Ada") for message in plain]
+    named[2]["tool_call_id"] = "call_1"
+    assert ask(client, named)[:2] == ask(client, plain)[:2]
+
+
+def test_as_many_choices_as_there_are_places(client):
+    assert len(several(client, 128, False, messages=[user("Hi")], max_tokens=1)[0]) == 128
+
+
+def test_ids_of_requests(server, client):
+    """An answer has the id that the client sent, or else one of ours. So has an error."""
+    def answered(path="/health", **headers):
+        request = urllib.request.Request(server.url + path, headers=headers)
+        try:
+            with urllib.request.urlopen(request) as answer:
+                return answer.headers["X-Request-Id"]
+        except urllib.error.HTTPError as error:
+            return error.headers["X-Request-Id"]
+    assert answered(**{"X-Request-Id": "mine"}) == answered("/no", **{"X-Request-Id": "mine"}) == "mine"
+    ours = {answered(), answered("/nothing"), answered(**{"X-Request-Id": "x" * 201})}
+    assert len(ours) == 3 and all(re.fullmatch("req_[0-9a-f]{32}", id) for id in ours)
+    sent = client.chat.completions.create(model="ascii", messages=[user("Hi")], max_tokens=1,
+                                          extra_headers={"X-Request-Id": "one"})
+    assert sent._request_id == "one" and client.models.list()._request_id.startswith("req_")
+
+
+def test_an_idle_server_is_not_full(server, client):
+    """vLLM counts the slots of running requests alone: routers send nothing to a full server."""
+    def used(*names):
+        values = read_metrics(server)
+        return [values[name,] for name in names]
+    ask(client, [user("Remember this")])
+    names = "vllm:kv_cache_usage_perc", "nano_pensieve:slots_used_share", "nano_pensieve:slots_free"
+    running, share, free = used(*names)
+    total = server.engine.stats()["slots_total"]
+    assert running == 0 < share == pytest.approx(1 - free / total)
+    handles = [server.engine.submit([1] * 200, ignore_eos=True) for _ in range(2)]
+    for handle in handles:
+        next(iter(handle))
+    running, share, _ = used(*names)
+    for handle in handles:
+        handle.cancel()
+    assert 400 / total <= running <= share and running < 0.7
 
 
 def test_models_and_names(server, client, checkpoint):
@@ -346,7 +438,9 @@ def test_cache_and_metrics_tell_where_the_context_came_from(server, client, caps
     prompt = [stats[f"prompt_tokens_{source}"] for source in ("gpu", "cpu", "recomputed", "new")]
     assert values["vllm:prompt_tokens_total",] == sum(prompt) > 0
     assert values["vllm:prefix_cache_queries_total",] == sum(prompt)
-    assert values["vllm:prefix_cache_hits_total",] == prompt[0] + prompt[1]
+    assert values["vllm:prefix_cache_hits_total",] == prompt[0]
+    assert values["vllm:external_prefix_cache_queries_total",] == sum(prompt) - prompt[0]
+    assert values["vllm:external_prefix_cache_hits_total",] == prompt[1]
     answered = [values["vllm:request_success_total", reason] for reason in ("stop", "length")]
     assert sum(answered) == stats["finished"]
     by_source = [values["vllm:prompt_tokens_by_source_total", source]
@@ -381,15 +475,16 @@ def read_metrics(server):
 
 WRONG = dict(
     max_tokens=[-1, 0, 10**9, 10**30, "5", True, 1.5], temperature=[-1, "hot", float("nan"), 1e999],
-    top_p=[0, 2], min_p=[-1], seed=[1.5], frequency_penalty=[2.5], n=[0, 17], model=[7],
+    top_p=[-1, 2], min_p=[-1], seed=[1.5], frequency_penalty=[2.5], n=[0, 129], model=[7],
     stop=["", ["a", ""], 3, ["a"] * 5], stream=[1], stream_options=[dict(nothing=1)],
-    conversation_id=[5, "", "\ud800"], tools=[[{}]], functions=[[{}]], what_is_this=[1],
+    conversation_id=[5, "", "\ud800"], tools=[[{}]], functions=[[{}]],
     logprobs=[1], top_logprobs=[3, 99], response_format=[dict(type="json_object")],
     logit_bias=[[1], {"x": 1}, {"5": 101}, {"99999": 1}], metadata=[dict(a=1), {"a" * 65: ""}, ["a"]],
     messages=[[], "Hi", None, ["Hi"], [{}], [dict(role="user")], [dict(content="Hi")],
               [dict(role="king", content="Hi")], [dict(role="user", content=5)],
               [dict(role=["user"], content="Hi")], [user("lone \ud800")], [user("too long " * CONTEXT)],
-              [dict(role="user", content="Hi", name="Ada")],
+              [dict(role="user", content="Hi", name=5)],
+              [dict(role="assistant", content="Hi", tool_calls=[dict(id="1")])],
               [dict(role="user", content=[dict(type="image_url", image_url=dict(url="x"))])]])
 
 
@@ -434,8 +529,26 @@ def test_the_clients_own_exceptions(client):
     with pytest.raises(openai.BadRequestError, match=f"{CONTEXT}") as error:
         ask(client, [user("Hi")], max_tokens=CONTEXT)
     assert error.value.code == "context_length_exceeded"
+    for field, value in dict(logit_bias={"99999": 1}, min_tokens=CONTEXT + 1).items():
+        with pytest.raises(openai.BadRequestError, match=field) as error:       # the engine's limits
+            ask(client, [user("Hi")], max_tokens=None, extra_body={field: value})
+        assert error.value.param == field
     with pytest.raises(openai.BadRequestError):
         ask(client, [user("Hi")], stream=True, max_tokens=CONTEXT)
+
+
+@pytest.mark.parametrize("words", [1000, CONTEXT, 100_000])
+def test_overflow_in_openais_words(client, words):
+    """Other programs look for them, and shorten the messages."""
+    with pytest.raises(openai.BadRequestError) as error:
+        ask(client, [user("x" * words)], max_tokens=CONTEXT if words == 1000 else None)
+    asked = (r"you requested \d+ tokens \(\d+ in the messages, 2048 in the completion\)" if words == 1000
+             else r"your messages resulted in \d+ tokens" if words == CONTEXT
+             else r"the text has \d+ bytes.*")
+    remedy = r"Please reduce the length of the messages( or completion)?\."
+    assert re.fullmatch(fr"This model's maximum context length is {CONTEXT} tokens\. However, {asked}\. "
+                        + remedy, error.value.body["message"])
+    assert (error.value.param, error.value.code) == ("messages", "context_length_exceeded")
 
 
 def test_a_chat_whose_conversation_is_deleted_at_that_moment(server, client, monkeypatch):
@@ -469,6 +582,8 @@ def test_unknown_paths_and_wrong_methods(server):
     for method, path in (("GET", "/v1/chat/completions"), ("POST", "/health"), ("DELETE", "/v1/models"),
                          ("OPTIONS", "/cache")):
         assert fetch(server, method, path, b"")[0] == 405
+    for method in ("POST", "GET"):
+        assert fetch(server, method, "/v1/responses/compact", b"")[0] == 404      # it is no response
     answer = raw(server, b"PUT /v1/conversations/x HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert b"\r\nAllow: GET, POST, DELETE\r\n" in answer
     assert fetch(server, "GET", "/health?verbose=1") == (200, dict(status="ok"))
@@ -854,6 +969,7 @@ def test_every_field_of_config_is_a_flag():
     assert ((flags.model, flags.gpu_cache_tokens, flags.swap_threshold, flags.policy, flags.api_key)
             == ("a/b", 9, 0.5, "lru", ["k"]))
     assert flags.stateless and flags.no_pipeline and not flags.separate_phases
+    assert parse_flags(["--strict"]).strict and not flags.strict
     assert flags.cpu_cache_tokens is None
     assert flags.history == str(ROOT / "history-a-b.sqlite")
     assert parse_flags([]).history == str(ROOT / "history.sqlite")
@@ -923,6 +1039,13 @@ def test_a_damaged_checkpoint_is_one_line(file, content, tmp_path, capsys, monke
     (tmp_path / "damaged" / file).write_text(content)
     words = last_words(tmp_path / "damaged", "", monkeypatch, capsys)
     assert words.count("\n") == 1 and (file in words or "template" in words)
+
+
+def test_a_checkpoint_without_a_tokenizer_that_we_read_is_one_line(tmp_path, capsys, monkeypatch, checkpoint):
+    shutil.copytree(checkpoint, tmp_path / "older", ignore=shutil.ignore_patterns("tokenizer*"))
+    (tmp_path / "older" / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    words = last_words(tmp_path / "older", "", monkeypatch, capsys)
+    assert words.count("\n") == 1 and "tokenizer.json" in words and str(tmp_path / "older") in words
 
 
 def test_a_connection_that_rests_is_not_worth_a_line(server, capfd, monkeypatch):

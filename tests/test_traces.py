@@ -285,6 +285,22 @@ def test_a_bad_trace_is_one_clear_line(tmp_path, records, message):
     assert "trace.jsonl" in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("records, nulls", [
+    ([request(0, 600, 50, 7), request(1000, 700, 20, 8)], ["session_id", "delay", "chat_id", "requests"]),
+    ([in_session("a", 5, 5, timestamp=0), in_session("a", 6, 5, delay=100)], ["delay", "context_mode"]),
+    ([in_session("a", 5, 5), in_session("a", 6, 5, delay=100)], ["delay", "timestamp", "conversations"]),
+    ([dict(requests=[asked(0.0, 130, 10, 1, 2, 3)])], ["block_size", "data", "conversation"])])
+def test_null_means_left_out(tmp_path, records, nulls):
+    expected = load(write(tmp_path / "t.jsonl", *records), "none")
+    filled = [dict.fromkeys(nulls) | record for record in records]
+    assert load(write(tmp_path / "n.jsonl", *filled), "none") == expected
+
+
+def test_a_required_field_that_is_null_is_missing(tmp_path):
+    with pytest.raises(ValueError, match="line 1: the field 'input_length' is missing"):
+        load(write(tmp_path / "t.jsonl", request(0, 600, 50, 7) | dict(input_length=None)), "none")
+
+
 # --- bad files ---
 
 @pytest.mark.parametrize("read", [
@@ -327,6 +343,28 @@ def test_a_broken_item_is_named(tmp_path):
 def test_load_knows_json_lines_by_their_first_record(tmp_path, record, conversation):
     [loaded] = load(write(tmp_path / "lines.jsonl", record), "tiny_chat")
     assert loaded == conversation or conversation is None and min(loaded.turns[0][:2]) >= 1
+
+
+SAID = [{"id": str(n), "conversations": [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}]}
+        for n in range(3)]
+
+
+@pytest.mark.parametrize("text", [
+    json.dumps(SAID), json.dumps(SAID, indent=1), "\n".join(map(json.dumps, SAID)), json.dumps(SAID[0]),
+    "\n\n" + "\r\n".join(map(json.dumps, SAID)) + "\r\n"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_sharegpt_is_an_array_or_lines_and_may_have_a_byte_order_mark(tmp_path, text, mark):
+    path = tmp_path / "sharegpt.json"
+    path.write_text(mark + text, "utf-8")
+    assert len(load(path, "tiny_chat")) == text.count("human")
+    assert list(sharegpt(path, words))[0] == planned("0", (2, 1))
+
+
+def test_other_files_may_have_a_byte_order_mark(tmp_path):
+    path = write(tmp_path / "m.jsonl", request(0, 600, 50, 7), request(1000, 700, 20, 8))
+    expected = load(path, "none")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert load(path, "none") == expected
 
 
 def test_load_knows_sharegpt_and_counts_with_a_tokenizer(tmp_path):
