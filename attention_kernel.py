@@ -138,7 +138,6 @@ def attend_many_queries(queries: Tensor, k: Tensor, v: Tensor, scale: float | No
 
 LOG2_E = 1.4426950408889634
 PIECES_AT_ONCE = 32         # partial results that are merged at a time
-MOST_TOGETHER = 2**19       # numbers of K, and as many of V, that decodes on a CPU read at a time
 
 
 def multi_token_attention(
@@ -148,10 +147,9 @@ def multi_token_attention(
     are those of `multi_token_attention_reference`; all tensors, and the spans, are on one device.
 
     Triton computes it on CUDA, and in Triton's interpreter under TRITON_INTERPRET=1; elsewhere, and
-    for float64, the reference does, but for the decodes that attend_decodes takes together."""
+    for float64, the reference does."""
     if not runs_triton(q.device, q.dtype):
-        attend = attend_on_cpu if q.device.type == "cpu" else multi_token_attention_reference
-        return attend(q, k_cache, v_cache, slot_table, spans, scale, out)
+        return multi_token_attention_reference(q, k_cache, v_cache, slot_table, spans, scale, out)
     check_arguments(q, k_cache, v_cache, slot_table, spans, scale, out)
     out = torch.empty_like(q) if out is None else out
     D, kv_heads = q.shape[2], k_cache.shape[1]
@@ -172,60 +170,6 @@ def multi_token_attention(
             partial_out, partial_lse, out, plan.merges, *out.stride()[:2],
             TILE_P=PIECES_AT_ONCE, **sizes, enable_fp_fusion=True)  # given, or else triton warns
     return out
-
-
-def attend_on_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, slot_table: Tensor,
-                  spans: SpanTensors, scale: float | None, out: Tensor | None) -> Tensor:
-    """The reference, but for the decodes at the front of the batch (the scheduler puts them there):
-    groups of these take one call each. A call costs as much as some 100 positions."""
-    row, q_len, kv_len = spans.host
-    decodes = int((q_len == 1).cumprod().sum())
-    groups = similar(kv_len[:decodes], MOST_TOGETHER // k_cache[0].numel())
-    if len(groups) == decodes:                          # each decode is alone
-        return multi_token_attention_reference(q, k_cache, v_cache, slot_table, spans, scale, out)
-    check_arguments(q, k_cache, v_cache, slot_table, spans, scale, out)
-    out = torch.empty_like(q) if out is None else out
-    for group in groups:
-        out[group] = attend_decodes(q[group], k_cache, v_cache, slot_table,
-                                    row[group], kv_len[group], scale)
-    others = SpanTensors.build(row[decodes:], q_len[decodes:], kv_len[decodes:], spans.device)
-    multi_token_attention_reference(q[decodes:], k_cache, v_cache, slot_table, others, scale,
-                                    out[decodes:])
-    return out
-
-
-def similar(kv_len: np.ndarray, most: int) -> list[np.ndarray]:
-    """Groups of decodes whose contexts are about as long: indices into kv_len [n]. All of a group
-    are padded to its longest, which is at most a quarter longer than its shortest. Together they
-    have at most `most` positions, or the copies of their K and V leave the processor's cache.
-    [100, 90, 500, 95], 1000 -> [2], [0, 3, 1]."""
-    groups: list[list[int]] = []
-    longest = 0
-    for index in np.argsort(-kv_len, kind="stable").tolist():
-        fits = groups and (len(groups[-1]) + 1) * longest <= most
-        if not fits or 5 * kv_len[index] < 4 * longest:
-            groups.append([])
-            longest = int(kv_len[index])
-        groups[-1].append(index)
-    return [np.array(group) for group in groups]
-
-
-def attend_decodes(q: Tensor, k_cache: Tensor, v_cache: Tensor, slot_table: Tensor,
-                   row: np.ndarray, kv_len: np.ndarray, scale: float | None) -> Tensor:
-    """Attention of n decodes, q [n, H, D], over contexts of kv_len [n] positions in the table's
-    rows `row` [n]. Returns [n, H, D]. Behind the end of a context its last position is read again,
-    and masked."""
-    n, heads, D = q.shape
-    kv_heads, longest = k_cache.shape[1], int(kv_len.max())
-    ends = torch.from_numpy(kv_len)[:, None]                                    # [n, 1]
-    positions = torch.arange(longest)                                           # [longest]
-    slots = slot_table[torch.from_numpy(row)[:, None], positions.minimum(ends - 1)].flatten()
-    k, v = (cache.index_select(0, slots).view(n, longest, kv_heads, D).transpose(1, 2)
-            for cache in (k_cache, v_cache))                        # [n, H_kv, longest, D] each
-    grouped = q.reshape(n, kv_heads, heads // kv_heads, D)              # [n, H_kv, H / H_kv, D]
-    seen = (positions < ends)[:, None, None]                            # [n, 1, 1, longest]
-    attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen, scale=scale)
-    return attended.reshape(n, heads, D)
 
 
 def plan_of(spans: SpanTensors, group: int, kv_heads: int, D: int, dtype: torch.dtype) -> Plan:

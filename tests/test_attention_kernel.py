@@ -76,38 +76,6 @@ def test_reference_is_exact(spans, group, kv_heads, D, seed):
     assert_close(multi_token_attention_reference(*case), case)
 
 
-# ---- on a CPU
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 90), max_size=9), spans_of_a_batch, st.sampled_from([1, 3]), st.integers(1, 3),
-       st.sampled_from([None, 0.7]), st.integers(0, 999))
-def test_decodes_that_are_attended_together_are_exact(decodes, spans, group, kv_heads, scale, seed):
-    q_len, kv_len = [1] * len(decodes), list(decodes)
-    for q, history in spans:
-        q_len.append(q)
-        kv_len.append(q + history)
-    q, k, v, table, spans = case = make_case(q_len, kv_len, group, kv_heads, 16, seed=seed)
-    wide = torch.zeros(*q.shape[:2], 48)
-    assert_close(kernel.attend_on_cpu(*case, scale, None), case, scale=scale)
-    kernel.attend_on_cpu(*case, scale, wide[:, :, 16:32])
-    assert_close(wide[:, :, 16:32], case, scale=scale)
-
-
-def test_decodes_are_attended_together_if_their_contexts_are_about_as_long(monkeypatch):
-    def groups(kv_len, most):
-        return [group.tolist() for group in kernel.similar(np.array(kv_len, int), most)]
-    assert groups([100, 90, 500, 95], 1000) == [[2], [0, 3, 1]]
-    assert groups([100, 80, 79, 64], 1000) == [[0, 1], [2, 3]]
-    assert groups([100, 100, 100], 200) == [[0, 1], [2]]
-    assert groups([100, 100], 50) == [[0], [1]] and groups([], 50) == []
-    calls, attend = [], kernel.attend_decodes
-    monkeypatch.setattr(kernel, "attend_decodes",
-                        lambda q, *arguments: calls.append(len(q)) or attend(q, *arguments))
-    kernel.attend_on_cpu(*make_case([1] * 8 + [5], [64] * 9, 3, 2, 16), None, None)
-    kernel.attend_on_cpu(*make_case([1, 5], [64, 9], 3, 2, 16), None, None)
-    assert calls == [8]
-
-
 def test_scale_and_out():
     case = make_case([1, 4], [6, 9], 2, 2, 16)
     wide = torch.zeros(5, 4, 48)
