@@ -87,7 +87,7 @@ def dtype_on_cpu(directory: Path | None) -> str:
             return "float16"
         with suppress(ValueError):
             dtypes = {tensor.dtype for file in weight_files(directory)
-                      for name, tensor in read_tensors(file) if not name.endswith(NOT_PARAMETERS)}
+                      for name, tensor in read_tensors(file, {}) if not name.endswith(NOT_PARAMETERS)}
             return "float16" if dtypes == {torch.float16} else "float32"
     return "float32"
 
