@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -531,12 +532,18 @@ SUBJECTS = ["bread", "the sea", "chess", "old maps", "rain", "bicycles", "tea", 
 
 
 @pytest.mark.real
+@pytest.mark.parametrize("dtype", ["float32", "float16"])       # float16: on a CPU of the weights alone
 @pytest.mark.parametrize("chats, turns, max_tokens", [
     (3, 3, 12), pytest.param(10, 8, 24, marks=pytest.mark.slow)])
-def test_starved_conversations_are_those_of_transformers(chats, turns, max_tokens, smollm2, theirs):
+def test_starved_conversations_are_those_of_transformers(chats, turns, max_tokens, dtype, smollm2, theirs):
     """All chats take each turn together. The first tier holds the longest of them and little more."""
     longest = 60 + turns * (30 + max_tokens)
-    engine = Engine("smollm2", gpu_cache_tokens=longest, cpu_cache_tokens=longest // 2, max_running=4)
+    if dtype == "float16":
+        theirs = deepcopy(theirs)
+        for parameter in theirs.parameters():
+            parameter.data = parameter.data.half().float()
+    engine = Engine("smollm2", device="cpu", dtype=dtype, gpu_cache_tokens=longest,
+                    cpu_cache_tokens=longest // 2, max_running=4)
     tokenizer, contexts = load_tokenizer(smollm2), [[] for _ in range(chats)]
     sampled, messages = [set() for _ in range(chats)], [[] for _ in range(chats)]
     for question in QUESTIONS[:turns]:
