@@ -66,12 +66,14 @@ def load_tokenizer(directory: Path, most_tokens: int | None = None) -> "Tokenize
     used."""
     if Path(directory).is_file():
         try:
+            library, config = gguf_file.read_tokenizer(Path(directory))
             with TemporaryDirectory() as folder:
-                made = Path(folder)
-                gguf_file.write_tokenizer(Path(directory), made)
-                return Tokenizer([made / "tokenizer.json"], read_config(made), most_tokens)
+                file = Path(folder, "tokenizer.json")
+                library.save(str(file))
+                return Tokenizer([file], config, most_tokens)
         except Exception as error:      # as below; and the metadata can be of any type
-            raise ValueError(f"{directory}: its tokenizer cannot be used: {error}") from error
+            why = " ".join(str(error).split())          # some errors of the library have four lines
+            raise ValueError(f"{directory}: its tokenizer cannot be used: {why}") from error
     for names in (["tokenizer.json"], ["vocab.json", "merges.txt"]):
         files = [Path(directory, name) for name in names]
         if all(file.is_file() for file in files):
