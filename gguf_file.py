@@ -232,7 +232,8 @@ def read_values(file: Path, place: Place) -> np.ndarray:
     """One tensor in float32, of the shape that `place` states."""
     from gguf import dequantize
     stored = np.fromfile(file, np.uint8, place.size, offset=place.offset)
-    return dequantize(stored.reshape(*place.shape[:-1], -1), place.kind)
+    with np.errstate(all="ignore"):     # checkpoint.fill refuses NaN and infinity, by name
+        return dequantize(stored.reshape(*place.shape[:-1], -1), place.kind)
 
 
 # ---- the tokenizer

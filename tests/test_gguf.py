@@ -164,8 +164,9 @@ def test_every_quantisation_of_the_package_is_read(kind, tmp_path):
     stored = np.random.default_rng(0).integers(0, 256, (2500, 2 * size), np.uint8)
     (tmp_path / "values").write_bytes(b"before" + stored.tobytes())
     place = gguf_file.Place([2500, 2 * block], kind, len(b"before"), stored.size)
+    values = gguf_file.read_values(tmp_path / "values", place)
     with np.errstate(all="ignore"):
-        values, expected = gguf_file.read_values(tmp_path / "values", place), gguf.dequantize(stored, kind)
+        expected = gguf.dequantize(stored, kind)
     np.testing.assert_array_equal(values, expected)
 
 
@@ -304,9 +305,24 @@ def test_fingerprint_follows_the_vocabulary(tmp_path):
     assert prints[0] == prints[2] != prints[1]
 
 
+@pytest.mark.parametrize("stated, begins", [({}, False), ({"add_bos_token": True}, True)])
+def test_the_metadata_say_whether_a_chat_begins_with_bos(stated, begins, tmp_path):
+    library = byte_level("gpt-2")
+    file = save_vocabulary(tmp_path / "model.gguf", library, "gpt2", tokenizer_pre="gpt-2", **stated)
+    ids = load_tokenizer(file).turn([], [dict(role="user", content="Hi")], None)
+    assert (ids[0] == library.token_to_id("<|system|>")) == begins
+
+
 def test_several_end_tokens(tmp_path):
     file = save(tmp_path / "model.gguf", model_of("llama"), "llama", eot_token_id=7)
     assert read_config(file)[1].eos_ids == {5, 7}
+
+
+def test_rope_theta_is_10000_if_the_file_states_none(small):
+    file = small(rope_freq_base=500.0)
+    assert read_config(file)[1].rope_theta == 500
+    file.write_bytes(file.read_bytes().replace(b"llama.rope.freq_base", b"llama.rope.freq_xxxx"))
+    assert read_config(file)[1].rope_theta == 10000
 
 
 # Refusals.
@@ -382,6 +398,15 @@ def test_a_tensor_beyond_the_end_is_refused_before_anything_is_allocated(small):
     content = file.read_bytes()
     file.write_bytes(content[:-1])
     assert "beyond the end" in refusal(file)
+
+
+def test_a_scale_that_is_infinite_is_refused_without_numpys_warnings(tmp_path, recwarn):
+    file = save(tmp_path / "model.gguf", model_of("llama", **WIDE), "llama", quantised=Q.Q4_1)
+    place = gguf_file.read_header(file)[1]["blk.0.ffn_up.weight"]
+    content = bytearray(file.read_bytes())
+    content[place.offset:place.offset + 4] = np.array([np.inf, -np.inf], np.float16).tobytes()
+    file.write_bytes(content)
+    assert "'blk.0.ffn_up.weight': it holds NaN" in refusal(file) and not recwarn.list
 
 
 def test_a_tensor_that_is_there_twice_or_missing_is_refused(small):
