@@ -152,8 +152,9 @@ class Engine:
 
     def submit(self, prompt: list[int], conversation: str | None = None, *,
                context: Sequence[int] = (), parent: str | None = None, like: Handle | None = None,
-               max_tokens: int | None = None, min_tokens: int | None = None,
-               ignore_eos: bool = False, reached_stop: Callable[[int], bool] | None = None,
+               owner: str | None = None, max_tokens: int | None = None,
+               min_tokens: int | None = None, ignore_eos: bool = False,
+               reached_stop: Callable[[int], bool] | None = None,
                on_end: Callable[[Handle], None] | None = None, **sampling) -> Handle:
         """Append token ids to a conversation and generate a reply. Returns a handle at once.
 
@@ -167,6 +168,8 @@ class Engine:
             parent          a conversation that begins as the context does (sharing.py: fork)
             like            an earlier turn with the same prompt after the same context; this turn
                             waits while that one computes it (sharing.py: follow)
+            owner           uses what conversations of the same owner have cached, as far as one
+                            begins alike (sharing.py: own)
             reached_stop    the owner calls it with each token that does not end the reply as a stop
                             token; True ends it
             on_end          the owner calls it when the turn has ended
@@ -185,16 +188,19 @@ class Engine:
                           stop_ids=frozenset() if ignore_eos else self.worker.stop_ids)
         handle = Handle(request, conversation, submitted=self.clock(), step_until=self.step_until,
                         cancel=partial(self._cancel, request), on_end=on_end)
-        self.owner.post(partial(self._enter, handle, context, parent, like))
+        self.owner.post(partial(self._enter, handle, context, parent, like, owner))
         return handle
 
-    def _enter(self, handle: Handle, context: list[int], parent: str | None, like: Handle | None):
+    def _enter(self, handle: Handle, context: list[int], parent: str | None, like: Handle | None,
+               owner: str | None):
         """The owner hands a turn to the scheduler."""
         request = handle.request
         try:
             if self.failure:
                 raise self.failure
             request.conversation = self._open(handle.conversation, context, parent)
+            if owner is not None and not self.config.stateless:
+                self.cache.own(request.conversation, owner)
             if like and like.request.conversation:
                 self.cache.follow(request.conversation, like.request.conversation)
             self.scheduler.submit(request)
@@ -285,6 +291,14 @@ class Engine:
                     self.scheduler.cancel(request, self.clock())
                 self.cache.forget(held)
         self.call(forget)
+
+    def shorten(self, conversation: str | None, length: int):
+        """Keep no more than the first `length` tokens of an idle conversation, and what is cached of
+        them. It does nothing for an unknown name."""
+        def shorten():
+            if held := self.cache.conversations.get(conversation):
+                self.cache.truncate(held, length, length)
+        self.call(shorten)
 
     def designate(self, tokens: list[int]):
         """These tokens are the operator's system prompt. Contexts that begin like them share the

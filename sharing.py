@@ -11,20 +11,23 @@ chunks:
 If a and b also begin chunk 3 with the same tokens, b gets their KV as a copy, from slots of a to
 its own, when it is admitted. So only full chunks are shared (those with a token at each position),
 and nobody writes other KV into a slot that others use. (PagedAttention shares the chunk that is not
-full, too, and copies it when one of its users first writes there.) Nobody searches for
-conversations that begin alike: the caller names the *origin*, by `fork` or `follow`.
+full, too, and copies it when one of its users first writes there.) The caller names the *origin*,
+by `fork` or `follow`. Or it names the *owner* (`own`): then chunks are found by the tokens that a
+context begins with (beginnings.py).
 
 The core does the rest, since eviction looks at single chunks. A chunk is pinned while any of its
 users runs, and waits while a turn of any of them waits. It has been idle since the latest run of a
 user ended. With three users it is worth three times as much. Whoever recomputes it does it for all
 of them; only if one step takes it for two of them, both compute it. A user that gives it up leaves
-it to the others.
+it to the others. Thousands may begin alike, so a chunk has MOST_USERS: when one more comes, the
+most idle user leaves the chunk to the others. It finds the chunk again when it returns, or is
+forgotten when nothing else of it is cached.
 
 The *designated prefix* (the operator's system prompt) is a conversation that is pinned for good. A
 conversation that has no chunk yet shares those full chunks of it with which its context begins.
 They count the prefix as their only user.
 
-Invariant: the shared chunks of a conversation come first.
+Invariant: all users of a chunk have the same tokens up to its end.
 """
 from array import array
 from collections.abc import Iterable, Sequence
@@ -32,7 +35,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 import integrity
+from beginnings import Beginnings, has_kv
 from kv_cache import Chunk, Conversation, KVCache, Ticket
+
+MOST_USERS = 16         # of a chunk; those that run, wait or have no owner do not leave it
 
 
 class SharingCache(KVCache):
@@ -41,6 +47,7 @@ class SharingCache(KVCache):
     def __init__(self, *sizes_and_policy):
         super().__init__(*sizes_and_policy)
         self.origins: dict[int, Conversation] = {}      # by the order of who follows, see `follow`
+        self.beginnings = Beginnings(self.chunk_size)
         self.designate(())
 
     def designate(self, tokens: Sequence[int]):
@@ -77,10 +84,16 @@ class SharingCache(KVCache):
         same prompt, this turn waits at the head of the queue, and all others behind it: one prompt,
         n replies."""
         self.origins[conversation.order] = origin
+        self.beginnings.inherit(conversation, origin)
+
+    def own(self, conversation: Conversation, owner: str):
+        """Turns of the conversation use what any conversation of this owner has computed, as far as
+        both begin alike. While another turn computes that, they wait as in `follow`."""
+        self.beginnings.own(conversation, owner)
 
     def extend(self, conversation: Conversation, prompt: Sequence[int]) -> bool:
         """The prompt joins the conversation's tokens, and what it has in common with others is
-        shared. False while the origin still computes the same: then the caller asks again later.
+        shared. False while another still computes the same: then the caller asks again later.
 
         The last token of the prompt stays the conversation's own, since its reply is sampled there.
         With chunks of 4 and a prompt of 8, chunk 0 is shared and chunk 1 is not."""
@@ -89,32 +102,76 @@ class SharingCache(KVCache):
         if origin and origin.row is not None:
             if origin.known < common_length(shareable, origin.tokens):
                 return False
+        self._share(conversation, shareable, self.designated)
+        found = self.beginnings.find(conversation, shareable)
+        if any(chunk.filled < self.chunk_size and runs(chunk) for chunk in found):
+            return False
         super().extend(conversation, prompt)
+        self._use(conversation, found)
         if origin:
             self._share(conversation, shareable, origin)
-        self._share(conversation, shareable, self.designated)
         return True
 
     def _share(self, conversation: Conversation, tokens: Sequence[int], origin: Conversation):
         """The conversation, whose context begins with `tokens`, shares the full chunks that these
         have in common with the first `known` tokens of the origin. Nothing happens if the
         conversation has a chunk that the origin does not have."""
-        begin = len(conversation.chunks)
-        if conversation.chunks == origin.chunks[:begin]:
+        if conversation.chunks == origin.chunks[:len(conversation.chunks)]:
             common = common_length(tokens, origin.tokens[:origin.known])
-            for chunk in origin.chunks[begin:common // self.chunk_size]:
-                conversation.chunks.append(chunk)
-                if self.designated not in chunk.users:
-                    chunk.users += (conversation,)
-                    end = (chunk.index + 1) * self.chunk_size
-                    conversation.known = max(conversation.known, end)
-            self._note_change(conversation)
+            self._use(conversation, origin.chunks[:common // self.chunk_size])
+
+    def _use(self, conversation: Conversation, chunks: list[Chunk]):
+        """The conversation, which does not run, shares these chunks, the first ones of its context.
+        Where it has KV already, it keeps that."""
+        for chunk in chunks:
+            here = slice(chunk.index, chunk.index + 1)
+            if any(own is chunk or has_kv(own) for own in conversation.chunks[here]):
+                continue
+            for own in conversation.chunks[here]:           # it is absent
+                self._stop_using(own, conversation)
+            conversation.chunks[here] = [chunk]
+            if self.designated not in chunk.users:
+                self._make_room(chunk)
+                chunk.users += (conversation,)
+                end = (chunk.index + 1) * self.chunk_size
+                conversation.known = max(conversation.known, end)
+        self._note_change(conversation)
+
+    def _make_room(self, chunk: Chunk):
+        """If the chunk has MOST_USERS, its most idle user leaves it."""
+        if len(chunk.users) < MOST_USERS:
+            return
+        idle = [user for user in chunk.users if user in self.beginnings.roots
+                and not (user.pinned or user.waiting)]
+        if idle:
+            user = min(idle, key=lambda user: user.last_active)
+            user.chunks[chunk.index] = Chunk(user.alone, chunk.index)       # an absent one
+            self._stop_using(chunk, user)
+            self.maybe_cold[user.order] = user
 
     def admit(self, conversation: Conversation, total: int, now: float) -> list[Ticket]:
         swap_in = super().admit(conversation, total, now)
-        if origin := self.origins.pop(conversation.order, None):
+        self.beginnings.file(conversation, total - 1)       # others may wait for its prompt
+        origin = self.origins.pop(conversation.order, None) or self._nearest(conversation)
+        if origin:
             self._copy_tail(conversation, origin)
         return swap_in
+
+    def release(self, conversation: Conversation, now: float):
+        super().release(conversation, now)
+        self.beginnings.file(conversation, conversation.known)              # its reply, too
+
+    def _nearest(self, conversation: Conversation) -> Conversation | None:
+        """Of the users of the last chunk that it shares, the one that goes on most alike. None if
+        it shares none, or has no owner."""
+        shared = [chunk for chunk in conversation.chunks if len(chunk.users) > 1]
+        if not shared or conversation not in self.beginnings.roots:
+            return None
+        start = (shared[-1].index + 1) * self.chunk_size
+        behind = slice(start, start + self.chunk_size)
+        others = [user for user in shared[-1].users if user is not conversation]
+        return max(others, key=lambda other: common_length(
+            conversation.tokens[behind], other.tokens[behind]))
 
     def _copy_tail(self, conversation: Conversation, origin: Conversation):
         """Copy the KV that the conversation has in common with its origin in the first chunk behind
@@ -140,7 +197,16 @@ class SharingCache(KVCache):
                 self.slot_copies[target] = self.slot_copies.get(slot, slot)
             self.computed(conversation, start, end)
 
-    # ---- what the core does, with the designated prefix
+    # ---- what the core does, with the designated prefix and the index of beginnings
+
+    def _trim(self, chunk: Chunk):
+        self.beginnings.discard(chunk)              # what is trimmed is not full
+        super()._trim(chunk)
+
+    def _stop_using(self, chunk: Chunk, conversation: Conversation):
+        super()._stop_using(chunk, conversation)
+        if not chunk.users:
+            self.beginnings.discard(chunk)
 
     def drop_all(self, conversation: Conversation):
         """It goes on sharing the designated prefix."""
@@ -155,9 +221,16 @@ class SharingCache(KVCache):
     def forget(self, conversation: Conversation):
         self.origins.pop(conversation.order, None)
         super().forget(conversation)
+        self.beginnings.roots.pop(conversation, None)
 
     def check_integrity(self):
         integrity.check(self, [self.designated, *self.conversations.values()])
+        self.beginnings.check_integrity(self.conversations.values())
+
+
+def runs(chunk: Chunk) -> bool:
+    """Does any user of the chunk run? (The designated prefix is pinned, but does not run.)"""
+    return any(user.row is not None for user in chunk.users)
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:

@@ -76,6 +76,7 @@ INDEXES = dict(turn_parent="turn(parent)", turn_hash="turn(hash)",
                conversation_head="conversation(head)", conversation_active="conversation(active)",
                turn_of_owner=f"turn(hash, {OWNER.format('conversation')})",
                conversation_of_owner=f"conversation({OWNER.format('name')}, active)")
+HASH_BYTES = 32         # of sha256
 MOST_ALIKE = 100        # turns of the same text that `match` chooses from, the newest ones
 # The columns are the fields of Turn.
 TURNS = ("SELECT id, parent, coalesce(name, conversation), length, last_token, note, hash, "
@@ -193,8 +194,8 @@ class History:
 
     def commit(self, conversation: str, parent: str | None, prompt: Iterable[int],
                reply: Iterable[int], messages: Iterable[dict] = (), text: str | None = None,
-               exact: bool = True, carried: int | None = None, note: dict | None = None,
-               id: str | None = None, branches: bool = False) -> Turn:
+               carried: int | None = None, note: dict | None = None, id: str | None = None,
+               branches: bool = False, salt: str = "") -> Turn:
         """Append a turn to a conversation. It is on disk when this returns.
 
         parent: the id of the conversation's head. None: the conversation has no turn yet.
@@ -204,13 +205,13 @@ class History:
         messages: the visible messages before the reply, each {"role", "content"}.
         text: the visible text of the reply. None: a turn of raw tokens, which has no text; messages
             that wait for the conversation's next turn go on waiting.
-        exact: decoding `reply` gives `text`. If not (a stop string was cut off), a client that
-            resends its messages never matches this turn.
         carried: None continues the context of the parent. A number restarts from an empty one; so
             many of `messages`, the first ones, are not new: instructions, and messages of earlier
             turns:
 
                 carried=3   [instructions, "Hi", "Hello", "More"]   only "More" is new in this turn
+
+        salt: only a `match` with this salt finds a context that begins with this turn.
 
         StaleTurn if the parent is gone, or is not the head any more."""
         prompt, reply, shown = array("i", prompt), array("i", reply), list(messages)
@@ -223,10 +224,10 @@ class History:
             before = find_turn(db, "id = :id AND NOT hidden", id=parent)
             if parent and before is None:
                 raise StaleTurn(f"turn {parent} is gone")
-            length, hashed = (before.length, before.hash) if before else (0, self._root_hash)
+            length, hashed = (before.length, before.hash) if before else (0, self._root(salt))
             if carried is not None:
-                length, hashed = 0, self._root_hash
-            determined = hashed and text is not None and exact
+                length, hashed = 0, self._root(salt)
+            determined = hashed and text is not None
             hashed = rolled(hashed, shown)[-1] if determined else None
             turn = Turn(id or new_id(), parent, conversation, length + len(prompt) + len(reply),
                         (prompt + reply)[-1], json.dumps(note or {}), hashed, time.time())
@@ -242,36 +243,43 @@ class History:
                 turn._asdict() | dict(raw=text is None))
         return turn
 
-    def match(self, messages: list[dict], hint: str | None = None,
-              prefix: str = "") -> tuple[Turn, int] | None:
+    def match(self, messages: list[dict], hint: str | None = None, prefix: str = "",
+              salt: str = "") -> tuple[Turn, int] | None:
         """The turn that a client continues when it resends its messages, and how many of them are
         known.
 
         The first n of `messages` are known if they are the visible messages up to the end of a
-        turn. We look for the turn with the largest n, but at least one message must be new. Among
-        equal turns we prefer one of the conversation `hint`, then the head of any conversation,
-        then the newest. (Thousands of chats may begin alike. So we look at the head of `hint`, and
-        at the MOST_ALIKE newest of them.)
+        turn; of these we compare what was `said`. We look for the turn with the largest n, but at
+        least one message must be new. Among equal turns we prefer one of the conversation `hint`,
+        then the head of any conversation, then the newest. (Thousands of chats may begin alike. So
+        we look at the head of `hint`, and at the MOST_ALIKE newest of them.)
 
-        prefix: an owner's; we only look at its conversations. "": at all."""
-        hashes = rolled(self._root_hash, messages)
-        alike = f"hash = :hash AND NOT hidden AND {owned_by(prefix, 'conversation')}"
-        for n in range(len(messages) - 1, 0, -1):
-            if messages[n - 1]["role"] != "assistant":          # a turn ends with its reply
-                continue
-            with self._reading() as db:
-                turn = find_turn(db, f"""
-                    turn.rowid IN (
-                        SELECT turn.rowid FROM conversation JOIN turn ON id = head
-                            WHERE name = :hint AND {alike}
-                        UNION ALL SELECT * FROM (SELECT rowid FROM turn WHERE {alike}
-                                                 ORDER BY rowid DESC LIMIT {MOST_ALIKE}))
-                    ORDER BY :hint IN (name, conversation) DESC, name = :hint DESC,
-                             name IS NOT NULL DESC, turn.rowid DESC""",
-                    hash=hashes[n - 1], hint=hint, prefix=prefix)
-            if turn:
-                return turn, n
-        return None
+        prefix: an owner's; we only look at its conversations. "": at all. salt: see `commit`."""
+        hashes = rolled(self._root(salt), messages)
+        ends = [n for n in range(1, len(messages)) if messages[n - 1]["role"] == "assistant"]
+        nth_hash = f"substr(:hashes, {HASH_BYTES} * (value - 1) + 1, {HASH_BYTES})"
+        alike = f"NOT hidden AND {owned_by(prefix, 'conversation')} AND hash"
+        with self._reading() as db:
+            n, = db.execute(f"""
+                SELECT max(value) FROM json_each(:ends)
+                WHERE EXISTS (SELECT * FROM turn WHERE {alike} = {nth_hash})""",
+                dict(ends=json.dumps(ends), hashes=b"".join(hashes), prefix=prefix)).fetchone()
+            if n is None:
+                return None
+            turn = find_turn(db, f"""
+                turn.rowid IN (
+                    SELECT turn.rowid FROM conversation JOIN turn ON id = head
+                        WHERE name = :hint AND {alike} = :hash
+                    UNION ALL SELECT * FROM (SELECT rowid FROM turn WHERE {alike} = :hash
+                                             ORDER BY rowid DESC LIMIT {MOST_ALIKE}))
+                ORDER BY :hint IN (name, conversation) DESC, name = :hint DESC,
+                         name IS NOT NULL DESC, turn.rowid DESC""",
+                hash=hashes[n - 1], hint=hint, prefix=prefix)
+        return turn, n
+
+    def _root(self, salt: str) -> bytes:
+        """The hash of no messages."""
+        return digest(self._root_hash, salt) if salt else self._root_hash
 
     def forget(self, conversation: str):
         """Delete a conversation, and those of its turns that only it needed. An unknown name is no
@@ -683,10 +691,9 @@ def rolled(start: bytes, messages: list[dict]) -> list[bytes]:
 
 
 def said(message: dict) -> str:
-    """The content without the thoughts that a reply begins with: <think>2 + 2</think> 4  ->  4.
-    Many clients and chat templates do not send the thoughts back, and we must recognise the reply
-    all the same."""
-    _, end_of_thoughts, answer = message["content"].rpartition("</think>")
-    if message["role"] == "assistant" and end_of_thoughts:
-        return answer.lstrip()
+    """The content; of a reply without the thoughts that it begins with, and without white space
+    around it: "<think>2 + 2</think> 4\\n" -> "4". Many clients and chat templates do not send these
+    back, and we must recognise the reply all the same."""
+    if message["role"] == "assistant":
+        return message["content"].rpartition("</think>")[2].strip()
     return message["content"]

@@ -16,6 +16,11 @@ of the context; when they change, the whole context is computed again.
 Some things differ from OpenAI. The default temperature is 0, not 1, so that answers repeat. Chat
 completions are stored, too, unless `store` is false: else we could not recognise them.
 `cached_tokens` counts the tokens whose KV came from either tier.
+
+All conversations of one API key share what they begin with. Without API keys all clients are one
+owner: then `cached_tokens` tells a client whether somebody else has sent the same first 32 tokens.
+A client that sends a `cache_salt` shares only with those that send the same one. (The first turn of
+a conversation decides; its later turns and its branches stay with that salt.)
 """
 import json
 import time
@@ -65,7 +70,8 @@ class API:
         messages = [plain(message) for message in body.messages]
         first_options, *other_options = options_of_choices(options, body.n)
         first = self.sessions.respond(messages, hint=body.hint(prefix), prefix=prefix,
-                                      keep=body.store, template_options=body.chat_template_kwargs,
+                                      salt=body.cache_salt, keep=body.store,
+                                      template_options=body.chat_template_kwargs,
                                       **first_options)
         turns = [first]
         try:
@@ -217,6 +223,7 @@ class API:
                     after=after,
                     hint=body.hint(prefix),
                     prefix=prefix,
+                    salt=body.cache_salt,
                     instructions=body.instructions,
                     truncate=body.truncation == "auto",
                     template_options=body.chat_template_kwargs,

@@ -294,7 +294,7 @@ REFUSED = "|".join(r"""tools functions max_tool_calls web_search_options prompt 
     documents reasoning reasoning_effort thinking enable_thinking verbosity modalities audio
     response_format structured_outputs json_schema guided_\w+ regex ebnf grammar chat_template
     stop_token_ids bad_words allowed_token_ids logits_processors truncate_prompt_tokens
-    prompt_logprobs lora_path cache_salt""".split())
+    prompt_logprobs lora_path""".split())
 
 
 class ReplyBody(EngineOptions):
@@ -308,6 +308,9 @@ class ReplyBody(EngineOptions):
     conversation_id: Name = None
     session_id: Name = None
     prompt_cache_key: Name = None
+
+    # vLLM's. Who does not know it cannot learn from cached_tokens that somebody sent the same text.
+    cache_salt: Annotated[str, Field(min_length=1, max_length=512)] = ""
 
     chat_template_kwargs: TemplateOptions = None    # vLLM's, such as {"enable_thinking": false}
 

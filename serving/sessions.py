@@ -35,8 +35,10 @@ Invariants:
   of its tokens in the cache. (If it restarted the context, the next turn computes the old context
   again.)
 - The messages of a turn and those before it, rendered by the template, are the text of the tokens
-  before the turn's reply. (Not after a turn of raw token ids, nor after a reply that a stop string
-  has cut.)
+  before the turn's reply. (Not after a turn of raw token ids.) If the template shows earlier
+  messages in another way now (a new date, a reply without its thoughts), the context starts anew.
+  If a stop string has cut a reply, only the tokens of the text that was shown stay in the context.
+  If the cut goes through a token, the next turn begins with the shown part of it, its *tail*.
 """
 import json
 import os.path
@@ -57,7 +59,8 @@ from handles import Handle, Outbox, Reply
 from scheduler import TooLong
 from serving.history import ConversationRecord, History, StaleTurn, Turn, new_id
 from serving.logprobs import Reports
-from serving.tokenizer import TextStream, Tokenizer, load_tokenizer
+from serving.tokenizer import Rewritten, TextStream, Tokenizer, load_tokenizer
+from sharing import common_length
 
 MOST_PRUNED = 1000      # conversations, at once
 
@@ -98,6 +101,11 @@ class Plan:
     def context(self) -> int:
         """Tokens before the prompt."""
         return self.after.length if self.after and self.carried is None else 0
+
+    @property
+    def salt(self) -> str:
+        """See Sessions.respond."""
+        return self.note["salt"]
 
     @property
     def restarts(self) -> bool:
@@ -249,11 +257,13 @@ class Sessions:
         with self._beginning(stop) as live:
             if turn.conversation is not None:
                 self._claim(live, self._new_name(None, prefix))
-            return self._submit(live, turn.plan, like=turn.handle, **options)
+            return self._submit(live, turn.plan, like=turn.handle,
+                                owner=prefix + turn.plan.salt, **options)
 
     def respond(self, messages: list[dict], conversation: str | None = None, *,
                 exists: bool = False, after: Turn | None = None, hint: str | None = None,
-                prefix: str = "", keep: bool = True, instructions: str | None = None,
+                prefix: str = "", salt: str = "", keep: bool = True,
+                instructions: str | None = None,
                 truncate: bool = False, gone: Callable[[], bool] = lambda: False,
                 note: dict | None = None, wait: bool = True,
                 stop: str | Sequence[str] = (), max_tokens: int | None = None,
@@ -275,6 +285,7 @@ class Sessions:
                                 conversation is taken; a new conversation gets this name, if it is
                                 free.
             prefix              the names of this client's conversations begin with it; we see no others.
+            salt                a new conversation shares nothing with those that began with another salt.
             keep                False: the history keeps nothing of this turn, though the turn may go on from
                                 what is kept. Only without `conversation`.
             instructions        the system message of this turn alone; by default the system prompt.
@@ -290,12 +301,13 @@ class Sessions:
             if conversation is not None:
                 self._claim(live, conversation, wait)    # now we see how the reply before has ended
             plan = self.plan(messages, conversation, exists=exists, after=after, hint=hint,
-                             prefix=prefix, note=note, instructions=instructions,
+                             prefix=prefix, salt=salt, note=note, instructions=instructions,
                              truncate=truncate, gone=gone, max_tokens=max_tokens,
                              template_options=template_options)
             if conversation is None and keep:
                 self._claim_after(live, plan.after, hint, prefix)
-            return self._submit(live, plan, max_tokens=max_tokens, **options)
+            return self._submit(live, plan, max_tokens=max_tokens,
+                                owner=prefix + plan.salt, **options)
 
     def submit(self, prompt: list[int], conversation: str | None = None, *,
                base: Turn | None = None, stop: str | Sequence[str] = (), **options) -> LiveTurn:
@@ -310,16 +322,17 @@ class Sessions:
             if conversation is not None:
                 self._claim(live, conversation)
                 after = self.history.head(conversation) or base
+            before = json.loads(after.note) if after else {}
             # the context still begins so
-            system = json.loads(after.note).get("system") if after else None
-            return self._submit(live, Plan(prompt, [], after, None, dict(system=system)), **options)
+            note = dict(system=before.get("system"), salt=before.get("salt", ""))
+            return self._submit(live, Plan(prompt, [], after, None, note), **options)
 
     def generate(self, prompt: list[int], conversation: str | None = None, **options) -> Answer:
         """Submit, and wait for the answer."""
         return self.submit(prompt, conversation, **options).result()
 
     def plan(self, messages: list[dict], conversation: str | None = None, *, exists: bool = False,
-             after: Turn | None = None, hint: str | None = None, prefix: str = "",
+             after: Turn | None = None, hint: str | None = None, prefix: str = "", salt: str = "",
              instructions: str | None = None, truncate: bool = False,
              gone: Callable[[], bool] = lambda: False, max_tokens: int | None = None,
              note: dict | None = None, template_options: dict | None = None) -> Plan:
@@ -339,20 +352,25 @@ class Sessions:
         shows_all = conversation is None and after is None    # the client shows all of its messages
         if shows_all:
             system = cached_system = self._system(messages, instructions)
-            found = self.history.match(system + messages, hint, prefix)
+            found = self.history.match(system + messages, hint, prefix, salt)
             after, known = found or (None, len(system))
-            earlier, new = messages[:known - len(system)], messages[known - len(system):]
+            # as the model said it: a client may send a reply without its thoughts
+            earlier = self.history.messages(after.id)[len(system):] if after else []
+            new = messages[known - len(system):]
+            before = json.loads(after.note) if after else {}
         else:
-            cached_system = as_messages(json.loads(after.note).get("system")) if after else []
+            before = json.loads(after.note) if after else {}
+            cached_system = as_messages(before.get("system"))
             earlier = self.history.messages(after.id)[len(cached_system):] if after else []
             system, new = self._system(earlier + messages, instructions), messages
-        note = dict(note or {}, system=system[0]["content"] if system else None)
+        note = dict(note or {}, system=system[0]["content"] if system else None,
+                    salt=before.get("salt", "") if after else salt)
         room = (max_tokens or self.engine.scheduler.limit // 4) if truncate else None
         if after and system == cached_system:
-            with suppress(TooLong):
-                prompt = self._tokenize(system + earlier, new, after.last_token, template_options)
+            with suppress(TooLong, Rewritten):
+                prompt, shown = self._continue(system + earlier, new, after, template_options)
                 if self._fits(after.length + len(prompt), room):
-                    return Plan(prompt, new, after, None, note)
+                    return Plan(prompt, new, after, None, note | shown)
         droppable = len(earlier + new) if shows_all else len(earlier)
         return self._plan_anew(after, system, earlier, new, droppable, room, gone, note,
                                template_options)
@@ -366,7 +384,7 @@ class Sessions:
         messages = earlier + new
 
         def prompt(start: int) -> list[int]:
-            return self._tokenize([], system + messages[start:], None, template_options)
+            return self._tokenize(system + messages[start:], template_options)
 
         def fits(start: int) -> bool:
             if gone():
@@ -382,18 +400,34 @@ class Sessions:
             # of those that fit; the last is tried below
             first = bisect_left(cuts[:-1], True, key=fits)
             start = cuts[first] if cuts else 0
-        carried = len(system) + max(len(earlier) - start, 0)
-        return Plan(prompt(start), system + messages[start:], after, carried, note)
+        carried, shown = len(system) + max(len(earlier) - start, 0), system + messages[start:]
+        ids = prompt(start)
+        rendered = self.tokenizer.render([], shown, template_options).digest
+        return Plan(ids, shown, after, carried, note | dict(rendered=rendered))
+
+    def _continue(self, before: list[dict], new: list[dict], after: Turn,
+                  template_options: dict | None) -> tuple[list[int], dict]:
+        """The prompt that continues the cached context, and what its note says of the rendering.
+        Rewritten if the template shows this context in another way now. For example, Mistral's puts
+        the system message into the last user's message, so the earlier ones lose it."""
+        tokenizer = self._text_tokenizer()
+        rendering, note = tokenizer.render(before, new, template_options), json.loads(after.note)
+        if "rendered" in note:      # a turn of raw ids was not
+            rendering.expect(note["rendered"])
+        prompt = tokenizer.tokenize(rendering, after.last_token, note.get("tail", ""))
+        return prompt, dict(rendered=rendering.digest)
 
     def _fits(self, length: int, room: int | None) -> bool:
         return room is None or length + room <= self.engine.scheduler.limit
 
-    def _tokenize(self, before: list[dict], new: list[dict], last_token: int | None,
-                  template_options: dict | None = None) -> list[int]:
+    def _tokenize(self, messages: list[dict], template_options: dict | None = None) -> list[int]:
+        return self._text_tokenizer().turn([], messages, None, template_options)
+
+    def _text_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ValueError(f"{self.engine.config.model} has no tokenizer: it serves token ids "
                              "only, use generate()")
-        return self.tokenizer.turn(before, new, last_token, template_options)
+        return self.tokenizer
 
     def _designate(self, prompt: str) -> list[dict]:
         """The system prompt as a message. The tokens that all contexts under it begin with are
@@ -404,11 +438,11 @@ class Sessions:
         # have in common belongs to the system prompt.
         a, b = ([dict(role="user", content=text)] for text in "ab")
         try:
-            contexts = [self._tokenize([], system + user, None) for user in (a, b)]
+            contexts = [self._tokenize(system + user) for user in (a, b)]
         except ValueError as error:
             model = self.engine.config.model
             raise ValueError(f"system_prompt cannot be used with {model}: {error}") from error
-        require(contexts[0] != self._tokenize([], a, None), "system_prompt",
+        require(contexts[0] != self._tokenize(a), "system_prompt",
                 "left out, since this model's chat template shows no system message", prompt)
         # it compares any lists: here, of ids
         self.engine.designate(list(os.path.commonprefix(contexts)))
@@ -436,6 +470,8 @@ class Sessions:
         try:
             yield live
         except BaseException as error:
+            if live.plan and live.plan.restarts:        # it may have been shortened
+                self.engine.forget(live.conversation)
             self._release(live, error=error)
             raise
 
@@ -488,16 +524,19 @@ class Sessions:
     def _submit(self, live: LiveTurn, plan: Plan, like: Handle | None = None,
                 **options) -> LiveTurn:
         context: Sequence[int] = ()
-        parent = None
-        if plan.restarts:
-            self.engine.forget(live.conversation)
-        elif plan.after:
+        parent, prompt = None, plan.prompt
+        if plan.after:
             context, parent = self.history.tokens(plan.after.id), plan.after.conversation
         live.plan, live.min_tokens = plan, options.get("min_tokens") or 0
+        if plan.restarts:       # what both contexts begin with stays; the last token must be computed
+            common = common_length(context, prompt[:-1])
+            common -= common % self.engine.config.chunk_size
+            self.engine.shorten(live.conversation, common)
+            context, prompt = prompt[:common], prompt[common:]
         new = live.conversation is not None and self.history.head(live.conversation) is None
         live.branches = new and plan.after is not None
         live.handle = self.engine.submit(
-            plan.prompt, live.conversation, context=context, parent=parent, like=like,
+            prompt, live.conversation, context=context, parent=parent, like=like,
             reached_stop=live.add, on_end=partial(self._ended, live), **options)
         if live.cancelled:
             live.handle.cancel()
@@ -546,19 +585,24 @@ class Sessions:
 
     def _commit(self, live: LiveTurn, handle: Handle, answer: Answer):
         name, plan, after = live.conversation, live.plan, live.plan.after
-        if handle.request.tokens_before != plan.context:
+        before = handle.request.tokens_before + len(handle.request.prompt)
+        if before != plan.context + len(plan.prompt):
             raise StaleTurn(f"conversation {name!r} had other tokens in the cache than in the "
                             "history")
-        # the text is that of all tokens
-        exact = live.stream is not None and not live.stream.stopped
         note = dict(plan.note, usage=answer.usage, finish_reason=answer.finish_reason)
         if "logprobs" in note:                          # its caller wants to read them again
             reports = Reports(self.tokenizer, handle)
             note["logprobs"] = reports.last(answer.text, live.stream.stopped)
+        reply = answer.token_ids
+        if plan.messages and live.stream.stopped:
+            kept, note["tail"] = self.tokenizer.covered(reply, answer.text)
+            reply = reply[:kept]
         turn = self.history.commit(
-            name, after and after.id, plan.prompt, answer.token_ids, plan.messages,
-            text=answer.text if plan.messages else None, exact=exact, carried=plan.carried,
-            note=note, id=live.id, branches=live.branches)
+            name, after and after.id, plan.prompt, reply, plan.messages,
+            text=answer.text if plan.messages else None, carried=plan.carried,
+            note=note, id=live.id, branches=live.branches, salt=plan.salt)
+        if len(reply) < len(answer.token_ids):
+            self.engine.shorten(name, turn.length)
         live.settled = turn.created
 
     # ---- conversations

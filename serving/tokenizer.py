@@ -9,6 +9,9 @@ sentinel:
     <user> Hi <end> <assistant> SENTINEL <end> <user> More <end> <assistant>
                                          ------- only this is tokenised ----
 
+The template may show what is before the sentinel in another way than it did at the turn before. So
+the caller keeps a digest of each rendering, and a Rendering tells whether it goes on from that one.
+
 Text becomes ids in one of two ways. If the ids are in merge order, as GPT-2's are, we use tiktoken
 on the checkpoint's own vocabulary; else we use the tokenizers library. Ids become text in one way:
 every token is some bytes, and a text is the concatenation of these bytes, read as UTF-8.
@@ -24,6 +27,8 @@ import math
 import os.path
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import count, groupby
 from operator import itemgetter
@@ -33,9 +38,10 @@ from tempfile import TemporaryDirectory
 import tiktoken
 import tokenizers
 from jinja2 import Template, TemplateError, nodes, pass_context
+from jinja2.ext import Extension
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 import gguf_file
 from checkpoint import WORKING, read_json
@@ -43,9 +49,13 @@ from scheduler import TooLong
 
 # Unicode reserves it for internal use; we remove it from all text that we are given
 GUARD = "\ufdd0"
+ESCAPED = r"\ufdd0"      # as repr and JSON in ASCII write it
 SENTINEL = GUARD * 2     # guarded text never has two guards in a row
 ROLES = ("system", "developer", "user", "assistant", "tool")
 GPT2_SPLIT = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+QWEN2_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+               r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+MOST_BEFORE = 100       # characters of a reply that we read with what follows it
 MOST_BLANKS = 100_000
 # It looks where a run of blanks begins, and nowhere else: one look at each character.
 TOO_BLANK = re.compile(r"(?<!\s)\s{%d}" % MOST_BLANKS)
@@ -103,9 +113,7 @@ class Tokenizer:
         ValueError if they cannot be used."""
         # Templates see bos_token, eos_token and the like; and add_bos_token, a bool.
         self._for_template = {key: value for key, value in config.items() if key.endswith("_token")}
-        named = [value for value in self._for_template.values() if isinstance(value, str)]
-        named += config.get("additional_special_tokens", [])
-        spec = read_vocabulary(files, named, config.get("add_prefix_space", False))
+        spec, beside = read_vocabulary(files, config)
         self.special = {token["content"]: token["id"] for token in spec["added_tokens"]
                         if token["special"]}
         self.pieces, self.drops_first_space = token_bytes(spec)
@@ -119,13 +127,16 @@ class Tokenizer:
         self._guards = [
             (re.compile(f"{re.escape(first)}(?={any_of(text[1:] for text in group)})"),
              first.replace("\\", r"\\") + GUARD)
-            for first, group in groupby(sorted(self.special), key=itemgetter(0))]
-        source = config.get("chat_template") or PLAIN_TEMPLATE
+            for first, group in groupby(sorted({*self.special, ESCAPED}), key=itemgetter(0))]
+        source = config["chat_template"] or PLAIN_TEMPLATE
         self._template = compile_template(source)
+        self._refuse_letters(special_tokens(config))
         hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
         decisive = [hashes, sorted(self.special.items()), source, self._for_template]
-        if len(files) > 1 and config.get("add_prefix_space"):       # tokenizer.json says it itself
-            decisive.append("add_prefix_space")
+        if len(files) > 1:                                          # tokenizer.json says it itself
+            decisive += ["add_prefix_space"] if config.get("add_prefix_space") else []
+            decisive += ["qwen2"] if is_qwen2(config) else []
+        decisive += beside
         self.fingerprint = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -138,43 +149,101 @@ class Tokenizer:
         stream = TextStream(self)
         return "".join(map(stream.push, ids)) + stream.finish()
 
+    def covered(self, ids: list[int], text: str) -> tuple[int, str]:
+        """How many of a reply's ids stand for the beginning of its text, and the rest of the text.
+
+        A stop string has cut the text: the ids of " Yes", "." and " No|" have the text " Yes. N" if
+        "o|" is a stop string. Then the result is 2 and " N"."""
+        stream, length, kept, end = TextStream(self), 0, 0, 0
+        for number, token in enumerate(ids, 1):
+            length += len(stream.push(token))
+            if length > len(text):
+                break
+            if not stream.within_character:
+                kept, end = number, length
+        return kept, text[end:]
+
     def turn(self, before: list[dict], new: list[dict], last_token: int | None,
              template_options: dict | None = None) -> list[int]:
-        """The ids to append to a conversation for its `new` messages, up to where the reply begins.
+        """The ids to append to a conversation for its `new` messages, up to where the reply begins:
+        `render` and `tokenize` in one."""
+        return self.tokenize(self.render(before, new, template_options), last_token)
+
+    def render(self, before: list[dict], new: list[dict],
+               template_options: dict | None = None) -> "Rendering":
+        """The conversation as the chat template shows it, up to where the next reply begins.
 
         before: the visible messages so far; none, or the last one is the assistant's.
-        last_token: the last token that the model sampled for that reply.
         template_options: what the template sees besides, such as {"enable_thinking": False}.
         Messages are {"role", "content"}, and the content is a string. ValueError if they are not,
-        or if the template refuses them."""
+        or if the template refuses them. Rewritten if it does not show the reply in one place."""
         if not new or (before and before[-1]["role"] != "assistant"):
             raise ValueError("a turn needs new messages, after a conversation that is empty or "
                              "ends with an assistant message")
+        messages = self._guarded_messages(before + new)
+        text = self._render(messages, template_options)
         if not before:
-            return self._encode(self._render(self._guarded_messages(new), template_options))
-        reply = {"role": "assistant", "content": SENTINEL}
-        messages = self._guarded_messages(before[:-1]) + [reply] + self._guarded_messages(new)
-        _, *rest = self._render(messages, template_options).split(SENTINEL)
+            return Rendering(text, "", "", rest=text)
+        last = len(before) - 1
+        reply, messages[last] = messages[last], {"role": "assistant", "content": SENTINEL}
+        earlier, *rest = self._render(messages, template_options).split(SENTINEL)
         if len(rest) != 1:
-            raise ValueError("the chat template does not show the assistant's last message "
-                             "exactly once, so this conversation cannot go on from its raw "
-                             "tokens: send its messages as a new one")
-        text, = rest
+            raise Rewritten("the chat template does not show the assistant's last message "
+                            "exactly once, so this conversation cannot go on from its raw "
+                            "tokens: send its messages as a new one")
+        return Rendering(text, earlier, reply["content"], *rest)
+
+    def tokenize(self, rendering: "Rendering", last_token: int | None,
+                 tail: str = "") -> list[int]:
+        """The ids of all that follows a reply's own ids in the rendering.
+
+        last_token: the last token that the model sampled for that reply.
+        tail: how that reply ends, if its ids do not cover all of its text (see `covered`)."""
+        tail = self._guarded(tail)
+        text = tail + rendering.rest
         if last_token in self.special.values():
             # Perhaps the model has ended its reply itself; then the template must not end it again.
             # (Llama 2's template puts a space before the end of a reply.)
             closed = self._encode(text.lstrip())
             if closed[:1] == [last_token]:
                 return closed[1:]
+        before = rendering.earlier[-MOST_BEFORE:] + rendering.reply.removesuffix(tail)
+        return self._encode_behind(before[-MOST_BEFORE:], text)
+
+    def _encode_behind(self, before: str, text: str) -> list[int]:
+        """The ids of a text that stands behind another one. Many tokenizers put a space before a
+        text: here it would stand in the middle. So we encode both, and cut off what is before:
+
+            "Hello", "\\nUser: Hi"     ids of "Hello\\nUser: Hi" without those of "Hello"
+        """
+        # If a token would span both: the reply is tokens already, so any other text will do.
+        for start in (before, "\n", "a") if before else ():
+            ids, both = self._encode(start), self._encode(start + text)
+            if both[:len(ids)] == ids:
+                return both[len(ids):]
         return self._encode(text)
+
+    def _refuse_letters(self, named: list[str]):
+        """ValueError if the chat template writes one of these special tokens, and the vocabulary
+        does not have it: the model would read letters in its place."""
+        if not (unknown := set(named) - self.special.keys()):
+            return
+        text = ""
+        for roles in ["user"], ["system", "user"], ["user", "assistant", "user"]:
+            with suppress(ValueError):      # perhaps it takes no system message
+                text += self._render([dict(role=role, content="a") for role in roles], None)
+        if written := [name for name in sorted(unknown) if name in text]:
+            raise ValueError(f"its chat template writes {written[0]!r}, which is no token of the "
+                             "vocabulary: the model would read it letter by letter")
 
     def _render(self, messages: list[dict], options: dict | None) -> str:
         """An option changes neither `messages` nor a name that tokenizer_config.json sets."""
         guarded = {name: self._guarded(value) if isinstance(value, str) else value
                    for name, value in (options or {}).items()}
         try:
-            return self._template.render(guarded | self._for_template, messages=messages,
+            text = self._template.render(guarded | self._for_template, messages=messages,
                                          tools=None, documents=None, add_generation_prompt=True)
+            return text.replace(ESCAPED, GUARD)         # nobody else writes it: we guard it, too
         except Exception as error:      # the template is a stranger's code: it can fail in any way
             raise ValueError(f"the chat template failed: {error}") from error
 
@@ -187,7 +256,8 @@ class Tokenizer:
                 for message in messages]
 
     def _guarded(self, text: str) -> str:
-        """The text with a GUARD after the first character of every special token in it."""
+        """The text with a GUARD after the first character of every special token in it, and of
+        ESCAPED."""
         text = text.replace(GUARD, "")
         for special_start, guarded in self._guards:
             text = special_start.sub(guarded, text)
@@ -200,6 +270,45 @@ class Tokenizer:
             raise TooLong(f"the text has {size} bytes, more than any text whose tokens are "
                           f"within the limit of {self._limit}")
         return self._backend.encode(guarded)
+
+
+class Rewritten(ValueError):
+    """The template does not show the conversation as before with the new messages behind it."""
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """What the chat template writes for a conversation, with guards, up to where the next reply
+    begins:
+
+        text        <user> Hi <end> <assistant> Hello <end> <user> More <end> <assistant>
+                    -------- earlier ---------- reply --------------- rest --------------
+    """
+    text: str
+    earlier: str        # the three parts if a sentinel stands in place of the last reply
+    reply: str
+    rest: str
+
+    @property
+    def digest(self) -> str:
+        return digest(self.text)
+
+    def expect(self, before: str):
+        """before: the digest of the rendering to which the reply was given. Rewritten unless the
+        text is that rendering, the reply, and the rest. Blanks around the reply do not count, since
+        templates strip it, and the model said what it said."""
+        text = self.text
+        for part in self.earlier.rstrip(), self.reply.strip(), self.rest.lstrip():
+            if not text.startswith(part):
+                raise Rewritten("the chat template shows the last reply in other words")
+            text = text[len(part):].lstrip()
+        if digest(self.earlier) != before:
+            raise Rewritten("the chat template shows the earlier messages in another way now")
+
+
+def digest(text: str) -> str:
+    """Of all but the blanks at its end."""
+    return hashlib.sha256(text.rstrip().encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class TextStream:
@@ -230,6 +339,11 @@ class TextStream:
         if piece and self._drop_space:
             piece, self._drop_space = piece.removeprefix(b" "), False
         return self._advance(self._utf8.decode(piece), self.stop if may_stop else ())
+
+    @property
+    def within_character(self) -> bool:
+        """Have the tokens so far only a part of the bytes of a character?"""
+        return bool(self._utf8.getstate()[0])
 
     def finish(self) -> str:
         """All text that was held back."""
@@ -299,50 +413,135 @@ class LibraryBackend:
 
 
 def read_config(directory: Path) -> dict:
-    """tokenizer_config.json, and special_tokens_map.json for the keys that it lacks.
+    """What the files beside the vocabulary say, with these keys among others:
 
-    Every token is a plain string. `chat_template` is a string, or missing."""
-    config = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (directory / name).is_file():
-            # A token that is written as a dictionary becomes its "content".
-            config |= read_json(directory / name,
-                                object_hook=lambda entry: entry.get("content", entry))
-    if isinstance(templates := config.get("chat_template"), list):
-        try:
-            config["chat_template"] = {entry["name"]: entry["template"]
-                                       for entry in templates}.get("default")
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{directory}: each entry of chat_template needs a name and a "
-                             f"template, got {templates!r:.200}") from error
-    if (directory / "chat_template.jinja").is_file():
-        config["chat_template"] = (directory / "chat_template.jinja").read_text("utf-8")
-    return {key: value for key, value in config.items() if value is not None}
+        *_token                     a special token's text, such as bos_token
+        additional_special_tokens   a list of texts
+        chat_template               a text, or missing
+        added_tokens                id -> AddedToken, by tokenizer_config.json or added_tokens.json
+        tokenizer_class             or else the model_type of config.json
 
-
-def read_vocabulary(files: list[Path], named: list[str], add_prefix_space: bool) -> dict:
-    """The content of tokenizer.json, as a dictionary; made from vocab.json and merges.txt if these
-    are given.
-
-    Every token of `named` that the vocabulary has is a special token in the result."""
-    if len(files) == 1:
-        library = tokenizers.Tokenizer.from_file(str(files[0]))
+    special_tokens_map.json counts unless tokenizer_config.json describes the added tokens."""
+    described, special, indices, model = [
+        read_json(directory / name) if (directory / name).is_file() else {}
+        for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+                     "config.json")]
+    decoder = described.pop("added_tokens_decoder", None)
+    stated = described if decoder is not None else described | special
+    config = {"tokenizer_class": model.get("model_type")}
+    config |= {key: as_text(value) for key, value in stated.items() if value is not None}
+    extra = config.pop("extra_special_tokens", [])
+    if isinstance(extra, dict):         # the names by which templates know them -> the tokens
+        config, extra = config | extra, extra.values()
+    config["additional_special_tokens"] = [*config.get("additional_special_tokens", []), *extra]
+    if decoder is not None:
+        flags = "content", "lstrip", "normalized", "rstrip", "single_word", "special"
+        config["added_tokens"] = {
+            int(index): AddedToken(**{key: token[key] for key in flags if key in token})
+            for index, token in decoder.items()}
     else:
-        library = tokenizers.Tokenizer(models.BPE.from_file(*map(str, files)))
-        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
-        library.decoder = decoders.ByteLevel()
+        named = special_tokens(config)
+        config["added_tokens"] = {
+            index: AddedToken(text, special=text in named, normalized=text not in named)
+            for text, index in indices.items()}
+    config["chat_template"] = read_template(directory, config.get("chat_template"))
+    return config
+
+
+def as_text(entry):
+    """Every token that is written as a dictionary becomes its "content"."""
+    if isinstance(entry, list):
+        return [as_text(token) for token in entry]
+    return entry.get("content", entry) if isinstance(entry, dict) else entry
+
+
+def special_tokens(config: dict) -> list[str]:
+    """The texts of the special tokens that the configuration names."""
+    named = [value for key, value in config.items() if key.endswith("_token")]
+    return [text for text in named if isinstance(text, str)] + config["additional_special_tokens"]
+
+
+def read_template(directory: Path, configured) -> str | None:
+    """The chat template of a checkpoint; None if it has none. `configured`: what
+    tokenizer_config.json has: a text, or a list of templates with names.
+
+    Of several templates we take "default". A file counts more than the configuration, and
+    chat_template.json, which belongs to what reads images, less. ValueError, with the names, for
+    several without "default"."""
+    legacy = directory / "chat_template.json"
+    found = named_templates(read_json(legacy).get("chat_template")) if legacy.is_file() else {}
+    found |= named_templates(configured)
+    files = {file.stem: file for file in directory.glob("additional_chat_templates/*.jinja")}
+    if (file := directory / "chat_template.jinja").is_file():
+        files["default"] = file
+    found |= {name: file.read_text("utf-8") for name, file in files.items()}
+    if len(found) > 1 and "default" not in found:
+        raise ValueError(f"{directory} has the chat templates {', '.join(sorted(found))}, and none "
+                         'of them is "default": put the one that you want into '
+                         "chat_template.jinja")
+    return found.get("default", next(iter(found.values()), None))
+
+
+def named_templates(templates) -> dict[str, str]:
+    """Name -> template, of a template or of a list as in tokenizer_config.json."""
+    if not isinstance(templates, list):
+        return {} if templates is None else {"default": templates}
+    try:
+        return {entry["name"]: entry["template"] for entry in templates}
+    except (KeyError, TypeError) as error:
+        raise ValueError("each entry of chat_template needs a name and a template, got "
+                         f"{templates!r:.200}") from error
+
+
+def read_vocabulary(files: list[Path], config: dict) -> tuple[dict, list[str]]:
+    """The content of tokenizer.json, as a dictionary; made from vocab.json and merges.txt if these
+    are given. And the texts of the tokens, none of them special, that only `config` adds to it.
+
+    Every token that `config` names as special and the vocabulary has is one in the result.
+    ValueError if an added token cannot have the id that `config` says."""
+    library = (tokenizers.Tokenizer.from_file(str(files[0])) if len(files) == 1
+               else from_merges(files, config))
     library.no_truncation()
     library.no_padding()
-    added = {token.content for token in library.get_added_tokens_decoder().values()}
+    named = special_tokens(config)
+    known = {token.content for token in library.get_added_tokens_decoder().values()}
+    beside = {index: token for index, token in sorted(config["added_tokens"].items())
+              if token.content not in known}
+    library.add_tokens(list(beside.values()))
+    for index, token in beside.items():
+        if (given := library.token_to_id(token.content)) != index:
+            raise ValueError(f"the added token {token.content!r} is said to be {index}, but in "
+                             f"this vocabulary it would be {given}")
+    known |= {token.content for token in beside.values()}
     missing = [name for name in dict.fromkeys(named)
-               if name not in added and library.token_to_id(name) is not None]
+               if name not in known and library.token_to_id(name) is not None]
     library.add_special_tokens([AddedToken(name, normalized=False) for name in missing])
     spec = json.loads(library.to_str())
     for token in spec["added_tokens"]:
         token["special"] |= token["content"] in named
         # so the library finds it while the guards are there
         token["normalized"] &= not token["special"]
-    return spec
+    plain = {token["content"] for token in spec["added_tokens"] if not token["special"]}
+    return spec, [token.content for token in beside.values() if token.content in plain]
+
+
+def from_merges(files: list[Path], config: dict) -> tokenizers.Tokenizer:
+    """The byte-level BPE of vocab.json and merges.txt: Qwen2's if `config` says so, else GPT-2's.
+    They differ in where they split a text: GPT-2's has "123", Qwen2's "1", "2", "3"."""
+    library = tokenizers.Tokenizer(models.BPE.from_file(*map(str, files)))
+    space = config.get("add_prefix_space", False)
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space)
+    library.decoder = decoders.ByteLevel()
+    if is_qwen2(config):
+        library.normalizer = normalizers.NFC()
+        library.pre_tokenizer = pre_tokenizers.Sequence([
+            pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=space, use_regex=False)])
+    return library
+
+
+def is_qwen2(config: dict) -> bool:
+    return str(config["tokenizer_class"]).lower().startswith(("qwen2", "qwen3"))
 
 
 def vocabulary(spec: dict) -> dict[str, int]:
@@ -410,6 +609,17 @@ def token_bytes(spec: dict) -> tuple[dict[int, bytes], bool]:
     return pieces, "Strip" in steps or prepends
 
 
+class Generation(Extension):
+    """{% generation %} ... {% endgeneration %} marks the replies for those who train a model; it writes
+    what is inside."""
+    tags = {"generation"}
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(inside, lineno=line)
+
+
 class Environment(ImmutableSandboxedEnvironment):
     """A chat template is a stranger's code. It runs in a sandbox, and so many steps at most: loops'
     rounds, calls and products."""
@@ -473,7 +683,7 @@ def compile_template(source: str) -> Template:
                           sort_keys=sort_keys)
 
     environment = Environment(trim_blocks=True, lstrip_blocks=True,
-                              extensions=["jinja2.ext.loopcontrols"])
+                              extensions=["jinja2.ext.loopcontrols", Generation])
     environment.filters |= dict(tojson=tojson, counted=counted)
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

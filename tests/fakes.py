@@ -119,13 +119,15 @@ class World:
         self.now = 0.0
         self.salt = 0                          # tells one prompt from the next
 
-    def submit(self, name, prompt, max_tokens=4, like=None):
+    def submit(self, name, prompt, max_tokens=4, like=None, owner=None):
         """prompt: ids, or how many. like: a request with this prompt."""
         self.salt += 11
         if isinstance(prompt, int):
             prompt = [(7 * i + self.salt) % 50 for i in range(prompt)]
         prompt = list(prompt)
         request = Request(self.cache.open(name), prompt, max_tokens, stop_ids=self.stop_ids)
+        if owner is not None:
+            self.cache.own(request.conversation, owner)
         if like:
             self.cache.follow(request.conversation, like.conversation)
         self.scheduler.submit(request)

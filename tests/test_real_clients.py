@@ -188,8 +188,9 @@ def test_empty_fields_ask_for_nothing(server, path, fields):
     dict(skip_special_tokens=False), dict(stop_token_ids=[1]), dict(guided_json={"type": "object"}),
     dict(guided_choice=["a"]), dict(structured_outputs=dict(regex="a")), dict(regex="a"), dict(best_of=2),
     dict(continue_final_message=True), dict(include_stop_str_in_output=True), dict(echo=True),
-    dict(cache_salt="mine"), dict(length_penalty=1.5), dict(priority=1), dict(function_call="f"),
-    dict(add_generation_prompt=False), dict(use_beam_search=True), dict(stream_options=dict(x=1))])
+    dict(cache_salt=""), dict(cache_salt=5), dict(length_penalty=1.5), dict(priority=1),
+    dict(function_call="f"), dict(add_generation_prompt=False), dict(use_beam_search=True),
+    dict(stream_options=dict(x=1))])
 def test_anything_else_that_we_do_not_have_is_refused_by_name(server, path, field, wanted):
     status, answer = fetch(server, "POST", path, {field: [user("Hi")]} | wanted)
     assert status == 400 and answer["error"]["param"].startswith(*wanted)

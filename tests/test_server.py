@@ -519,6 +519,18 @@ def test_a_chat_that_is_not_stored_leaves_nothing(server, client):
     assert ask(client, resent)[2].prompt_tokens_details.cached_tokens == kept[2].total_tokens - 1
 
 
+def test_a_salt_separates_clients(server, client):
+    """Chats with the same words share nothing, unless they have the same salt."""
+    def cached(salt):
+        body = dict(cache_salt=salt) if salt else {}
+        usage = ask(client, [user("Salt and pepper, please. " * 4)], extra_body=body)[2]
+        return usage.prompt_tokens_details.cached_tokens
+    assert [cached(salt) > 32 for salt in (None, "x", "x", "y", None)] == [False, False, True, False, True]
+    status, answer = fetch(server, "POST", "/v1/responses", dict(
+        input="Salt and pepper, please. " * 4, cache_salt="z", max_output_tokens=2))
+    assert status == 200 and answer["usage"]["input_tokens_details"]["cached_tokens"] == 0
+
+
 def test_the_clients_own_exceptions(client):
     with pytest.raises(openai.NotFoundError, match="gpt-4") as error:
         ask(client, [user("Hi")], model="gpt-4")

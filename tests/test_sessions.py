@@ -1,4 +1,5 @@
 """Sessions: text, names, branches, commits, threads. On the embedded model."""
+import json
 import random
 import sqlite3
 import threading
@@ -264,12 +265,15 @@ def test_the_system_prompt_is_what_a_first_system_message_would_be_and_is_comput
     assert prefix > 16 and engine.scheduler.limit == 160 - prefix
     first = sessions.chat("Hi!", "a", max_tokens=6)
     assert first.token_ids == expected.token_ids and first.usage["new"] == expected.usage["new"]
-    for again in (sessions.chat("Hi!", "b", max_tokens=6),
-                  sessions.respond([user("Hi!")], hint="c", max_tokens=6).result(),
-                  sessions.respond([system, user("Hi!")], hint="d", max_tokens=6).result(),
-                  sessions.chat("Hi!", max_tokens=6)):
+    for again in (sessions.chat("Hi!", "b", prefix="b/", max_tokens=6),     # of other owners
+                  sessions.respond([user("Hi!")], hint="c", prefix="c/", max_tokens=6).result(),
+                  sessions.respond([system, user("Hi!")], hint="d", prefix="d/", max_tokens=6).result(),
+                  sessions.chat("Hi!", prefix="e/", max_tokens=6)):
         assert again.token_ids == expected.token_ids
         assert again.usage == dict(expected.usage, gpu=prefix, new=expected.usage["new"] - prefix)
+    again = sessions.chat("Hi!", max_tokens=6)          # of the first one's owner: all but the last token
+    total = expected.usage["prompt_tokens"]
+    assert again.token_ids == expected.token_ids and again.usage == dict(expected.usage, gpu=total - 1, new=1)
     for name in "abcd":
         sessions.forget(name)
     assert engine.stats()["slots_free"] == 160 - prefix          # it stays
@@ -289,8 +293,10 @@ def test_conversations_go_on_under_the_system_prompt_and_do_not_show_it():
     assert other.result().usage["gpu"] == 0                 # another beginning
     roles = [message["role"] for message in sessions.history.messages(other.id)]
     assert roles == ["system"] + ["user", "assistant"] * 4
-    own = sessions.respond([dict(role="system", content="Be brief."), user("Hi!")], hint="own", max_tokens=6)
-    assert own.result().usage["gpu"] == 0
+    brief = partial(sessions.respond, [dict(role="system", content="Be brief."), user("Hi!")], max_tokens=6)
+    assert brief(prefix="other/").result().usage["gpu"] == 0
+    own = brief(hint="own")
+    assert own.result().usage["gpu"] > 0                    # "mine" begins so, too
     assert [item["role"] for item in sessions.history.items("own")] == ["system", "user", "assistant"]
 
 
@@ -348,6 +354,33 @@ def test_a_stop_string_ends_the_reply(sessions):
     reply = sessions.generate(prompt, max_tokens=30, ignore_eos=True, stop=[stop])
     assert reply.finish_reason == "stop" and reply.text == whole.text[:whole.text.index(stop)]
     assert reply.token_ids == whole.token_ids[:len(reply.token_ids)]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_after_a_stop_string_the_context_is_the_text_that_was_shown(named, started):
+    """Even if the cut goes through a token. A client that resends its history is recognised."""
+    sessions = opened(started, **ROOMY)
+    told, name, turns, tails = [], "c" if named else None, [], []
+    for n in range(4):
+        told.append(user(f"Tell me {n}"))
+        stop = sessions.respond(told, keep=False, **talkative(sessions, 8)).result().text[5:7]
+        new = told[-1:] if named else told
+        turns.append(sessions.respond(new, name, stop=stop, **talkative(sessions, 8)))
+        answer = turns[-1].result()
+        assert len(answer.text) <= 5 and (n == 0 or answer.usage["new"] < 20)
+        assert answer.usage["recomputed"] == 0
+        told.append(dict(role="assistant", content=answer.text))
+        turn = sessions.history.turn(turns[-1].id)
+        tails.append(json.loads(turn.note).get("tail"))
+        held = sessions.engine.cache.conversations[turn.conversation].tokens
+        assert held == sessions.history.tokens(turn.id)
+    assert len({turn.conversation for turn in turns}) == 1 and any(tails)
+    context = sessions.history.tokens(turns[2].id).tolist() + turns[3].plan.prompt
+    assert sessions.tokenizer.decode(context) == "".join(message["content"] for message in told[:-1])
+    lone = Engine("tiny_chat", cost=COST)
+    reply = turns[3].handle.token_ids
+    assert lone.generate(context, **talkative(sessions, len(reply))).token_ids == reply
+    sessions.close()
 
 
 @pytest.mark.parametrize("stop", [(), "xyz"])

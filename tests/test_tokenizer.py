@@ -1,6 +1,7 @@
 """Oracles: the tokenizers library, and transformers' apply_chat_template."""
 import json
 import random
+import re
 import time
 from pathlib import Path
 
@@ -8,8 +9,9 @@ import pytest
 import tokenizers
 import torch
 from hypothesis import given, settings, strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import (GPT2Tokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
+                          Qwen2Tokenizer)
 
 from serving.sessions import Sessions
 from scheduler import TooLong
@@ -475,6 +477,29 @@ def test_stop_strings_over_token_borders(pair, content, stop):
     assert not stopped or stream.push(ids[0]) == ""
 
 
+@settings(deadline=None, max_examples=300)
+@given(data=st.data(), content=st.text("ab 👋", max_size=30))
+def test_the_ids_that_a_cut_text_covers(pair, data, content):
+    """And the rest of the text: together they are the text, and one more id would be too many."""
+    ours, _ = pair
+    ids = ours.encode(content)
+    text = ours.decode(ids)
+    text = text[:data.draw(st.integers(0, len(text)))]
+    kept, tail = ours.covered(ids, text)
+    assert ours.decode(ids[:kept]) + tail == text
+    more = [ours.decode(ids[:number]) for number in range(kept + 1, len(ids) + 1)]
+    assert not any(text.startswith(part) for part in more)
+
+
+def test_the_tail_of_a_reply_comes_before_the_next_messages(tmp_path):
+    ours = save(tmp_path, byte_level())
+    before, new = CHAT[:2] + [dict(role="assistant", content="x")], [dict(role="user", content="More")]
+    rendering = ours.render(before, new)
+    without, ids = (ours.tokenize(rendering, None, tail) for tail in ("", " N<|end|>"))
+    assert ours.decode(ids) == " N<|end|>" + ours.decode(without)
+    assert ids.count(ours.special["<|end|>"]) == without.count(ours.special["<|end|>"])
+
+
 def test_text_is_held_back_no_longer_than_needed(tmp_path):
     ours = save(tmp_path, byte_level())
     stream = TextStream(ours, ["\nUser:"])
@@ -511,3 +536,117 @@ def test_a_llama2_checkpoint_chats_as_transformers(tmp_path):
         assert reply.token_ids == expected and reply.text == ours.decode(expected)
         ids += expected
         messages += [{"role": "user", "content": said}, {"role": "assistant", "content": reply.text}]
+
+
+def qwen2_like(directory, added="decoder", **config):
+    """vocab.json and merges.txt; the tokens of the template stand in another file."""
+    model = json.loads(byte_level([]).to_str())["model"]
+    directory.mkdir(exist_ok=True)
+    (directory / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (directory / "merges.txt").write_text("\n".join(" ".join(pair) for pair in model["merges"]) + "\n")
+    tokens = [*SPECIAL, "<think>"]
+    first = len(model["vocab"])
+    if added == "decoder":
+        config["added_tokens_decoder"] = {
+            first + n: dict(content=text, lstrip=n == 4, normalized=False, rstrip=False, single_word=False,
+                            special=text != "<think>") for n, text in enumerate(tokens)}
+    else:
+        (directory / "added_tokens.json").write_text(json.dumps({text: first + n
+                                                                 for n, text in enumerate(tokens)}))
+    config = dict(chat_template=OWN_TEMPLATE, eos_token="<|end|>", unk_token=None, pad_token="<|end|>",
+                  additional_special_tokens=SPECIAL[:3]) | config
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return load_tokenizer(directory)
+
+
+@pytest.mark.parametrize("added", ["decoder", "indices"])
+@pytest.mark.parametrize("oracle", [Qwen2Tokenizer, GPT2Tokenizer])
+def test_vocab_and_merges_as_transformers(tmp_path, oracle, added):
+    """The split of a text, and the tokens that other files add."""
+    ours = qwen2_like(tmp_path, added, tokenizer_class=oracle.__name__, bos_token="<|end|>")
+    theirs = oracle.from_pretrained(tmp_path, unk_token="<|end|>")
+    assert ours.special.keys() == set(SPECIAL)
+    for content in ["I'M 1234 they're  \n\n x\r\n", "e\u0301 <think> a", *CORPUS[:5], " <think>",
+                    "!!\n\n\n 你好"]:
+        assert ours.encode(content) == theirs.encode(content, add_special_tokens=False), content
+        chat = [dict(role="user", content=content)]
+        assert ours.turn([], chat, None) == theirs.apply_chat_template(
+            chat, add_generation_prompt=True, return_dict=False)
+
+
+def test_the_model_says_that_a_tokenizer_is_qwens(tmp_path):
+    gpt2 = qwen2_like(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="qwen3")))
+    qwen2 = load_tokenizer(tmp_path)
+    assert len(qwen2.encode("12")) == 2 > len(gpt2.encode("12")) and qwen2.fingerprint != gpt2.fingerprint
+    assert qwen2_like(tmp_path, tokenizer_class="GPT2Tokenizer").encode("12") == gpt2.encode("12")
+
+
+def test_added_tokens_beside_tokenizer_json(tmp_path):
+    token = dict(content="<x>", lstrip=False, normalized=False, rstrip=True, single_word=False, special=False)
+    first = byte_level().get_vocab_size()
+    without = save(tmp_path, byte_level())
+    ours = save(tmp_path, byte_level(), added_tokens_decoder={first: token})
+    assert ours.encode("a<x> b") == [*ours.encode("a"), first, *ours.encode("b")]
+    assert ours.decode([first]) == "<x>" and ours.fingerprint != without.fingerprint
+    with pytest.raises(ValueError, match=f"'<x>' is said to be 9999, but .* would be {first}"):
+        save(tmp_path, byte_level(), added_tokens_decoder={9999: token})
+
+
+@pytest.mark.parametrize("config, name", [
+    (dict(bos_token="<s>", chat_template="{{ bos_token }}" + OWN_TEMPLATE), "<s>"),
+    (dict(additional_special_tokens=["[INST]"], chat_template="[INST]" + OWN_TEMPLATE), "[INST]"),
+    (dict(extra_special_tokens=dict(image_token="<image>"), chat_template=OWN_TEMPLATE + "{{ image_token }}"),
+     "<image>")])
+def test_a_special_token_that_the_vocabulary_lacks_is_refused(tmp_path, config, name):
+    with pytest.raises(ValueError, match=f"writes '{re.escape(name)}', which is no token.*letter by letter"):
+        save(tmp_path, byte_level(), config.pop("chat_template"), **config)
+    assert save(tmp_path, byte_level(), **config)           # a template that does not write it
+
+
+def prefixed():
+    """Like GPT-2's with add_prefix_space."""
+    library = byte_level()
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    return library
+
+
+def unigram(scheme="always"):
+    library = tokenizers.Tokenizer(models.Unigram())
+    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    library.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    library.train_from_iterator([line for line in CORPUS if line.isascii()], trainers.UnigramTrainer(
+        vocab_size=120, special_tokens=["<unk>", *SPECIAL], unk_token="<unk>", show_progress=False))
+    return library
+
+
+WORDS_TEMPLATE = ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+                  "{{ 'assistant:' if add_generation_prompt }}")
+
+
+@pytest.mark.parametrize("template", [WORDS_TEMPLATE, OWN_TEMPLATE, "{{ bos_token }}" + WORDS_TEMPLATE])
+@pytest.mark.parametrize("make", [byte_level, sentencepiece, prefixed, unigram, lambda: unigram("first"),
+                                  lambda: with_bos(byte_level())])
+def test_a_later_turn_has_the_tail_of_the_ids_of_the_whole(tmp_path, make, template):
+    """A tokenizer that puts something before a text does not put it before every turn."""
+    library = make()
+    ours = save(tmp_path, library, template, bos_token="<|system|>")
+    for reply in ("the cat", "they're", "", "the"):
+        chat = [CHAT[1], dict(role="assistant", content=reply), CHAT[5]]
+        whole = transformers_ids(library, template, chat, bos_token="<|system|>")
+        tail = ours.turn(chat[:2], chat[2:], None)
+        assert len(tail) > 3 and whole[-len(tail):] == tail
+
+
+def test_a_token_that_would_span_a_reply_and_what_follows_it(tmp_path):
+    """The reply is tokens already: what follows is that of another reply."""
+    ours = save(tmp_path, sentencepiece(), WORDS_TEMPLATE)
+    def tail(reply):
+        return ours.turn([CHAT[1], dict(role="assistant", content=reply)], CHAT[5:], None)
+    assert len(ours.encode("a\n\nb")) == len(ours.encode("a\nb")) and tail("x\n") == tail("x")
+
+
+def with_bos(library):
+    library.post_processor = processors.TemplateProcessing(
+        single="<|system|> $A", special_tokens=[("<|system|>", library.token_to_id("<|system|>"))])
+    return library

@@ -1,0 +1,101 @@
+"""Which chunks cache the beginning of a prompt, when nobody says where the prompt comes from.
+
+A client resends what it once sent, with one message altered; another one begins with the same
+system message. To find the KV that these contexts have in common, each full chunk of tokens gets a
+key. It is a hash of the chunk's tokens and of the key before, so it stands for all tokens up to
+there. The first key depends on the owner: nobody finds what belongs to somebody else.
+
+    tokens        [ 0 .. 31 ]     [ 32 .. 63 ]     [ 64 .. 95 ]     [ 96 .. 104
+    key of        owner, tokens   key 0, tokens    key 1, tokens    (not full)
+    filed         chunk A         chunk B          nothing          -> a new prompt shares A and B
+
+(vLLM finds blocks of 16 tokens in this way. With us the chunk belongs to conversations all the
+same, so eviction goes on from the leading end.) Only who has an owner is filed and searched for.
+
+Invariant: a chunk that is filed is full, or is being computed, or was full until its KV was
+evicted; its key stands for the tokens that all of its users begin with.
+"""
+from array import array
+from collections.abc import Collection, Iterator
+from hashlib import blake2b
+
+from kv_cache import Chunk, Conversation
+
+
+class Beginnings:
+    """Full chunks by what a context begins with: its owner, and its tokens up to the chunk's end.
+
+    All methods are O(chunks of the conversation), however many are filed."""
+
+    def __init__(self, chunk_size: int):
+        self.chunk_size = chunk_size
+        self.roots: dict[Conversation, bytes] = {}      # the key that stands for the owner
+        self.chunks: dict[bytes, Chunk] = {}
+        self.keys: dict[Chunk, bytes] = {}              # the same, from chunk to key
+
+    def own(self, conversation: Conversation, owner: str):
+        """From now on the conversation is filed, and its next prompts are searched for. It keeps
+        the owner that it had first."""
+        self.roots.setdefault(conversation, digest(owner.encode()))
+
+    def inherit(self, conversation: Conversation, origin: Conversation):
+        """A conversation that shares chunks with its origin belongs to the origin's owner."""
+        if origin in self.roots:
+            self.roots.setdefault(conversation, self.roots[origin])
+
+    def find(self, conversation: Conversation, tokens: array) -> list[Chunk]:
+        """The chunks that begin a context of these tokens, the conversation's next one, up to the
+        first that nobody has filed. Where the conversation has KV, they are its own."""
+        found = []
+        for index, key in enumerate(self._keys(conversation, tokens, len(tokens))):
+            own = conversation.chunks[index] if index < len(conversation.chunks) else None
+            chunk = own if own and has_kv(own) else self.chunks.get(key)
+            if chunk is None:
+                break
+            found.append(chunk)
+        return found
+
+    def file(self, conversation: Conversation, length: int):
+        """File the full chunks of the conversation's first `length` tokens, so that others find
+        them. Of two chunks with one key they find the first."""
+        keys = self._keys(conversation, conversation.tokens, length)
+        for chunk, key in zip(conversation.chunks, keys):
+            if conversation in chunk.users and self.chunks.setdefault(key, chunk) is chunk:
+                self.keys[chunk] = key
+
+    def discard(self, chunk: Chunk):
+        """The chunk is full no longer, or nobody uses it any more."""
+        if key := self.keys.pop(chunk, None):
+            del self.chunks[key]
+
+    def check_integrity(self, conversations: Collection[Conversation]):
+        """For tests: check the books from scratch."""
+        assert self.chunks == {key: chunk for chunk, key in self.keys.items()}
+        assert self.roots.keys() <= {*conversations}
+        in_use = {chunk for one in conversations for chunk in one.chunks if one in chunk.users}
+        assert self.keys.keys() <= in_use
+        for one, key in self.roots.items():
+            for chunk in one.chunks[:len(one.tokens) // self.chunk_size]:
+                start = chunk.index * self.chunk_size
+                key = digest(key + one.tokens[start:start + self.chunk_size].tobytes())
+                assert self.keys.get(chunk, key) == key
+
+    def _keys(self, conversation: Conversation, tokens: array, length: int) -> Iterator[bytes]:
+        """Those of the full chunks of the first `length` tokens; none if it has no owner."""
+        key = self.roots.get(conversation)
+        for index in range(length // self.chunk_size if key else 0):
+            own = conversation.chunks[index] if index < len(conversation.chunks) else None
+            start = index * self.chunk_size
+            content = tokens[start:start + self.chunk_size].tobytes()
+            key = self.keys.get(own) or digest(key + content)
+            yield key
+
+
+def has_kv(chunk: Chunk) -> bool:
+    """Does it have KV in a tier, or will it soon?"""
+    return bool(chunk.filled or chunk.pinned)
+
+
+def digest(content: bytes) -> bytes:
+    """So many bits that nobody finds two contents with one digest."""
+    return blake2b(content, digest_size=32).digest()
