@@ -78,9 +78,10 @@ def load_tokenizer(directory: Path, most_tokens: int | None = None) -> "Tokenize
         try:
             library, config = gguf_file.read_tokenizer(Path(directory))
             with TemporaryDirectory() as folder:
-                file = Path(folder, "tokenizer.json")
-                library.save(str(file))
-                return Tokenizer([file], config, most_tokens)
+                made = Path(folder)
+                library.save(str(made / "tokenizer.json"))
+                (made / "tokenizer_config.json").write_text(json.dumps(config))
+                return Tokenizer([made / "tokenizer.json"], read_config(made), most_tokens)
         except Exception as error:      # as below; and the metadata can be of any type
             why = " ".join(str(error).split())          # some errors of the library have four lines
             raise ValueError(f"{directory}: its tokenizer cannot be used: {why}") from error
