@@ -86,9 +86,10 @@ def dtype_on_cpu(directory: Path | None) -> str:
         if directory.is_file():                         # GGUF
             return "float16"
         with suppress(ValueError):
-            dtypes = {tensor.dtype for file in weight_files(directory)
-                      for name, tensor in read_tensors(file, {}) if not name.endswith(NOT_PARAMETERS)}
-            return "float16" if dtypes == {torch.float16} else "float32"
+            tensors = (tensor for file in weight_files(directory)
+                       for name, tensor in read_tensors(file, {}) if not name.endswith(NOT_PARAMETERS))
+            if all(tensor.dtype == torch.float16 for tensor in tensors):
+                return "float16"
     return "float32"
 
 
