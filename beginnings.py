@@ -16,7 +16,7 @@ Invariant: a chunk that is filed is full, or is being computed, or was full unti
 evicted; its key stands for the tokens that all of its users begin with.
 """
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from hashlib import blake2b
 
 from kv_cache import Chunk, Conversation
@@ -35,31 +35,48 @@ class Beginnings:
 
     def own(self, conversation: Conversation, owner: str):
         """From now on the conversation is filed, and its next prompts are searched for. It keeps
-        the owner that it had first."""
-        self.roots.setdefault(conversation, digest(owner.encode()))
+        the owner that it had first; see `_give`."""
+        self._give(conversation, digest(owner.encode()))
 
     def inherit(self, conversation: Conversation, origin: Conversation):
         """A conversation that shares chunks with its origin belongs to the origin's owner."""
         if origin in self.roots:
-            self.roots.setdefault(conversation, self.roots[origin])
+            self._give(conversation, self.roots[origin])
 
-    def find(self, conversation: Conversation, tokens: array) -> list[Chunk]:
+    def _give(self, conversation: Conversation, root: bytes):
+        """Nothing changes if it has an owner, or shares chunks with others who have none."""
+        alone = all(len(chunk.users) == 1 for chunk in conversation.chunks)
+        if conversation not in self.roots and alone:
+            self.roots[conversation] = root
+
+    def owned(self, conversation: Conversation) -> bool:
+        return conversation in self.roots
+
+    def same_owner(self, one: Conversation, other: Conversation) -> bool:
+        """(Or has neither of them an owner?)"""
+        return self.roots.get(one) == self.roots.get(other)
+
+    def find(self, conversation: Conversation, tokens: array,
+             prefix: Sequence[Chunk] = ()) -> Iterator[Chunk]:
         """The chunks that begin a context of these tokens, the conversation's next one, up to the
         first that nobody has filed. Where the conversation has KV, they are its own."""
-        found = []
         for index, key in enumerate(self._keys(conversation, tokens, len(tokens))):
             own = conversation.chunks[index] if index < len(conversation.chunks) else None
-            chunk = own if own and has_kv(own) else self.chunks.get(key)
+            filed = prefix[index] if index < len(prefix) else self.chunks.get(key)
+            chunk = own if own and has_or_gets_kv(own) else filed
             if chunk is None:
-                break
-            found.append(chunk)
-        return found
+                return
+            yield chunk
 
     def file(self, conversation: Conversation, length: int):
         """File the full chunks of the conversation's first `length` tokens, so that others find
-        them. Of two chunks with one key they find the first."""
+        them. Of two chunks with one key they find the first, unless only the second has KV. (When
+        the first is discarded, the second is filed after its conversation has run again.)"""
         keys = self._keys(conversation, conversation.tokens, length)
         for chunk, key in zip(conversation.chunks, keys):
+            filed = self.chunks.get(key)
+            if filed and has_or_gets_kv(chunk) and not has_or_gets_kv(filed):
+                self.discard(filed)
             if conversation in chunk.users and self.chunks.setdefault(key, chunk) is chunk:
                 self.keys[chunk] = key
 
@@ -91,7 +108,7 @@ class Beginnings:
             yield key
 
 
-def has_kv(chunk: Chunk) -> bool:
+def has_or_gets_kv(chunk: Chunk) -> bool:
     """Does it have KV in a tier, or will it soon?"""
     return bool(chunk.filled or chunk.pinned)
 

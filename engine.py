@@ -305,7 +305,7 @@ class Engine:
         full chunks of what they have in common, and no eviction takes these chunks. Call this
         before the first turn."""
         self.cache.designate(tokens)
-        left = self.worker.num_slots - len(self.cache.prefix)
+        left = self.worker.num_slots - len(self.cache.designated.tokens)
         self.scheduler.limit = min(self.worker.max_context, left)
 
     def stats(self) -> dict:

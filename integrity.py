@@ -54,6 +54,7 @@ def check_conversation(cache, conversation):
         first = chunk.users[0]
         of_prefix = first.pinned and first.row is None          # the designated one, see sharing.py
         assert chunk.index == index and (conversation in chunk.users or of_prefix)
+        assert runs or index * cache.chunk_size < len(conversation.tokens), "beyond its tokens"
         if chunk.filled and chunk.users == (conversation,):
             end = index * cache.chunk_size + chunk.filled
             assert end <= min(conversation.known, len(conversation.tokens))

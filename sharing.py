@@ -35,7 +35,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 import integrity
-from beginnings import Beginnings, has_kv
+from beginnings import Beginnings, has_or_gets_kv
 from kv_cache import Chunk, Conversation, KVCache, Ticket
 
 MOST_USERS = 16         # of a chunk; those that run, wait or have no owner do not leave it
@@ -61,9 +61,9 @@ class SharingCache(KVCache):
         if 2 * full * self.chunk_size > self.num_slots:
             raise ValueError(f"a prefix of {len(tokens)} tokens would fill more than half of "
                              f"{self.num_slots} slots: shorten it")
-        self.prefix = array("i", tokens[:full * self.chunk_size])
-        self.designated = Conversation("prefix", next(self.orders), self.prefix, self.chunk_size)
-        self.designated.known, self.designated.pinned = len(self.prefix), True
+        tokens = tokens[:full * self.chunk_size]
+        self.designated = Conversation("prefix", next(self.orders), tokens, self.chunk_size)
+        self.designated.known, self.designated.pinned = len(tokens), True
         self.designated.chunks = [Chunk(self.designated.alone, index) for index in range(full)]
 
     def fork(self, origin: Conversation, name: str | None, tokens: Iterable[int]) -> Conversation:
@@ -74,8 +74,9 @@ class SharingCache(KVCache):
         `follow`."""
         assert name not in self.conversations
         conversation = self.open(name, tokens)
-        self._share(conversation, conversation.tokens[:conversation.known], origin)
         self.follow(conversation, origin)
+        known = conversation.tokens[:conversation.known]
+        self._use(conversation, self._in_common(conversation, known, origin))
         return conversation
 
     def follow(self, conversation: Conversation, origin: Conversation):
@@ -97,35 +98,42 @@ class SharingCache(KVCache):
 
         The last token of the prompt stays the conversation's own, since its reply is sampled there.
         With chunks of 4 and a prompt of 8, chunk 0 is shared and chunk 1 is not."""
-        origin, prompt = self.origins.get(conversation.order), array("i", prompt)
+        origin, prompt = self._origin(conversation), array("i", prompt)
         shareable = (conversation.tokens + prompt)[:-1]
-        if origin and origin.row is not None:
-            if origin.known < common_length(shareable, origin.tokens):
-                return False
-        self._share(conversation, shareable, self.designated)
-        found = self.beginnings.find(conversation, shareable)
-        if any(chunk.filled < self.chunk_size and runs(chunk) for chunk in found):
+        if origin and runs(origin) and origin.known < common_length(shareable, origin.tokens):
             return False
+        prefix, found = self._in_common(conversation, shareable, self.designated), []
+        for chunk in self.beginnings.find(conversation, shareable, prefix):
+            if chunk.filled < self.chunk_size and any(map(runs, chunk.users)):
+                return False
+            found.append(chunk)
         super().extend(conversation, prompt)
-        self._use(conversation, found)
+        self._use(conversation, found or prefix)    # (without an owner nothing is found)
         if origin:
-            self._share(conversation, shareable, origin)
+            self._use(conversation, self._in_common(conversation, shareable, origin))
         return True
 
-    def _share(self, conversation: Conversation, tokens: Sequence[int], origin: Conversation):
-        """The conversation, whose context begins with `tokens`, shares the full chunks that these
-        have in common with the first `known` tokens of the origin. Nothing happens if the
-        conversation has a chunk that the origin does not have."""
-        if conversation.chunks == origin.chunks[:len(conversation.chunks)]:
-            common = common_length(tokens, origin.tokens[:origin.known])
-            self._use(conversation, origin.chunks[:common // self.chunk_size])
+    def _origin(self, conversation: Conversation) -> Conversation | None:
+        """The origin that was named for its next turn. None if that has another owner."""
+        origin = self.origins.get(conversation.order)
+        same = origin and self.beginnings.same_owner(conversation, origin)
+        return origin if same else None
+
+    def _in_common(self, conversation: Conversation, tokens: Sequence[int],
+                   origin: Conversation) -> list[Chunk]:
+        """The full chunks that `tokens`, the context of the conversation, have in common with the
+        first `known` tokens of the origin. None if the conversation has a chunk of its own."""
+        if conversation.chunks != origin.chunks[:len(conversation.chunks)]:
+            return []
+        common = common_length(tokens, origin.tokens[:origin.known])
+        return origin.chunks[:common // self.chunk_size]
 
     def _use(self, conversation: Conversation, chunks: list[Chunk]):
         """The conversation, which does not run, shares these chunks, the first ones of its context.
         Where it has KV already, it keeps that."""
         for chunk in chunks:
             here = slice(chunk.index, chunk.index + 1)
-            if any(own is chunk or has_kv(own) for own in conversation.chunks[here]):
+            if any(own is chunk or has_or_gets_kv(own) for own in conversation.chunks[here]):
                 continue
             for own in conversation.chunks[here]:           # it is absent
                 self._stop_using(own, conversation)
@@ -141,8 +149,8 @@ class SharingCache(KVCache):
         """If the chunk has MOST_USERS, its most idle user leaves it."""
         if len(chunk.users) < MOST_USERS:
             return
-        idle = [user for user in chunk.users if user in self.beginnings.roots
-                and not (user.pinned or user.waiting)]
+        idle = [user for user in chunk.users
+                if self.beginnings.owned(user) and not (user.pinned or user.waiting)]
         if idle:
             user = min(idle, key=lambda user: user.last_active)
             user.chunks[chunk.index] = Chunk(user.alone, chunk.index)       # an absent one
@@ -152,7 +160,8 @@ class SharingCache(KVCache):
     def admit(self, conversation: Conversation, total: int, now: float) -> list[Ticket]:
         swap_in = super().admit(conversation, total, now)
         self.beginnings.file(conversation, total - 1)       # others may wait for its prompt
-        origin = self.origins.pop(conversation.order, None) or self._nearest(conversation)
+        origin = self._origin(conversation) or self._nearest(conversation)
+        self.origins.pop(conversation.order, None)
         if origin:
             self._copy_tail(conversation, origin)
         return swap_in
@@ -165,7 +174,7 @@ class SharingCache(KVCache):
         """Of the users of the last chunk that it shares, the one that goes on most alike. None if
         it shares none, or has no owner."""
         shared = [chunk for chunk in conversation.chunks if len(chunk.users) > 1]
-        if not shared or conversation not in self.beginnings.roots:
+        if not shared or not self.beginnings.owned(conversation):
             return None
         start = (shared[-1].index + 1) * self.chunk_size
         behind = slice(start, start + self.chunk_size)
@@ -200,7 +209,8 @@ class SharingCache(KVCache):
     # ---- what the core does, with the designated prefix and the index of beginnings
 
     def _trim(self, chunk: Chunk):
-        self.beginnings.discard(chunk)              # what is trimmed is not full
+        # It is not full. (If its users once had KV for all of it, `release` files it again.)
+        self.beginnings.discard(chunk)
         super()._trim(chunk)
 
     def _stop_using(self, chunk: Chunk, conversation: Conversation):
@@ -211,7 +221,8 @@ class SharingCache(KVCache):
     def drop_all(self, conversation: Conversation):
         """It goes on sharing the designated prefix."""
         super().drop_all(conversation)
-        self._share(conversation, conversation.tokens[:-1], self.designated)
+        known = conversation.tokens[:-1]
+        self._use(conversation, self._in_common(conversation, known, self.designated))
 
     def drop_everything(self):
         for chunk in self.designated.chunks:
@@ -228,9 +239,9 @@ class SharingCache(KVCache):
         self.beginnings.check_integrity(self.conversations.values())
 
 
-def runs(chunk: Chunk) -> bool:
-    """Does any user of the chunk run? (The designated prefix is pinned, but does not run.)"""
-    return any(user.row is not None for user in chunk.users)
+def runs(conversation: Conversation) -> bool:
+    """(The designated prefix is pinned, but does not run.)"""
+    return conversation.row is not None
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:

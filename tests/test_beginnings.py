@@ -163,6 +163,93 @@ def test_the_designated_prefix_and_the_index_together():
     cache.check_integrity()
 
 
+def test_a_turn_that_waits_shares_nothing_yet():
+    """c's first turn waits for a, and is cancelled. Its second one begins otherwise."""
+    world = World(slots=96, prefix=range(8))
+    world.submit("a", [*world.prefix, *range(10, 40)], owner="x")
+    world.step()                                                # 16 tokens of 38
+    waits = world.submit("c", [*world.prefix, *range(10, 42)], owner="x")
+    other = world.submit("c", range(20, 49), owner="x")
+    world.step()
+    assert waits.admitted is None and not waits.conversation.chunks
+    world.scheduler.cancel(waits, world.now)
+    world.run()
+    assert other.conversation.tokens[:29].tolist() == [*range(20, 49)] and other.usage["gpu"] == 0
+    assert other.generated[0] == answer(other.conversation.tokens[:29])
+
+
+@pytest.mark.parametrize("order", ["like", "the fork's owner first", "the origin's owner later"])
+def test_conversations_of_two_owners_share_nothing(order):
+    cache = make(slots=64)
+    a = cache.open("a")
+    if order == "like":
+        cache.own(a, "ada/")
+    cache.extend(a, range(14))
+    run_to_end(cache, a)
+    if order == "like":
+        b = cache.open("b")
+        cache.own(b, "bob/")
+        cache.follow(b, a)
+        assert cache.extend(b, range(14)) and not b.chunks
+        assert run_to_end(cache, b) == 0 and not cache.take_slot_copies()
+    else:
+        b = cache.fork(a, "b", a.tokens[:9])                    # nobody's, as a is
+        cache.own(*((b, "bob/") if order == "the fork's owner first" else (a, "ada/")))
+        assert cache.extend(b, [77]) and b.chunks == a.chunks[:2]
+        run_to_end(cache, b)
+        assert not owned(cache, "c", "bob/", range(14)).chunks
+        assert not owned(cache, "d", "ada/", range(14)).chunks
+    check_owners(cache)
+    cache.check_integrity()
+
+
+def test_a_fork_may_have_an_owner_of_its_own_before_it_shares_anything():
+    cache = make(slots=64)
+    a = cache.open("a")
+    cache.extend(a, range(14))
+    run_to_end(cache, a)
+    b = cache.fork(a, "b", a.tokens[:3])
+    cache.own(b, "bob/")
+    assert cache.extend(b, [*range(3, 14), 77]) and not b.chunks
+    assert run_to_end(cache, b) == 0 and not cache.take_slot_copies()
+    assert owned(cache, "c", "bob/", range(14)).chunks == b.chunks[:3]
+
+
+def test_of_two_chunks_with_the_same_tokens_the_one_with_kv_is_found():
+    """a and b give the same reply. a's is evicted; b, which has it still, returns."""
+    cache = make(slots=64, places=0)
+    a, b = (owned(cache, name, "", range(5)) for name in "ab")
+    for one in (a, b):
+        cache.admit(one, 5, 0.0)
+        cache.computed(one, 4 * (one is b), 5)
+        one.tokens.extend(range(5, 14))
+        assert cache.grow(one, 0.0)
+        cache.computed(one, 5, 13)
+        cache.release(one, 0.0)
+    assert a.chunks[1] is not b.chunks[1]
+    cache.reclaim(a.chunks[1])
+    assert cache.extend(b, [99])
+    run_to_end(cache, b)
+    cache.check_integrity()
+    assert owned(cache, "c", "", range(10)).chunks[1] is b.chunks[1]
+
+
+def test_a_chunk_whose_recomputation_was_suspended_is_found():
+    cache = make(slots=16, places=0)
+    a = owned(cache, "a", "", range(9))
+    run_to_end(cache, a)
+    copy(cache, 9)
+    grow_to(cache, cache.open("other"), 16, 11.0)
+    cache.forget(cache.open("other"))
+    cache.extend(a, [9])
+    cache.admit(a, 10, 12.0)
+    cache.computed(a, 0, 2)
+    cache.release(a, 13.0)
+    assert [chunk.filled for chunk in a.chunks] == [2, 0, 0]
+    b = owned(cache, "b", "", [*range(8), 99])
+    assert b.chunks == a.chunks[:2] and run_to_end(cache, b) == 2 and a.sources() == (8, 0)
+
+
 # ---- many users of one chunk
 
 def test_thousands_begin_alike():

@@ -261,7 +261,7 @@ def test_the_system_prompt_is_what_a_first_system_message_would_be_and_is_comput
     plain, sessions = Sessions("tiny_chat", **TINY), prompted()
     engine, system = sessions.engine, dict(role="system", content=SYSTEM)
     expected = plain.respond([system, user("Hi!")], max_tokens=6).result()
-    prefix = len(engine.cache.prefix)
+    prefix = len(engine.cache.designated.tokens)
     assert prefix > 16 and engine.scheduler.limit == 160 - prefix
     first = sessions.chat("Hi!", "a", max_tokens=6)
     assert first.token_ids == expected.token_ids and first.usage["new"] == expected.usage["new"]
