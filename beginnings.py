@@ -9,11 +9,13 @@ there. The first key depends on the owner: nobody finds what belongs to somebody
     key of        owner, tokens   key 0, tokens    key 1, tokens    (not full)
     filed         chunk A         chunk B          nothing          -> a new prompt shares A and B
 
-(vLLM finds blocks of 16 tokens in this way. With us the chunk belongs to conversations all the
-same, so eviction goes on from the leading end.) Only who has an owner is filed and searched for.
+Only a conversation that has an owner is filed and searched for.
 
-Invariant: a chunk that is filed is full, or is being computed, or was full until its KV was
-evicted; its key stands for the tokens that all of its users begin with.
+(vLLM finds its blocks of 16 tokens in the same way. There a block behind a missing one is useless.
+Here it is not: the missing chunk is recomputed. So Pensieve's order of eviction stays.)
+
+Invariant: each user of a filed chunk has a token at every position of it, and the key stands for
+their owner and all tokens up to its end. (It may lack KV. Who shares it computes that for all.)
 """
 from array import array
 from collections.abc import Collection, Iterator, Sequence
@@ -25,7 +27,7 @@ from kv_cache import Chunk, Conversation
 class Beginnings:
     """Full chunks by what a context begins with: its owner, and its tokens up to the chunk's end.
 
-    All methods are O(chunks of the conversation), however many are filed."""
+    A method costs O(tokens of the conversation) at most, however many chunks are filed."""
 
     def __init__(self, chunk_size: int):
         self.chunk_size = chunk_size
@@ -44,7 +46,8 @@ class Beginnings:
             self._give(conversation, self.roots[origin])
 
     def _give(self, conversation: Conversation, root: bytes):
-        """Nothing changes if it has an owner, or shares chunks with others who have none."""
+        """It keeps an owner that it has. If it shares chunks with others who have no owner, it has
+        none either."""
         alone = all(len(chunk.users) == 1 for chunk in conversation.chunks)
         if conversation not in self.roots and alone:
             self.roots[conversation] = root
@@ -58,8 +61,12 @@ class Beginnings:
 
     def find(self, conversation: Conversation, tokens: array,
              prefix: Sequence[Chunk] = ()) -> Iterator[Chunk]:
-        """The chunks that begin a context of these tokens, the conversation's next one, up to the
-        first that nobody has filed. Where the conversation has KV, they are its own."""
+        """tokens: the context that the conversation will have. For each full chunk of it: the
+        conversation's own chunk if that has KV, else that of `prefix`, else the chunk that is filed
+        under the same key. It ends where there is none of these.
+
+        Example: the conversation has chunk 0 (evicted), 1 and 2. Others have filed A for chunk 0
+        and B for chunk 3: A, own 1, own 2, B. prefix: chunks that nobody files."""
         for index, key in enumerate(self._keys(conversation, tokens, len(tokens))):
             own = conversation.chunks[index] if index < len(conversation.chunks) else None
             filed = prefix[index] if index < len(prefix) else self.chunks.get(key)
@@ -81,7 +88,8 @@ class Beginnings:
                 self.keys[chunk] = key
 
     def discard(self, chunk: Chunk):
-        """The chunk is full no longer, or nobody uses it any more."""
+        """Nobody finds the chunk any more: it was cut, or it has no users. (An evicted one stays
+        filed.)"""
         if key := self.keys.pop(chunk, None):
             del self.chunks[key]
 
@@ -98,7 +106,11 @@ class Beginnings:
                 assert self.keys.get(chunk, key) == key
 
     def _keys(self, conversation: Conversation, tokens: array, length: int) -> Iterator[bytes]:
-        """Those of the full chunks of the first `length` tokens; none if it has no owner."""
+        """The key of each full chunk of the first `length` tokens, in order. None at all without an
+        owner.
+
+        A chunk of the conversation that is filed has its key already: all its users have the same
+        tokens."""
         key = self.roots.get(conversation)
         for index in range(length // self.chunk_size if key else 0):
             own = conversation.chunks[index] if index < len(conversation.chunks) else None

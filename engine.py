@@ -168,11 +168,12 @@ class Engine:
             parent          a conversation that begins as the context does (sharing.py: fork)
             like            an earlier turn with the same prompt after the same context; this turn
                             waits while that one computes it (sharing.py: follow)
-            owner           uses what conversations of the same owner have cached, as far as one
-                            begins alike (sharing.py: own)
-            reached_stop    the owner calls it with each token that does not end the reply as a stop
-                            token; True ends it
-            on_end          the owner calls it when the turn has ended
+            owner           a text; the turn uses what any conversation with the same owner has
+                            cached of its context (None: it neither uses nor offers anything; a fork
+                            has its parent's owner)
+            reached_stop    whoever steps the engine calls it with each token that does not end the
+                            reply as a stop token; True ends it
+            on_end          whoever steps the engine calls it when the turn has ended
 
         Neither reached_stop nor on_end may fail: that would stop the engine.
 

@@ -15,13 +15,19 @@ full, too, and copies it when one of its users first writes there.) The caller n
 by `fork` or `follow`. Or it names the *owner* (`own`): then chunks are found by the tokens that a
 context begins with (beginnings.py).
 
-The core does the rest, since eviction looks at single chunks. A chunk is pinned while any of its
-users runs, and waits while a turn of any of them waits. It has been idle since the latest run of a
-user ended. With three users it is worth three times as much. Whoever recomputes it does it for all
-of them; only if one step takes it for two of them, both compute it. A user that gives it up leaves
-it to the others. Thousands may begin alike, so a chunk has MOST_USERS: when one more comes, the
-most idle user leaves the chunk to the others. It finds the chunk again when it returns, or is
-forgotten when nothing else of it is cached.
+The core does the rest, since eviction looks at single chunks. A shared chunk is
+
+    pinned          while any of its users runs
+    hardly idle     while a turn of any of them waits
+    idle            since the last of them stopped running
+    worth           its value times the number of its users
+    recomputed      by the first user that runs, for all (if one batch has two, both compute it)
+    kept            for the others if one of them gives it up
+
+A thousand chats may begin with one system message. If all were users of its chunks, each change of
+a chunk would cost a look at all thousand. So a chunk has at most MOST_USERS (16). When user 17
+comes, the one that has been idle longest leaves the chunk. It finds the chunk again when it
+returns.
 
 The *designated prefix* (the operator's system prompt) is a conversation that is pinned for good. A
 conversation that has no chunk yet shares those full chunks of it with which its context begins.
@@ -80,10 +86,11 @@ class SharingCache(KVCache):
         return conversation
 
     def follow(self, conversation: Conversation, origin: Conversation):
-        """The next turn of `conversation` uses what `origin` has computed, as far as both begin
-        alike: it shares full chunks and copies what is behind them. While the origin computes the
-        same prompt, this turn waits at the head of the queue, and all others behind it: one prompt,
-        n replies."""
+        """Name the origin of the conversation's next turn: the turn shares its full chunks, and
+        copies what is common behind them. (An origin of another owner is ignored.)
+
+        For n replies to one prompt, n - 1 turns follow the first. The next one in the queue waits
+        until the prompt is computed, and so do all others behind it."""
         self.origins[conversation.order] = origin
         self.beginnings.inherit(conversation, origin)
 
@@ -93,11 +100,18 @@ class SharingCache(KVCache):
         self.beginnings.own(conversation, owner)
 
     def extend(self, conversation: Conversation, prompt: Sequence[int]) -> bool:
-        """The prompt joins the conversation's tokens, and what it has in common with others is
-        shared. False while another still computes the same: then the caller asks again later.
+        """Let the prompt join the conversation, and share the chunks that others have of its
+        context. False: another turn is computing some of them; nothing has changed, and the caller
+        asks again in the next step.
 
-        The last token of the prompt stays the conversation's own, since its reply is sampled there.
-        With chunks of 4 and a prompt of 8, chunk 0 is shared and chunk 1 is not."""
+        1. If the named origin runs, wait until it has computed all that both begin with.
+        2. Find the chunks of the designated prefix, and more chunks by their tokens. Wait while one
+           of them is being computed.
+        3. The prompt joins. Share what was found, then what the origin has.
+
+        The last token of the prompt does not count: we compute it, since the reply is sampled
+        there. With chunks of 4 and a prompt of 8 tokens, 7 count: chunk 0 is shared, chunk 1 is
+        not."""
         origin, prompt = self._origin(conversation), array("i", prompt)
         shareable = (conversation.tokens + prompt)[:-1]
         if origin and runs(origin) and origin.known < common_length(shareable, origin.tokens):
@@ -146,7 +160,10 @@ class SharingCache(KVCache):
         self._note_change(conversation)
 
     def _make_room(self, chunk: Chunk):
-        """If the chunk has MOST_USERS, its most idle user leaves it."""
+        """Before one more user comes: if the chunk has MOST_USERS, the one that has been idle
+        longest leaves it, and gets an absent chunk in its place. Who runs or waits stays. So does
+        who has no owner, since it could not find the chunk again. If nobody may leave, the chunk
+        has more than MOST_USERS."""
         if len(chunk.users) < MOST_USERS:
             return
         idle = [user for user in chunk.users
@@ -159,7 +176,9 @@ class SharingCache(KVCache):
 
     def admit(self, conversation: Conversation, total: int, now: float) -> list[Ticket]:
         swap_in = super().admit(conversation, total, now)
-        self.beginnings.file(conversation, total - 1)       # others may wait for its prompt
+        # Its KV is not computed yet: others with this prompt find the chunks, and wait for them.
+        # -1: the last token is fed only to sample.
+        self.beginnings.file(conversation, total - 1)
         origin = self._origin(conversation) or self._nearest(conversation)
         self.origins.pop(conversation.order, None)
         if origin:
@@ -171,8 +190,13 @@ class SharingCache(KVCache):
         self.beginnings.file(conversation, conversation.known)              # its reply, too
 
     def _nearest(self, conversation: Conversation) -> Conversation | None:
-        """Of the users of the last chunk that it shares, the one that goes on most alike. None if
-        it shares none, or has no owner."""
+        """Nobody named an origin. From whom may `_copy_tail` copy? Of those who use the last chunk
+        that the conversation shares: the one that has most tokens in common in the chunk behind.
+        None if it shares none, or has no owner. In chunks of 4:
+
+            conversation    [ 0 .. 3 ]   [ 4  5  6  9 ]
+            a                   ^        [ 4  5  8  8 ]     2 in common
+            b                   ^        [ 4  5  6  7 ]     3 in common: b"""
         shared = [chunk for chunk in conversation.chunks if len(chunk.users) > 1]
         if not shared or not self.beginnings.owned(conversation):
             return None
@@ -202,7 +226,8 @@ class SharingCache(KVCache):
         arriving = source.ticket and source.ticket.direction == "in"
         if end > start and not arriving:
             for target, slot in zip(chunk.slots, source.slots[:end - start]):
-                # All copies happen at once, so a copy of a copy is one of the original.
+                # All sources are read before any target is written. If `slot` is itself a target
+                # of this step, it has no KV yet, so we copy from its source.
                 self.slot_copies[target] = self.slot_copies.get(slot, slot)
             self.computed(conversation, start, end)
 
