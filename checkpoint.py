@@ -187,7 +187,7 @@ def read_json(file: Path, **options) -> dict:
     """options: see json.loads."""
     try:
         if not file.is_file():
-            raise OSError("there is no such file")      # but perhaps a device or a pipe, without end
+            raise OSError("there is no such file")      # perhaps an endless device
         content = json.loads(file.read_text(encoding="utf-8"), **options)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read as JSON: {error}") from error
