@@ -54,7 +54,7 @@ CREATE TABLE turn (
     parent TEXT REFERENCES turn(id),
     conversation TEXT NOT NULL,     -- in which it was committed
     length INTEGER NOT NULL,        -- tokens of its context, including its own
-    last_token INTEGER NOT NULL,
+    last_token INTEGER NOT NULL,    -- of its reply; -1 if the reply has none
     prompt BLOB NOT NULL,           -- int32 ids
     reply BLOB NOT NULL,            -- int32 ids
     messages TEXT NOT NULL,         -- JSON: `carried` old visible messages, the new ones, the reply
@@ -92,7 +92,7 @@ class Turn(NamedTuple):
     parent: str | None
     conversation: str    # one whose head it is; if there is none, the one in which it was committed
     length: int             # tokens of its context, including its own
-    last_token: int         # the last of them: it was sampled, but never fed to the model
+    last_token: int         # of its reply; -1 if the reply has none
     note: str               # JSON: the note that `commit` was given
     hash: bytes | None      # of the visible messages of its context; None: never matched
     created: float          # seconds since 1970
@@ -230,7 +230,7 @@ class History:
             determined = hashed and text is not None
             hashed = rolled(hashed, shown)[-1] if determined else None
             turn = Turn(id or new_id(), parent, conversation, length + len(prompt) + len(reply),
-                        (prompt + reply)[-1], json.dumps(note or {}), hashed, time.time())
+                        reply[-1] if reply else -1, json.dumps(note or {}), hashed, time.time())
             db.execute("""
                 INSERT INTO turn VALUES (:id, :parent, :conversation, :length, :last_token, :prompt,
                                          :reply, :messages, :carried, :note, 0, :hash, :created)""",

@@ -59,7 +59,7 @@ from handles import Handle, Outbox, Reply
 from scheduler import TooLong
 from serving.history import ConversationRecord, History, StaleTurn, Turn, new_id
 from serving.logprobs import Reports
-from serving.tokenizer import Rewritten, TextStream, Tokenizer, load_tokenizer
+from serving.tokenizer import Rendering, Rewritten, TextStream, Tokenizer, load_tokenizer
 from sharing import common_length
 
 MOST_PRUNED = 1000      # conversations, at once
@@ -383,27 +383,29 @@ class Sessions:
         the client has. If even the shortest prompt is too long, the engine will say so."""
         messages = earlier + new
 
-        def prompt(start: int) -> list[int]:
-            return self._tokenize(system + messages[start:], template_options)
+        tokenizer = self._text_tokenizer()
+
+        def rendering(start: int) -> Rendering:
+            return tokenizer.render([], system + messages[start:], template_options)
 
         def fits(start: int) -> bool:
             if gone():
                 raise ConnectionError("the client has hung up")
             try:
-                return self._fits(len(prompt(start)), room)
+                return self._fits(len(tokenizer.tokenize(rendering(start), None)), room)
             except TooLong:
                 return False
         start = 0
         if room is not None and not fits(0):
             cuts = [i for i in range(1, len(messages)) if messages[i]["role"] == "user"
                     and i <= droppable]
-            # of those that fit; the last is tried below
+            # A later cut leaves a shorter prompt. So we bisect for the first cut that fits. If none
+            # does, we take the last one, and the engine refuses the prompt.
             first = bisect_left(cuts[:-1], True, key=fits)
             start = cuts[first] if cuts else 0
-        carried, shown = len(system) + max(len(earlier) - start, 0), system + messages[start:]
-        ids = prompt(start)
-        rendered = self.tokenizer.render([], shown, template_options).digest
-        return Plan(ids, shown, after, carried, note | dict(rendered=rendered))
+        carried, chosen = len(system) + max(len(earlier) - start, 0), rendering(start)
+        return Plan(tokenizer.tokenize(chosen, None), system + messages[start:], after, carried,
+                    note | dict(rendered=chosen.digest))
 
     def _continue(self, before: list[dict], new: list[dict], after: Turn,
                   template_options: dict | None) -> tuple[list[int], dict]:

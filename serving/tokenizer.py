@@ -224,7 +224,7 @@ class Tokenizer:
     def _refuse_letters(self, named: list[str]):
         """ValueError if the chat template writes one of these special tokens, and the vocabulary
         does not have it: the model would read letters in its place."""
-        if not (unknown := set(named) - self.special.keys()):
+        if not (unknown := {name for name in named if len(name) > 1} - self.special.keys()):
             return
         text = ""
         for roles in ["user"], ["system", "user"], ["user", "assistant", "user"]:
@@ -236,8 +236,7 @@ class Tokenizer:
 
     def _render(self, messages: list[dict], options: dict | None) -> str:
         """An option changes neither `messages` nor a name that tokenizer_config.json sets."""
-        guarded = {name: self._guarded(value) if isinstance(value, str) else value
-                   for name, value in (options or {}).items()}
+        guarded = self._guarded_option(options or {})
         try:
             text = self._template.render(guarded | self._for_template, messages=messages,
                                          tools=None, documents=None, add_generation_prompt=True)
@@ -252,6 +251,17 @@ class Tokenizer:
                                  f"content, got {message!r:.200}")
         return [{"role": message["role"], "content": self._guarded(message["content"])}
                 for message in messages]
+
+    def _guarded_option(self, value):
+        """All strings in it are guarded."""
+        if isinstance(value, str):
+            return self._guarded(value)
+        if isinstance(value, list | tuple):
+            return [self._guarded_option(item) for item in value]
+        if isinstance(value, dict):
+            return {self._guarded_option(key): self._guarded_option(item)
+                    for key, item in value.items()}
+        return value
 
     def _guarded(self, text: str) -> str:
         """The text with a GUARD after the first character of every special token in it, and of
@@ -300,6 +310,8 @@ class Rendering:
             if not text.startswith(part):
                 raise Rewritten("the chat template shows the last reply in other words")
             text = text[len(part):].lstrip()
+        if text:
+            raise Rewritten("the chat template writes more words when it shows the last reply")
         if digest(self.earlier) != before:
             raise Rewritten("the chat template shows the earlier messages in another way now")
 
@@ -492,17 +504,25 @@ def named_templates(templates) -> dict[str, str]:
 
 
 def read_vocabulary(files: list[Path], config: dict) -> tuple[dict, list[str]]:
-    """The content of tokenizer.json, as a dictionary; made from vocab.json and merges.txt if these
-    are given. And the texts of the tokens, none of them special, that only `config` adds to it.
+    """The content of tokenizer.json, as a dictionary; and the texts of the tokens, none of them
+    special, that only `config` adds to it. We make it in three steps:
 
-    Every token that `config` names as special and the vocabulary has is one in the result.
-    ValueError if an added token cannot have the id that `config` says."""
+    1. It has the tokens of tokenizer.json, or of vocab.json and merges.txt.
+    2. We add the tokens that only `config` has. ValueError if one cannot have the id that `config`
+       says.
+    3. What `config` names as special becomes special, if there is such a token.
+
+    No guard can split a special token of one character. If the vocabulary has it as text, it stays
+    text: some models have "!" for padding. Else ValueError."""
     library = (tokenizers.Tokenizer.from_file(str(files[0])) if len(files) == 1
                else from_merges(files, config))
     library.no_truncation()
     library.no_padding()
-    named = special_tokens(config)
-    known = {token.content for token in library.get_added_tokens_decoder().values()}
+
+    def added() -> set[str]:
+        return {token.content for token in library.get_added_tokens_decoder().values()}
+
+    known = added()
     beside = {index: token for index, token in sorted(config["added_tokens"].items())
               if token.content not in known}
     library.add_tokens(list(beside.values()))
@@ -510,17 +530,26 @@ def read_vocabulary(files: list[Path], config: dict) -> tuple[dict, list[str]]:
         if (given := library.token_to_id(token.content)) != index:
             raise ValueError(f"the added token {token.content!r} is said to be {index}, but in "
                              f"this vocabulary it would be {given}")
-    known |= {token.content for token in beside.values()}
-    missing = [name for name in dict.fromkeys(named)
-               if name not in known and library.token_to_id(name) is not None]
-    library.add_special_tokens([AddedToken(name, normalized=False) for name in missing])
+
+    named, known = special_tokens(config), added()
+    library.add_special_tokens([
+        AddedToken(name, normalized=False) for name in dict.fromkeys(named)
+        if len(name) > 1 and name not in known and library.token_to_id(name) is not None])
     spec = json.loads(library.to_str())
+    trained = vocabulary(spec | dict(added_tokens=[]))
     for token in spec["added_tokens"]:
-        token["special"] |= token["content"] in named
+        text = token["content"]
+        token["special"] |= text in named
+        if token["special"] and len(text) == 1:
+            # A byte-level vocabulary spells only ASCII as it is.
+            if not (text.isascii() and text in trained):
+                raise ValueError(f"the special token {text!r} has one character: we could not tell "
+                                 "it from the users' text")
+            token["special"] = False
         # so the library finds it while the guards are there
         token["normalized"] &= not token["special"]
-    plain = {token["content"] for token in spec["added_tokens"] if not token["special"]}
-    return spec, [token.content for token in beside.values() if token.content in plain]
+    special = {token["content"] for token in spec["added_tokens"] if token["special"]}
+    return spec, [token.content for token in beside.values() if token.content not in special]
 
 
 def from_merges(files: list[Path], config: dict) -> tokenizers.Tokenizer:
