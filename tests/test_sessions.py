@@ -1039,9 +1039,9 @@ def test_messages_that_wait_for_a_turn_must_fit_into_it(started):
 
 def test_the_oldest_messages_are_dropped_after_a_few_looks(sessions, monkeypatch):
     """As many as must be, and no more. We tokenise the messages a few times, however many there are."""
-    turn, seen = sessions.tokenizer.turn, []
-    monkeypatch.setattr(sessions.tokenizer, "turn", lambda before, new, *more: seen.append(len(new))
-                        or turn(before, new, *more))
+    turn, render, seen = sessions.tokenizer.turn, sessions.tokenizer.render, []
+    monkeypatch.setattr(sessions.tokenizer, "render", lambda before, new, *more: seen.append(len(new))
+                        or render(before, new, *more))
     messages, limit = [user(str(n)) for n in range(1000)], sessions.engine.scheduler.limit
     plan = sessions.plan(messages, truncate=True, max_tokens=20)
     assert len(seen) < 15 and sum(seen) < 5 * len(messages)
