@@ -49,7 +49,7 @@ class Reports:
     def _reports(self, start: int) -> list[Report]:
         """Of the tokens [start, self.read)."""
         tokens = self.handle.token_ids[start:self.read]
-        reports = self.handle.request.logprobs[start:self.read]     # handle.logprobs copies them all
+        reports = self.handle.request.logprobs[start:self.read]     # handle.logprobs is a copy
         return [(token, *report) for token, report in zip(tokens, reports)]
 
 

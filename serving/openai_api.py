@@ -101,7 +101,8 @@ class API:
                            gone: Callable[[], bool]) -> dict:
         """The number of tokens that the reply to this body would see. Nothing is generated."""
         plan = self.sessions.plan(**self._question(prefix, body), gone=gone)
-        return dict(object="response.input_tokens", input_tokens=plan.context_length + len(plan.prompt))
+        tokens = plan.context_length + len(plan.prompt)
+        return dict(object="response.input_tokens", input_tokens=tokens)
 
     def retrieve_response(self, prefix: str, id: str, query: ResponseQuery) -> "dict | Replay":
         if unfinished := self._unfinished(prefix, id):

@@ -212,13 +212,16 @@ class Sessions:
         this one among several servers, small letters and digits; all new ids begin with it.
         ValueError for what cannot be served."""
         require(re.fullmatch("[a-z0-9]*", name), "name", "small letters and digits", name)
-        ours = not isinstance(engine, Engine)
-        require(ours or not flags, "flags", "left out, since the engine has its own", flags)
-        self.engine, self.name = Engine(engine, **flags) if ours else engine, name
+        self.name = name
+        if isinstance(engine, Engine):
+            require(not flags, "flags", "left out, since the engine has its own", flags)
+            self.engine = engine
+        else:
+            self.engine = Engine(engine, **flags)
         try:
             self._open(history, system_prompt)
         except BaseException:
-            if ours:
+            if self.engine is not engine:           # nobody else could close it
                 self.engine.close()
             raise
         self.turns: dict[str, LiveTurn] = {}    # by the conversation that each of them has claimed

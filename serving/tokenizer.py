@@ -523,10 +523,8 @@ def read_vocabulary(files: list[Path], config: dict) -> tuple[dict, list[str]]:
     1. It has the tokens of tokenizer.json, or of vocab.json and merges.txt.
     2. We add the tokens that only `config` has. ValueError if one cannot have the id that `config`
        says.
-    3. What `config` names as special becomes special, if there is such a token.
-
-    No guard can split a special token of one character. If the vocabulary has it as text, it stays
-    text: some models have "!" for padding. Else ValueError."""
+    3. What `config` names as special becomes special, if there is such a token; see `is_special`.
+    """
     library = (tokenizers.Tokenizer.from_file(str(files[0])) if len(files) == 1
                else from_merges(files, config))
     library.no_truncation()
@@ -551,18 +549,26 @@ def read_vocabulary(files: list[Path], config: dict) -> tuple[dict, list[str]]:
     spec = json.loads(library.to_str())
     trained = vocabulary(spec | dict(added_tokens=[]))
     for token in spec["added_tokens"]:
-        text = token["content"]
-        token["special"] |= text in named
-        if token["special"] and len(text) == 1:
-            # A byte-level vocabulary spells only ASCII as it is.
-            if not (text.isascii() and text in trained):
-                raise ValueError(f"the special token {text!r} has one character: we could not tell "
-                                 "it from the users' text")
-            token["special"] = False
+        token["special"] = is_special(token, named, trained)
         # so the library finds it while the guards are there
         token["normalized"] &= not token["special"]
     special = {token["content"] for token in spec["added_tokens"] if token["special"]}
     return spec, [token.content for token in beside.values() if token.content not in special]
+
+
+def is_special(token: dict, named: list[str], trained: dict[str, int]) -> bool:
+    """Is an added token special? The vocabulary says so, or `named` has its text.
+
+    No guard can split a token of one character. If the trained vocabulary has it as text, it stays
+    text: some models have "!" for padding. Else ValueError."""
+    text = token["content"]
+    if not (token["special"] or text in named):
+        return False
+    # A byte-level vocabulary spells all that is not ASCII: its "§" is the byte 167, half a letter.
+    if len(text) == 1 and not (text.isascii() and text in trained):
+        raise ValueError(f"the special token {text!r} has one character: we could not tell it from "
+                         "the users' text")
+    return len(text) > 1
 
 
 def from_merges(files: list[Path], config: dict) -> tokenizers.Tokenizer:

@@ -194,7 +194,8 @@ def test_a_rendering_is_expected_to_hold_the_reply(tmp_path):
 
 def test_a_rendering_is_expected_to_end_where_the_rest_does(tmp_path):
     """A template that adds words because of what the last reply was."""
-    ours = save(tmp_path, each(NAMED, BEGINS + "{{ 'EXTRA' if messages[1] and messages[1].content == 'Yes' }}"))
+    extra = "{{ 'EXTRA' if messages[1] and messages[1].content == 'Yes' }}"
+    ours = save(tmp_path, each(NAMED, BEGINS + extra))
     first = ours.render([], [user("Hi")])
     ours.render([user("Hi"), said("No")], [user("More")]).expect(first.digest)
     with pytest.raises(Rewritten, match="more words"):
