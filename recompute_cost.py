@@ -8,6 +8,9 @@ number of chunks between them. In a simulation of OPT-13B on an A100:
 
     1,024 tokens take 63.5 ms longer than 512 tokens, which is 16 chunks:  c = 4.0 ms
 
+On a CPU one chunk's attention to a long context takes a second. It is linear in the context, so we
+stop where it takes long enough to be measured well; RecomputeCost continues the line.
+
 Invariant: no request has KV yet, so we may write to any slot.
 """
 import time
@@ -24,24 +27,31 @@ from model import Model
 from rotary_store import rotate_and_store
 
 
+WELL_MEASURED = 0.1     # seconds; what takes longer needs neither repeats nor longer contexts
+
+
 @torch.inference_mode()
 def measure_recompute_cost(model: Model, pool: KVPool, slot_table: Tensor,
                            repeats: int = 4) -> RecomputeCost:
-    """The attention of one chunk at context lengths of chunk_size, twice it, four times it, ...;
-    and the rest, the paper's c. Every entry of slot_table [rows, max_context] names some slot."""
+    """The attention of one chunk at context lengths of chunk_size, twice it, four times it, ..., at
+    least three of them if they fit; and the rest, the paper's c. Every entry of slot_table [rows,
+    max_context] names some slot."""
     device, max_context = slot_table.device, slot_table.shape[1]
     chunk = min(pool.chunk_size, max_context)
-    lengths = [chunk]
-    while 2 * lengths[-1] <= max_context:
-        lengths.append(2 * lengths[-1])
     few, many = (512, 1024) if device.type == "cuda" else (64, 128)         # tokens
 
     def fastest(run: Callable, *arguments) -> float:        # the first run compiles and warms up
-        return min(device_seconds(device, partial(run, *arguments)) for _ in range(repeats))
+        taken: list[float] = []
+        while len(taken) < 2 or len(taken) < repeats and len(taken) * min(taken) < WELL_MEASURED:
+            taken.append(device_seconds(device, partial(run, *arguments)))
+        return min(taken)
     small, large = (fastest(all_but_attention, model, pool, count) for count in (few, many))
     added = max(large - small, 1e-9)                    # noise of a busy machine can turn it around
-    attention = {length: fastest(attention_of_chunk, model, pool, slot_table, chunk, length)
-                 for length in lengths}
+    attention: dict[int, float] = {}
+    length = chunk
+    while length <= max_context and (len(attention) < 3 or max(attention.values()) < WELL_MEASURED):
+        attention[length] = fastest(attention_of_chunk, model, pool, slot_table, chunk, length)
+        length *= 2
     return RecomputeCost(attention, rest=added * chunk / (many - few))
 
 

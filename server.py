@@ -25,6 +25,9 @@ if __name__ == "__main__":
         pass
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, leave)            # first of all, since the imports below take seconds
+    # Torch's threads on a CPU sleep while they wait for one another. By default they spin, and on a
+    # busy machine they then keep each other from the cores. OpenMP reads this when torch loads it.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import argparse
 import atexit
@@ -36,7 +39,7 @@ import threading
 import time
 import traceback
 import webbrowser
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from checkpoint import find_checkpoint
@@ -45,7 +48,7 @@ from engine import Engine
 from serving.example import example_for
 from serving.output import PatientStream
 from serving.sessions import Sessions
-from serving.sockets import Drained, Server
+from serving.sockets import Drained, Server, listen
 from serving.tokenizer import load_tokenizer
 
 KEYS_VARIABLE = "NANO_PENSIEVE_API_KEYS"    # in the environment; blanks stand between the keys
@@ -167,16 +170,16 @@ def open_server(flags: argparse.Namespace) -> Server:
     for name, least in limits.items():
         require(getattr(flags, name) >= least, name, f"at least {least}", getattr(flags, name))
     options = Config.given(flags)
-    sessions = Sessions(options.pop("model"), history=flags.history,
-                        system_prompt=flags.system_prompt, name=flags.name, **options)
-    try:
+    with ExitStack() as opened:                     # closes these if anything below fails
+        listener = opened.enter_context(listen(flags.host, flags.port))    # before the model loads
+        sessions = Sessions(options.pop("model"), history=flags.history,
+                            system_prompt=flags.system_prompt, name=flags.name, **options)
+        opened.callback(sessions.close)
         require(sessions.tokenizer is not None, "model", TOKENIZER_NEEDED, flags.model)
-        server = Server((flags.host, flags.port), sessions.start(), flags.api_key,
-                        flags.max_waiting, flags.max_connections, flags.allow_origin,
-                        flags.history_max_bytes, flags.metrics_key, flags.strict)
-    except BaseException:
-        sessions.close()
-        raise
+        server = Server(listener, sessions.start(), flags.api_key, flags.max_waiting,
+                        flags.max_connections, flags.allow_origin, flags.history_max_bytes,
+                        flags.metrics_key, flags.strict)
+        opened.pop_all()
     max_age = DAY * flags.history_max_age_days
     threading.Thread(target=prune_by_age, args=(sessions, max_age), daemon=True).start()
     return server

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from checkpoint import PRESETS, random_model
+from cpu_linear import Float16Embedding
 from engine import Engine
 from experiments.curves import Found
 from experiments.rivals import Scene, ours, packed, rivals, rounds
@@ -369,7 +370,8 @@ def read_bytes(worker: Worker, batch: int, context: int) -> int:
     config = worker.model.config
     weights = config.matmul_parameters + config.vocab_size * config.width
     kv_token = worker.pool.gpu[:, :, 0].nbytes
-    return batch * context * kv_token + weights * worker.dtype.itemsize
+    keeps_float16 = isinstance(worker.model.tokens, Float16Embedding)
+    return batch * context * kv_token + weights * (2 if keeps_float16 else worker.dtype.itemsize)
 
 
 def peak_resident() -> int:
@@ -393,7 +395,8 @@ def small_steps(bench: Bench, seed: int, prompt: int = 128, new: int = 16, whole
     """On a CPU: decodes against reading the weights, decodes and a long
     prompt against transformers."""
     engine = Engine("opt-125m", random_weights=True, device="cpu", gpu_cache_tokens=4 * whole,
-                    cpu_cache_tokens=0, max_batch_tokens=whole)
+                    cpu_cache_tokens=0, max_batch_tokens=whole,
+                    dtype="float16")            # as OPT is stored
     systems = {"ours": partial(time_steps, engine, seed=seed)}
     # batch, prompt, new
     cases = single, eight, long = (1, prompt, new), (8, prompt, new), (1, whole, 2)

@@ -70,21 +70,36 @@ class Drained(Exception):
     """The server has stopped answering, and may leave serve_forever()."""
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens. A client that connects before a Server accepts waits until then.
+    OSError if we cannot listen at that address."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise OSError(f"we cannot listen at {host}:{port}: {error.strerror}; "
+                      "use another --host or --port") from error
+    return listener
+
+
 class Server(ThreadingHTTPServer):
     """Accepts connections, within limits, and counts the turns at work."""
     daemon_threads = True
-    request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], sessions: Sessions, api_keys: Sequence[str] = (),
+    def __init__(self, listener: socket.socket, sessions: Sessions, api_keys: Sequence[str] = (),
                  max_waiting: int = 256, max_connections: int = 800,
                  allow_origins: Sequence[str] = (), history_max_bytes: float = float("inf"),
                  metrics_key: str | None = None, strict: bool = False):
-        """sessions: started. max_waiting: turns that may wait while max_running others run.
-        api_keys, allow_origins, metrics_key: see Guard. strict: refuse fields that we do not know,
-        instead of ignoring them. ValueError for a key or an origin that cannot be used, OSError if
-        we cannot listen at the address."""
+        """listener: see listen. sessions: started. max_waiting: turns that may wait while
+        max_running others run. api_keys, allow_origins, metrics_key: see Guard. strict: refuse
+        fields that we do not know, instead of ignoring them. ValueError for a key or an origin that
+        cannot be used."""
         self.sessions, self.engine = sessions, sessions.engine
         config = self.engine.config
+        address = listener.getsockname()
         self.guard = Guard(address[0], api_keys, allow_origins, metrics_key)
         self.model_names = Path(config.model).resolve().name, config.model
         self.api = API(sessions, self.model_names)
@@ -109,12 +124,9 @@ class Server(ThreadingHTTPServer):
         self.steps, self.last_step = 0, time.monotonic()    # of the engine; when we saw the last
         self.stateless: Sessions | None = None    # --demo: it answers our turns without memory
         self.example: list[list[str]] | None = None     # --demo: see example.py
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        try:
-            super().__init__(address, Handler)
-        except OSError as error:
-            raise OSError(f"we cannot listen at {address[0]}:{address[1]}: {error.strerror}; "
-                          "use another --host or --port") from error
+        super().__init__(address, Handler, bind_and_activate=False)
+        self.socket.close()                                 # http.server has made one
+        self.socket = listener
 
     @property
     def url(self) -> str:

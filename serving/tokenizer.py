@@ -77,12 +77,15 @@ def load_tokenizer(directory: Path, most_tokens: int | None = None) -> "Tokenize
     used."""
     if Path(directory).is_file():
         try:
+            library, config = gguf_file.read_tokenizer(Path(directory))
             with TemporaryDirectory() as folder:
                 made = Path(folder)
-                gguf_file.write_tokenizer(Path(directory), made)
+                library.save(str(made / "tokenizer.json"))
+                (made / "tokenizer_config.json").write_text(json.dumps(config))
                 return Tokenizer([made / "tokenizer.json"], read_config(made), most_tokens)
         except Exception as error:      # as below; and the metadata can be of any type
-            raise ValueError(f"{directory}: its tokenizer cannot be used: {error}") from error
+            why = " ".join(str(error).split())          # some errors of the library have four lines
+            raise ValueError(f"{directory}: its tokenizer cannot be used: {why}") from error
     for names in (["tokenizer.json"], ["vocab.json", "merges.txt"]):
         files = [Path(directory, name) for name in names]
         if all(file.is_file() for file in files):

@@ -18,7 +18,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from serving.sockets import Drained, Server
+from serving.sockets import Drained, Server, listen
 
 ROOT = Path(__file__).resolve().parent.parent
 SPECIAL = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
@@ -56,7 +56,7 @@ def serving(sessions, host="127.0.0.1", **options):
         except Drained:
             server.drained.set()
 
-    server = Server((host, 0), sessions.start(), **options)
+    server = Server(listen(host, 0), sessions.start(), **options)
     server.drained, thread = threading.Event(), threading.Thread(target=loop)
     thread.start()
     try:

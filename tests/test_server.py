@@ -1074,8 +1074,23 @@ def test_the_log_says_why(server, capfd):
     assert " 400 temperature should be less than or equal to 2, got 3" in line
 
 
+@pytest.mark.parametrize("flags, opens", [("--gpu-cache-tokens 1", False), ("--allow-origin nonsense", True)])
+def test_what_was_opened_is_closed_if_the_server_cannot_start(flags, opens, checkpoint, monkeypatch):
+    """The port, and the sessions, if these were opened."""
+    import server
+    closed, close = [], Sessions.close
+    monkeypatch.setattr(Sessions, "close", lambda self: closed.append(self) or close(self))
+    listeners, listen = [], server.listen
+    monkeypatch.setattr(server, "listen", lambda *address: listeners.append(listen(*address)) or listeners[0])
+    with pytest.raises(ValueError):
+        server.open_server(parse_flags(["--model", str(checkpoint), "--history", ":memory:", "--port", "0",
+                                        *flags.split()]))
+    assert len(closed) == opens and listeners[0].fileno() == -1
+
+
 def test_a_port_that_is_taken(server, checkpoint, tmp_path, capsys, monkeypatch):
     from server import main
+    monkeypatch.setattr("server.Sessions", None)            # the port is told before anything loads
     port = str(server.server_address[1])
     monkeypatch.setattr(sys, "argv", ["server.py", "--model", str(checkpoint), "--port", port, "--history",
                                       ":memory:", "--gpu-cache-tokens", "2048"])

@@ -125,6 +125,18 @@ def test_the_profile_is_what_a_chunk_adds_to_a_batch_that_reads_the_weights_anyw
     assert cost(64) == pytest.approx(CHUNK + layers * 64 / 1000)
 
 
+def test_the_profile_stops_where_attention_takes_long_enough_to_be_measured(monkeypatch):
+    """It is linear in the context, so longer ones lie on the line."""
+    worker, clock = make_worker(), VirtualClock()
+    worker.model.forward = lambda tokens, positions, attend: clock.sleep(1)
+    monkeypatch.setattr(recompute_cost, "time", SimpleNamespace(perf_counter=clock))
+    for seconds, lengths in ((1e-4, [4, 8, 16, 32, 64]), (4e-3, [4, 8, 16]), (1.0, [4, 8, 16])):
+        monkeypatch.setattr(recompute_cost, "multi_token_attention",
+                            lambda q, k, v, table, spans: clock.sleep(seconds * spans.host[2].max()))
+        cost = worker.profile()
+        assert cost.lengths == lengths and cost(64) - cost.rest == pytest.approx(2 * 64 * seconds)
+
+
 def test_table_changes_names_each_entry():
     updates = [(3, 10, np.array([7, 5, 6])), (0, 0, np.array([], int)), (1, 4, np.array([9]))]
     assert [part.tolist() for part in table_changes(updates)] == [[3, 3, 3, 1], [10, 11, 12, 4], [7, 5, 6, 9]]
