@@ -6,8 +6,8 @@
                   values of the tensors, quantised                      ->  read_tensors
 
 We compute in floats with every weight that we have read. So GGUF saves download, not memory: 98 MB
-of SmolLM2-135M become 538 MB in float32. llama.cpp computes with quantised activations, too; so its
-replies differ from ours, and ours are those of transformers.
+of SmolLM2-135M become 269 MB in float16, 538 in float32. llama.cpp computes with quantised
+activations, too; so its replies differ from ours, and ours are those of transformers.
 
 Invariant: the file is a stranger's. No size in its header makes us loop or allocate beyond what the
 file holds, and whatever we do not implement is refused by its name before any weights are read.

@@ -62,7 +62,7 @@ class Client:
 
     def context(self, turn: LiveTurn) -> list[int]:
         """Up to the reply."""
-        after = turn.plan.after if turn.plan.context else None
+        after = turn.plan.after if turn.plan.context_length else None
         return (self.sessions.history.tokens(after.id).tolist() if after else []) + turn.plan.prompt
 
     def keep_blocks(self, context: list[int]):

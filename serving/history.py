@@ -54,7 +54,7 @@ CREATE TABLE turn (
     parent TEXT REFERENCES turn(id),
     conversation TEXT NOT NULL,     -- in which it was committed
     length INTEGER NOT NULL,        -- tokens of its context, including its own
-    last_token INTEGER NOT NULL,
+    last_token INTEGER NOT NULL,    -- of its reply; -1 if the reply has none
     prompt BLOB NOT NULL,           -- int32 ids
     reply BLOB NOT NULL,            -- int32 ids
     messages TEXT NOT NULL,         -- JSON: `carried` old visible messages, the new ones, the reply
@@ -92,7 +92,7 @@ class Turn(NamedTuple):
     parent: str | None
     conversation: str    # one whose head it is; if there is none, the one in which it was committed
     length: int             # tokens of its context, including its own
-    last_token: int         # the last of them: it was sampled, but never fed to the model
+    last_token: int         # of its reply; -1 if the reply has none
     note: str               # JSON: the note that `commit` was given
     hash: bytes | None      # of the visible messages of its context; None: never matched
     created: float          # seconds since 1970
@@ -198,9 +198,12 @@ class History:
                branches: bool = False, salt: str = "") -> Turn:
         """Append a turn to a conversation. It is on disk when this returns.
 
-        parent: the id of the conversation's head. None: the conversation has no turn yet.
-        branches: the conversation has no turn yet, and branches off after `parent`, which is any
-            turn.
+        parent, branches: what the turn follows:
+
+                parent=head                     the conversation goes on from its head
+                parent=None                     the conversation has no turn yet
+                parent=any, branches=True       it has no turn yet, and branches off after any turn
+
         prompt, reply: the turn's token ids.
         messages: the visible messages before the reply, each {"role", "content"}.
         text: the visible text of the reply. None: a turn of raw tokens, which has no text; messages
@@ -230,7 +233,7 @@ class History:
             determined = hashed and text is not None
             hashed = rolled(hashed, shown)[-1] if determined else None
             turn = Turn(id or new_id(), parent, conversation, length + len(prompt) + len(reply),
-                        (prompt + reply)[-1], json.dumps(note or {}), hashed, time.time())
+                        reply[-1] if reply else -1, json.dumps(note or {}), hashed, time.time())
             db.execute("""
                 INSERT INTO turn VALUES (:id, :parent, :conversation, :length, :last_token, :prompt,
                                          :reply, :messages, :carried, :note, 0, :hash, :created)""",
@@ -258,19 +261,22 @@ class History:
         hashes = rolled(self._root(salt), messages)
         ends = [n for n in range(1, len(messages)) if messages[n - 1]["role"] == "assistant"]
         nth_hash = f"substr(:hashes, {HASH_BYTES} * (value - 1) + 1, {HASH_BYTES})"
-        alike = f"NOT hidden AND {owned_by(prefix, 'conversation')} AND hash"
+        has = f"NOT hidden AND {owned_by(prefix, 'conversation')} AND hash ="
         with self._reading() as db:
+            # The largest n of `ends` such that a turn has the hash of the first n messages. All
+            # hashes are in one BLOB, 32 bytes each: SQL takes the nth.
             n, = db.execute(f"""
                 SELECT max(value) FROM json_each(:ends)
-                WHERE EXISTS (SELECT * FROM turn WHERE {alike} = {nth_hash})""",
+                WHERE EXISTS (SELECT * FROM turn WHERE {has} {nth_hash})""",
                 dict(ends=json.dumps(ends), hashes=b"".join(hashes), prefix=prefix)).fetchone()
             if n is None:
                 return None
+            # Of the turns with this hash, the one that the docstring prefers.
             turn = find_turn(db, f"""
                 turn.rowid IN (
                     SELECT turn.rowid FROM conversation JOIN turn ON id = head
-                        WHERE name = :hint AND {alike} = :hash
-                    UNION ALL SELECT * FROM (SELECT rowid FROM turn WHERE {alike} = :hash
+                        WHERE name = :hint AND {has} :hash
+                    UNION ALL SELECT * FROM (SELECT rowid FROM turn WHERE {has} :hash
                                              ORDER BY rowid DESC LIMIT {MOST_ALIKE}))
                 ORDER BY :hint IN (name, conversation) DESC, name = :hint DESC,
                          name IS NOT NULL DESC, turn.rowid DESC""",

@@ -2,8 +2,8 @@ r"""The log probabilities of a reply's tokens, as a client reads them.
 
 The engine reports each token that it samples: the log probability of the token, and the k most
 likely tokens with theirs. A client gets an entry for each of `completion_tokens`, special ones
-too, each with k alternatives. But the tokens of a stop string get no entry, since the client does
-not see their text:
+too, each with k alternatives. If a stop string has cut the reply, a token gets an entry if its text
+begins within the text that the client sees: "!\n" does, "User" does not:
 
     stop "\nUser:"      tokens "Hi" "!\n" "User" ":"        entries of "Hi" and "!\n"
 
@@ -28,8 +28,9 @@ class Reports:
         self.characters = 0         # of their text
 
     def before(self, characters: int) -> list[Report]:
-        """Of the tokens whose text begins before this character of the reply."""
-        if self.handle.logprobs is None:
+        """The reports not read yet of the tokens whose text begins before this character of the
+        reply."""
+        if not self.handle.request.logprobs:
             return []
         start, tokens = self.read, self.handle.token_ids
         while self.read < len(tokens) and self.characters < characters:
@@ -38,8 +39,8 @@ class Reports:
         return self._reports(start)
 
     def last(self, text: str, cut: bool) -> list[Report]:
-        """All others, once the reply is complete. text: of the reply. cut: a stop string has ended
-        it."""
+        """The reports not read yet, once the reply is complete. text: of the reply. cut: a stop
+        string has ended it."""
         if cut:
             return self.before(len(text))
         start, self.read = self.read, len(self.handle.token_ids)
@@ -48,7 +49,7 @@ class Reports:
     def _reports(self, start: int) -> list[Report]:
         """Of the tokens [start, self.read)."""
         tokens = self.handle.token_ids[start:self.read]
-        reports = (self.handle.logprobs or [])[start:self.read]
+        reports = self.handle.request.logprobs[start:self.read]     # handle.logprobs is a copy
         return [(token, *report) for token, report in zip(tokens, reports)]
 
 

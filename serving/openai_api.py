@@ -101,7 +101,8 @@ class API:
                            gone: Callable[[], bool]) -> dict:
         """The number of tokens that the reply to this body would see. Nothing is generated."""
         plan = self.sessions.plan(**self._question(prefix, body), gone=gone)
-        return dict(object="response.input_tokens", input_tokens=plan.context + len(plan.prompt))
+        tokens = plan.context_length + len(plan.prompt)
+        return dict(object="response.input_tokens", input_tokens=tokens)
 
     def retrieve_response(self, prefix: str, id: str, query: ResponseQuery) -> "dict | Replay":
         if unfinished := self._unfinished(prefix, id):
@@ -572,7 +573,7 @@ class ResponseWriter:
     def whole(self, replies: list[Answer]) -> dict:
         reply, = replies
         logprobs = entries(self.turn.tokenizer, reports_of(self.turn))
-        return self.told.whole(reply.finish_reason, reply.text, reply.usage, self.turn.settled,
+        return self.told.whole(reply.finish_reason, reply.text, reply.usage, self.turn.completed_at,
                                logprobs)
 
     def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str]:

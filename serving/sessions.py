@@ -34,17 +34,26 @@ Invariants:
 - A turn that fails, is cancelled, or cannot be committed leaves no trace in the history, and none
   of its tokens in the cache. (If it restarted the context, the next turn computes the old context
   again.)
-- The messages of a turn and those before it, rendered by the template, are the text of the tokens
-  before the turn's reply. (Not after a turn of raw token ids.) If the template shows earlier
-  messages in another way now (a new date, a reply without its thoughts), the context starts anew.
-  If a stop string has cut a reply, only the tokens of the text that was shown stay in the context.
-  If the cut goes through a token, the next turn begins with the shown part of it, its *tail*.
+- The context of a turn is what the template shows of its messages and of those before it:
+
+      user "Hi", assistant "Hello.", user "More"
+      <user>Hi<end><assistant>Hello.<end><user>More<end><assistant>
+
+  The context may differ in blanks around a reply, in special tokens that the model sampled within
+  a reply, and in all that a turn of raw token ids has appended. If the template shows earlier
+  messages in another way now (a new date, a reply without its thoughts), the context starts anew;
+  then it has no raw token ids of earlier turns.
+- If a stop string has cut a reply, the context keeps what the client was shown. With the stop
+  string "o|", the tokens " Yes", "." and " No|" show " Yes. N". The context keeps the first two,
+  and the next turn begins with " N", the *tail*. (A turn of raw token ids does not: it appends its
+  own ids alone. And its own reply keeps all tokens that were sampled.)
 """
 import json
 import os.path
 import re
 import threading
 import time
+import traceback
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,7 +68,7 @@ from handles import Handle, Outbox, Reply
 from scheduler import TooLong
 from serving.history import ConversationRecord, History, StaleTurn, Turn, new_id
 from serving.logprobs import Reports
-from serving.tokenizer import Rewritten, TextStream, Tokenizer, load_tokenizer
+from serving.tokenizer import Rendering, Rewritten, TextStream, Tokenizer, load_tokenizer
 from sharing import common_length
 
 MOST_PRUNED = 1000      # conversations, at once
@@ -89,16 +98,16 @@ class Plan:
     prompt: list[int]
     messages: list[dict]        # the visible messages that `prompt` stands for
     after: Turn | None          # the turn before this one, if there is one
-    # None: the prompt continues the context of `after`, so all of `messages` are new. For example,
-    # `after` ends the context [sys, u1, a1]: messages = [u2]. A number: the prompt is a whole
-    # context of its own. So many of `messages`, the first ones, are not new: the system message,
-    # and those of earlier turns. For example, the system message has changed: messages = [sys', u1,
-    # a1, u2], carried = 3.
+    # None: the prompt goes on behind the context of `after`, and all of `messages` are new:
+    #     the context shows [sys, u1, a1]    messages = [u2]
+    # A number: the prompt is a whole context. The first `carried` of `messages` are not new:
+    #     the system message has changed     messages = [sys', u1, a1, u2]   carried = 3
+    #     a first turn                       messages = [sys, u1]            carried = 1
     carried: int | None
     note: dict                  # is kept with the turn
 
     @property
-    def context(self) -> int:
+    def context_length(self) -> int:
         """Tokens before the prompt."""
         return self.after.length if self.after and self.carried is None else 0
 
@@ -131,10 +140,12 @@ class LiveTurn:
         self.cancelled = False
         self.tokenizer = tokenizer
         self.stream = TextStream(tokenizer, stop) if tokenizer else None
-        # the text that each token made certain, then the rest
+        # One item for each token: the text that it made certain ("" if none). After the end one
+        # more: the text that was held back. With the stop string "\nUser:" and the tokens "Hi",
+        # "\n", "Us": "Hi", "", "", "\nUs".
         self.texts = Outbox(engine.step_until)
         self.min_tokens = 0                         # a stop string counts from this token on
-        self.settled: float | None = None    # when its reply was complete, in seconds since 1970
+        self.completed_at: float | None = None      # its reply, in seconds since 1970
         self.reply: Answer | None = None            # in the end either this
         self.error: BaseException | None = None     # or this
 
@@ -201,26 +212,36 @@ class Sessions:
         this one among several servers, small letters and digits; all new ids begin with it.
         ValueError for what cannot be served."""
         require(re.fullmatch("[a-z0-9]*", name), "name", "small letters and digits", name)
+        self.name = name
         if isinstance(engine, Engine):
             require(not flags, "flags", "left out, since the engine has its own", flags)
+            self.engine = engine
         else:
-            engine = Engine(engine, **flags)
-        self.engine, self.name = engine, name
-        self.tokenizer = None
+            self.engine = Engine(engine, **flags)
+        try:
+            self._open(history, system_prompt)
+        except BaseException:
+            if self.engine is not engine:           # nobody else could close it
+                self.engine.close()
+            raise
+        self.turns: dict[str, LiveTurn] = {}    # by the conversation that each of them has claimed
+        self.claiming = threading.Lock()
+        self.writer: ThreadPoolExecutor | None = None       # the writing thread
+        self.engine.forgets_cold = True             # since the history has the tokens
+        self.clock_offset = time.time() - time.monotonic()  # at the start; later the clock may jump
+
+    def _open(self, history: History | str | Path | None, system_prompt: str | None):
+        """The tokenizer, the system prompt and the history. The history last: a prompt that cannot
+        be used must not leave the history's file locked."""
+        engine, self.tokenizer = self.engine, None
         if engine.directory:
             self.tokenizer = load_tokenizer(engine.directory, engine.scheduler.limit)
-        # Before the history: a prompt that cannot be used must not leave the history's file locked.
         self.system = self._designate(system_prompt) if system_prompt else []
         if not isinstance(history, History):
             raw = f"raw token ids below {engine.worker.vocab_size}"
             fingerprint = self.tokenizer.fingerprint if self.tokenizer else raw
             history = History(str(history or ":memory:"), fingerprint, engine.worker.vocab_size)
         self.history = history
-        self.turns: dict[str, LiveTurn] = {}    # by the conversation that each of them has claimed
-        self.claiming = threading.Lock()
-        self.writer: ThreadPoolExecutor | None = None       # the writing thread
-        engine.forgets_cold = True                  # since the history has the tokens
-        self.clock_offset = time.time() - time.monotonic()  # at the start; later the clock may jump
 
     def start(self) -> "Sessions":
         """From now on one thread steps the engine, and another one writes the history."""
@@ -271,32 +292,31 @@ class Sessions:
         """Begin a turn that answers messages. A client says in one of three ways what comes before
         them:
 
-            conversation    `messages` are new. The conversation may be busy, or not exist yet.
+            neither         `messages` are all that the client shows. The longest part that we
+                            remember is recognised by its text.
             after           `messages` are new. Two answers to the same turn are two branches.
-            neither         `messages` are all that the client shows. The longest part that we remember is
-                            recognised by its text.
+            conversation    `messages` are new. The conversation may be busy, or not exist yet.
 
-        In the last two ways, the turn goes on in the conversation that ends with the turn before
+        In the first two ways, the turn goes on in the conversation that ends with the turn before
         it, if that is idle and no client has created or edited it; else in a new one.
 
-            exists              True: StaleTurn if `conversation` does not exist.
-            wait                False: raise Answering if `conversation` is busy, instead of waiting.
-            hint                the client's name for its conversation. Among equal matches, one in this
-                                conversation is taken; a new conversation gets this name, if it is
-                                free.
-            prefix              the names of this client's conversations begin with it; we see no others.
-            salt                a new conversation shares nothing with those that began with another salt.
-            keep                False: the history keeps nothing of this turn, though the turn may go on from
-                                what is kept. Only without `conversation`.
-            instructions        the system message of this turn alone; by default the system prompt.
-            truncate            True: drop the oldest messages until max_tokens (by default a quarter of the
-                                limit) are left for the reply.
-            max_tokens          of the reply, at most; by default as many as fit.
-            gone                True: nobody waits for the answer. `truncate` asks before each look at how
-                                many must be dropped; then we raise ConnectionError.
-            template_options    see Tokenizer.turn.
-            note                is kept with the turn, for the caller.
-            stop, options       see `submit`."""
+        exists: True: StaleTurn if `conversation` does not exist.
+        wait: False: raise Answering if `conversation` is busy, instead of waiting.
+        hint: the client's name for its conversation. Among equal matches, one in this conversation
+            is taken; a new conversation gets this name, if it is free.
+        prefix: the names of this client's conversations begin with it; we see no others.
+        salt: a new conversation shares nothing with those that began with another salt.
+        keep: False: the history keeps nothing of this turn, though the turn may go on from what is
+            kept. Only without `conversation`.
+        instructions: the system message of this turn alone; by default the system prompt.
+        truncate: True: drop the oldest messages until max_tokens (by default a quarter of the
+            limit) are left for the reply.
+        max_tokens: of the reply, at most; by default as many as fit.
+        gone: True: nobody waits for the answer. `truncate` asks before each look at how many must
+            be dropped; then we raise ConnectionError.
+        template_options: see Tokenizer.render.
+        note: is kept with the turn, for the caller.
+        stop, options: see `submit`."""
         with self._beginning(stop) as live:
             if conversation is not None:
                 self._claim(live, conversation, wait)    # now we see how the reply before has ended
@@ -322,9 +342,9 @@ class Sessions:
             if conversation is not None:
                 self._claim(live, conversation)
                 after = self.history.head(conversation) or base
-            before = json.loads(after.note) if after else {}
+            note_before = json.loads(after.note) if after else {}
             # the context still begins so
-            note = dict(system=before.get("system"), salt=before.get("salt", ""))
+            note = dict(system=note_before.get("system"), salt=note_before.get("salt", ""))
             return self._submit(live, Plan(prompt, [], after, None, note), **options)
 
     def generate(self, prompt: list[int], conversation: str | None = None, **options) -> Answer:
@@ -349,28 +369,31 @@ class Sessions:
                 messages = record.waiting + messages
             elif exists:
                 raise StaleTurn("the conversation was deleted meanwhile")
+        # What the model will read: system | earlier | new.
+        #     system      the system message, or nothing; `cached_system` is that of the turn before
+        #     earlier     the other messages of the context so far, as the model said its replies: a
+        #                 client may resend them without their thoughts
+        #     new         the messages that the context does not have yet
         shows_all = conversation is None and after is None    # the client shows all of its messages
+        recognised = 0
         if shows_all:
-            system = cached_system = self._system(messages, instructions)
-            found = self.history.match(system + messages, hint, prefix, salt)
-            after, known = found or (None, len(system))
-            # as the model said it: a client may send a reply without its thoughts
-            earlier = self.history.messages(after.id)[len(system):] if after else []
-            new = messages[known - len(system):]
-            before = json.loads(after.note) if after else {}
-        else:
-            before = json.loads(after.note) if after else {}
-            cached_system = as_messages(before.get("system"))
-            earlier = self.history.messages(after.id)[len(cached_system):] if after else []
-            system, new = self._system(earlier + messages, instructions), messages
+            system = self._system(messages, instructions)
+            if found := self.history.match(system + messages, hint, prefix, salt):
+                after, recognised = found[0], found[1] - len(system)
+        note_before = json.loads(after.note) if after else {}
+        cached_system = system if shows_all else as_messages(note_before.get("system"))
+        earlier = self.history.messages(after.id)[len(cached_system):] if after else []
+        new = messages[recognised:]
+        if not shows_all:
+            system = self._system(earlier + messages, instructions)
         note = dict(note or {}, system=system[0]["content"] if system else None,
-                    salt=before.get("salt", "") if after else salt)
+                    salt=note_before.get("salt", "") if after else salt)
         room = (max_tokens or self.engine.scheduler.limit // 4) if truncate else None
         if after and system == cached_system:
             with suppress(TooLong, Rewritten):
-                prompt, shown = self._continue(system + earlier, new, after, template_options)
+                prompt, rendered = self._continue(system + earlier, new, after, template_options)
                 if self._fits(after.length + len(prompt), room):
-                    return Plan(prompt, new, after, None, note | shown)
+                    return Plan(prompt, new, after, None, note | rendered)
         droppable = len(earlier + new) if shows_all else len(earlier)
         return self._plan_anew(after, system, earlier, new, droppable, room, gone, note,
                                template_options)
@@ -383,27 +406,29 @@ class Sessions:
         the client has. If even the shortest prompt is too long, the engine will say so."""
         messages = earlier + new
 
-        def prompt(start: int) -> list[int]:
-            return self._tokenize(system + messages[start:], template_options)
+        tokenizer = self._text_tokenizer()
+
+        def rendering(start: int) -> Rendering:
+            return tokenizer.render([], system + messages[start:], template_options)
 
         def fits(start: int) -> bool:
             if gone():
                 raise ConnectionError("the client has hung up")
             try:
-                return self._fits(len(prompt(start)), room)
+                return self._fits(len(tokenizer.tokenize(rendering(start), None)), room)
             except TooLong:
                 return False
         start = 0
         if room is not None and not fits(0):
             cuts = [i for i in range(1, len(messages)) if messages[i]["role"] == "user"
                     and i <= droppable]
-            # of those that fit; the last is tried below
+            # A later cut leaves a shorter prompt. So we bisect for the first cut that fits. If none
+            # does, we take the last one, and the engine refuses the prompt.
             first = bisect_left(cuts[:-1], True, key=fits)
             start = cuts[first] if cuts else 0
-        carried, shown = len(system) + max(len(earlier) - start, 0), system + messages[start:]
-        ids = prompt(start)
-        rendered = self.tokenizer.render([], shown, template_options).digest
-        return Plan(ids, shown, after, carried, note | dict(rendered=rendered))
+        carried, chosen = len(system) + max(len(earlier) - start, 0), rendering(start)
+        return Plan(tokenizer.tokenize(chosen, None), system + messages[start:], after, carried,
+                    note | dict(rendered=chosen.digest))
 
     def _continue(self, before: list[dict], new: list[dict], after: Turn,
                   template_options: dict | None) -> tuple[list[int], dict]:
@@ -528,7 +553,10 @@ class Sessions:
         if plan.after:
             context, parent = self.history.tokens(plan.after.id), plan.after.conversation
         live.plan, live.min_tokens = plan, options.get("min_tokens") or 0
-        if plan.restarts:       # what both contexts begin with stays; the last token must be computed
+        if plan.restarts:
+            # The engine keeps the full chunks that the old and the new context have in common. The
+            # rest of the new context is the prompt: at least its last token, where the reply is
+            # sampled. With chunks of 32 tokens and 70 tokens in common, 64 stay.
             common = common_length(context, prompt[:-1])
             common -= common % self.engine.config.chunk_size
             self.engine.shorten(live.conversation, common)
@@ -543,8 +571,9 @@ class Sessions:
         return live
 
     def _ended(self, live: LiveTurn, handle: Handle):
-        """Whoever steps the engine calls this, and settles a cancelled, failed or one-off turn at
-        once, since it writes nothing. A commit may have to wait for the history's file."""
+        """Whoever steps the engine calls this. The writing thread settles a turn that is to be
+        committed, since a commit may have to wait for the history's file. All other turns
+        (cancelled, failed, one-off) write nothing, so they settle here and now."""
         complete = handle.reply is not None and handle.reply.finish_reason != "cancelled"
         commits = complete and live.conversation is not None
         if commits and self.writer:
@@ -554,14 +583,13 @@ class Sessions:
 
     def _settle(self, live: LiveTurn, handle: Handle, commits: bool):
         """The one place where turns are committed, and where their readers are told."""
-        answer, error, coherent = None, None, False     # does the cache hold what the history has?
+        answer, error = None, None
+        agree = False       # are the conversation's tokens in the engine those in the history?
         try:
             live.finish(handle.token_ids)
-            live.settled = time.time()
+            live.completed_at = time.time()
             answer = Answer(**vars(handle.result()), text=live.text)
-            if commits:
-                self._commit(live, handle, answer)
-            coherent = commits or self._continues(live)
+            agree = self._commit(live, handle, answer) if commits else self._continues(live)
         except StaleTurn:                           # the turn before it was deleted
             answer = replace(answer, finish_reason="cancelled")
         except BaseException as failure:    # Ctrl-C, too: nobody may wait for this turn for ever
@@ -570,7 +598,7 @@ class Sessions:
             # The scheduler takes a cancelled turn out of the cache. What it cannot take out: a
             # complete turn that the history refused, and a context that the conversation does not
             # have. (After a failure we forget the conversation's KV as well.)
-            if not (coherent or self.engine.failure):
+            if not (agree or self.engine.failure):
                 self.engine.forget(live.conversation)
         finally:
             self._release(live, answer, error)
@@ -583,27 +611,37 @@ class Sessions:
         head, after = self.history.head(live.conversation), live.plan.after
         return not live.plan.restarts and (head and head.id) == (after and after.id)
 
-    def _commit(self, live: LiveTurn, handle: Handle, answer: Answer):
+    def _commit(self, live: LiveTurn, handle: Handle, answer: Answer) -> bool:
+        """Store the turn. If a stop string has cut the reply, the context keeps the ids of what the
+        client was shown; a part of a token is kept as text, the next turn's tail.
+
+        False if the turn is stored, but the engine still has the ids that were cut off. StaleTurn
+        if the turn has another context in the engine than in the history."""
         name, plan, after = live.conversation, live.plan, live.plan.after
-        before = handle.request.tokens_before + len(handle.request.prompt)
-        if before != plan.context + len(plan.prompt):
+        context_end = handle.request.tokens_before + len(handle.request.prompt)
+        if context_end != plan.context_length + len(plan.prompt):
             raise StaleTurn(f"conversation {name!r} had other tokens in the cache than in the "
                             "history")
         note = dict(plan.note, usage=answer.usage, finish_reason=answer.finish_reason)
         if "logprobs" in note:                          # its caller wants to read them again
             reports = Reports(self.tokenizer, handle)
             note["logprobs"] = reports.last(answer.text, live.stream.stopped)
-        reply = answer.token_ids
+        kept = answer.token_ids
         if plan.messages and live.stream.stopped:
-            kept, note["tail"] = self.tokenizer.covered(reply, answer.text)
-            reply = reply[:kept]
+            covered, note["tail"] = self.tokenizer.covered(kept, answer.text)
+            kept = kept[:covered]
         turn = self.history.commit(
-            name, after and after.id, plan.prompt, reply, plan.messages,
+            name, after and after.id, plan.prompt, kept, plan.messages,
             text=answer.text if plan.messages else None, carried=plan.carried,
             note=note, id=live.id, branches=live.branches, salt=plan.salt)
-        if len(reply) < len(answer.token_ids):
-            self.engine.shorten(name, turn.length)
-        live.settled = turn.created
+        live.completed_at = turn.created
+        try:
+            if len(kept) < len(answer.token_ids):
+                self.engine.shorten(name, turn.length)
+        except Exception as error:          # a bug; the turn is stored all the same
+            traceback.print_exception(error)
+            return False
+        return True
 
     # ---- conversations
 
@@ -634,9 +672,10 @@ class Sessions:
                 live.cancel()
 
     def _erase(self, conversation: str, due: Callable[[], bool] = lambda: True) -> bool:
-        """Free both tiers and the history of an idle conversation, if that is `due`: we ask when no
-        turn can begin, since one may have ended after the caller looked. False if it is being
-        answered."""
+        """Free both tiers and the history of an idle conversation. False if it is being answered.
+
+        due: we ask it first, while no turn can begin; if it says no, nothing is freed. (The caller
+        found the conversation too old, but a turn may have ended since.)"""
         def change():
             if due():
                 self.history.forget(conversation)
@@ -686,7 +725,7 @@ class Sessions:
         """A conversation without a turn. Its first turn will begin with the messages. TooLong if no
         turn could have room for them, ValueError if it exists."""
         self._expect_room(messages)
-        self.history.create(conversation, metadata, messages)
+        self._write(partial(self.history.create, conversation, metadata, messages))
 
     def update(self, conversation: str, metadata: dict | None = None,
                new: Sequence[dict] = ()) -> bool:
@@ -694,6 +733,9 @@ class Sessions:
         no such conversation. Busy if messages come while it is being answered, TooLong if no turn
         could have room for all that wait then."""
         def change() -> bool:
+            stored = self.history.record(conversation) if new else None
+            if stored:
+                self._expect_room(stored.waiting + list(new))
             if self.history.update(conversation, metadata, new):
                 return True
             # if its first turn is not committed yet
@@ -703,8 +745,6 @@ class Sessions:
             return exists
         if not new:
             return self._write(change)
-        if stored := self.history.record(conversation):
-            self._expect_room(stored.waiting + list(new))
         return self._write(partial(self._alone, conversation, change))
 
     def _expect_room(self, waiting: Sequence[dict]):

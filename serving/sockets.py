@@ -24,6 +24,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from email.message import Message as Headers
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -272,7 +273,7 @@ class Server(ThreadingHTTPServer):
         try:
             again = self.stateless.submit(
                 plan.prompt, base=base, stop=turn.stream.stop, max_tokens=most, ignore_eos=True,
-                min_tokens=min(turn.min_tokens, most), **vars(turn.handle.request.sampling))
+                min_tokens=min(turn.min_tokens, most), **asdict(turn.handle.request.sampling))
             answer = again.result()
         except (StaleTurn, RuntimeError):    # RuntimeError: its engine has failed, or is closed
             return None

@@ -2,15 +2,16 @@
 
 A stateless server renders and tokenises the whole conversation at every turn. Ours keeps the raw
 ids of all earlier turns and tokenises only the new turn: the text of a reply, tokenised again, may
-give other ids than the model sampled, and then its KV-tokens are lost. So `turn` renders the
-conversation with a sentinel in place of the last reply, and tokenises only the text after the
-sentinel:
+give other ids than the model sampled, and then its KV-tokens are lost. So `render` renders the
+conversation with a sentinel in place of the last reply, and `tokenize` takes only the text after
+the sentinel:
 
     <user> Hi <end> <assistant> SENTINEL <end> <user> More <end> <assistant>
                                          ------- only this is tokenised ----
 
-The template may show what is before the sentinel in another way than it did at the turn before. So
-the caller keeps a digest of each rendering, and a Rendering tells whether it goes on from that one.
+The cached ids stand for what the template wrote at the turn before. Does it still write that? It
+may show another date, or drop the thoughts of a reply. So Sessions keeps a digest of each
+rendering, and `Rendering.expect` compares it at the next turn.
 
 Text becomes ids in one of two ways. If the ids are in merge order, as GPT-2's are, we use tiktoken
 on the checkpoint's own vocabulary; else we use the tokenizers library. Ids become text in one way:
@@ -49,7 +50,7 @@ from scheduler import TooLong
 
 # Unicode reserves it for internal use; we remove it from all text that we are given
 GUARD = "\ufdd0"
-ESCAPED = r"\ufdd0"      # as repr and JSON in ASCII write it
+ESCAPED = r"\ufdd0"      # a GUARD as repr and JSON in ASCII write it
 SENTINEL = GUARD * 2     # guarded text never has two guards in a row
 ROLES = ("system", "developer", "user", "assistant", "tool")
 GPT2_SPLIT = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -109,7 +110,7 @@ class Tokenizer:
     def __init__(self, files: list[Path], config: dict, most_tokens: int | None = None):
         """files: tokenizer.json, or vocab.json and merges.txt. config: see read_config.
         most_tokens: of a text. If a text has more bytes than so many of the longest token, we
-        refuse it unread.
+        refuse it unread: for 100 tokens, the longest of 20 bytes, TooLong for 2,001 bytes.
 
         ValueError if they cannot be used."""
         # Templates see bos_token, eos_token and the like; and add_bos_token, a bool.
@@ -121,10 +122,11 @@ class Tokenizer:
         self._backend = (TiktokenBackend(self.special, self.pieces) if ids_in_merge_order(spec)
                          else LibraryBackend(spec))
         longest = max(map(len, [b"", *self.pieces.values(), *map(str.encode, self.special)]))
-        shrinks = 4 if spec["normalizer"] else 1        # NFC makes 3 bytes of some 9
+        shrinks = 4 if spec["normalizer"] else 1    # NFC makes 3 bytes of 9, never 3 of 12
         self._limit, self._most_bytes = most_tokens, (most_tokens or math.inf) * longest * shrinks
-        # Each finds the special tokens that begin with one character, overlapping ones, too: it
-        # looks ahead, and consumes that character only.
+        # For each character that some special token begins with: a pattern, and what replaces the
+        # character where such a token begins. The pattern only looks at what follows, (?=...), so
+        # it misses no overlap. With the tokens "qz" and "zj" (G: the guard), "qzj" becomes "qGzGj".
         self._guards = [
             (re.compile(f"{re.escape(first)}(?={any_of(text[1:] for text in group)})"),
              first.replace("\\", r"\\") + GUARD)
@@ -152,6 +154,7 @@ class Tokenizer:
 
     def covered(self, ids: list[int], text: str) -> tuple[int, str]:
         """How many of a reply's ids stand for the beginning of its text, and the rest of the text.
+        An id counts if the text up to its end is shown, and it does not end within a character.
 
         A stop string has cut the text: the ids of " Yes", "." and " No|" have the text " Yes. N" if
         "o|" is a stop string. Then the result is 2 and " N"."""
@@ -196,15 +199,19 @@ class Tokenizer:
 
     def tokenize(self, rendering: "Rendering", last_token: int | None,
                  tail: str = "") -> list[int]:
-        """The ids of all that follows a reply's own ids in the rendering.
+        """The ids that follow a reply's own ids: its tail, if it has one (see `covered`), and the
+        rest.
 
-        last_token: the last token that the model sampled for that reply.
-        tail: how that reply ends, if its ids do not cover all of its text (see `covered`)."""
+        last_token: the reply's last id; None or -1 if there is none. Often the model has sampled
+        the <end> that the template writes behind a reply. Then we leave that <end> out:
+
+            ids "Hello" <end>   rest <end><user>More<end><assistant>
+                                result    <user>More<end><assistant>
+
+        Blanks before that <end> are left out with it: Llama 2's template writes " </s>"."""
         tail = self._guarded(tail)
         text = tail + rendering.rest
         if last_token in self.special.values():
-            # Perhaps the model has ended its reply itself; then the template must not end it again.
-            # (Llama 2's template puts a space before the end of a reply.)
             closed = self._encode(text.lstrip())
             if closed[:1] == [last_token]:
                 return closed[1:]
@@ -217,7 +224,8 @@ class Tokenizer:
 
             "Hello", "\\nUser: Hi"     ids of "Hello\\nUser: Hi" without those of "Hello"
         """
-        # If a token would span both: the reply is tokens already, so any other text will do.
+        # If "Hello" + text has a token across the border, its ids cannot be cut there. The text
+        # before is only a stand-in, since the reply's ids exist already. So we try two others.
         for start in (before, "\n", "a") if before else ():
             ids, both = self._encode(start), self._encode(start + text)
             if both[:len(ids)] == ids:
@@ -227,7 +235,7 @@ class Tokenizer:
     def _refuse_letters(self, named: list[str]):
         """ValueError if the chat template writes one of these special tokens, and the vocabulary
         does not have it: the model would read letters in its place."""
-        if not (unknown := set(named) - self.special.keys()):
+        if not (unknown := {name for name in named if len(name) > 1} - self.special.keys()):
             return
         text = ""
         for roles in ["user"], ["system", "user"], ["user", "assistant", "user"]:
@@ -239,12 +247,13 @@ class Tokenizer:
 
     def _render(self, messages: list[dict], options: dict | None) -> str:
         """An option changes neither `messages` nor a name that tokenizer_config.json sets."""
-        guarded = {name: self._guarded(value) if isinstance(value, str) else value
-                   for name, value in (options or {}).items()}
+        guarded = self._guarded_option(options or {})
         try:
             text = self._template.render(guarded | self._for_template, messages=messages,
                                          tools=None, documents=None, add_generation_prompt=True)
-            return text.replace(ESCAPED, GUARD)         # nobody else writes it: we guard it, too
+            # repr and JSON in ASCII write a GUARD as six letters: we turn them back. Those that a
+            # user writes stay, since _guarded splits them.
+            return text.replace(ESCAPED, GUARD)
         except Exception as error:      # the template is a stranger's code: it can fail in any way
             raise ValueError(f"the chat template failed: {error}") from error
 
@@ -255,6 +264,17 @@ class Tokenizer:
                                  f"content, got {message!r:.200}")
         return [{"role": message["role"], "content": self._guarded(message["content"])}
                 for message in messages]
+
+    def _guarded_option(self, value):
+        """All strings in it are guarded."""
+        if isinstance(value, str):
+            return self._guarded(value)
+        if isinstance(value, list | tuple):
+            return [self._guarded_option(item) for item in value]
+        if isinstance(value, dict):
+            return {self._guarded_option(key): self._guarded_option(item)
+                    for key, item in value.items()}
+        return value
 
     def _guarded(self, text: str) -> str:
         """The text with a GUARD after the first character of every special token in it, and of
@@ -294,16 +314,21 @@ class Rendering:
     def digest(self) -> str:
         return digest(self.text)
 
-    def expect(self, before: str):
-        """before: the digest of the rendering to which the reply was given. Rewritten unless the
-        text is that rendering, the reply, and the rest. Blanks around the reply do not count, since
-        templates strip it, and the model said what it said."""
+    def expect(self, previous: str):
+        """Rewritten unless the text goes on from the previous rendering, to which the reply was
+        given: it must be `earlier`, the reply and `rest`, and `earlier` must be the previous text.
+        Blanks around the reply do not count, since templates strip it, and the model said what it
+        said.
+
+        previous: the digest of that rendering."""
         text = self.text
         for part in self.earlier.rstrip(), self.reply.strip(), self.rest.lstrip():
             if not text.startswith(part):
                 raise Rewritten("the chat template shows the last reply in other words")
             text = text[len(part):].lstrip()
-        if digest(self.earlier) != before:
+        if text:
+            raise Rewritten("the chat template writes more words when it shows the last reply")
+        if digest(self.earlier) != previous:
             raise Rewritten("the chat template shows the earlier messages in another way now")
 
 
@@ -495,17 +520,23 @@ def named_templates(templates) -> dict[str, str]:
 
 
 def read_vocabulary(files: list[Path], config: dict) -> tuple[dict, list[str]]:
-    """The content of tokenizer.json, as a dictionary; made from vocab.json and merges.txt if these
-    are given. And the texts of the tokens, none of them special, that only `config` adds to it.
+    """The content of tokenizer.json, as a dictionary; and the texts of the tokens, none of them
+    special, that only `config` adds to it. We make it in three steps:
 
-    Every token that `config` names as special and the vocabulary has is one in the result.
-    ValueError if an added token cannot have the id that `config` says."""
+    1. It has the tokens of tokenizer.json, or of vocab.json and merges.txt.
+    2. We add the tokens that only `config` has. ValueError if one cannot have the id that `config`
+       says.
+    3. What `config` names as special becomes special, if there is such a token; see `is_special`.
+    """
     library = (tokenizers.Tokenizer.from_file(str(files[0])) if len(files) == 1
                else from_merges(files, config))
     library.no_truncation()
     library.no_padding()
-    named = special_tokens(config)
-    known = {token.content for token in library.get_added_tokens_decoder().values()}
+
+    def added() -> set[str]:
+        return {token.content for token in library.get_added_tokens_decoder().values()}
+
+    known = added()
     beside = {index: token for index, token in sorted(config["added_tokens"].items())
               if token.content not in known}
     library.add_tokens(list(beside.values()))
@@ -513,17 +544,34 @@ def read_vocabulary(files: list[Path], config: dict) -> tuple[dict, list[str]]:
         if (given := library.token_to_id(token.content)) != index:
             raise ValueError(f"the added token {token.content!r} is said to be {index}, but in "
                              f"this vocabulary it would be {given}")
-    known |= {token.content for token in beside.values()}
-    missing = [name for name in dict.fromkeys(named)
-               if name not in known and library.token_to_id(name) is not None]
-    library.add_special_tokens([AddedToken(name, normalized=False) for name in missing])
+
+    named, known = special_tokens(config), added()
+    library.add_special_tokens([
+        AddedToken(name, normalized=False) for name in dict.fromkeys(named)
+        if len(name) > 1 and name not in known and library.token_to_id(name) is not None])
     spec = json.loads(library.to_str())
+    trained = vocabulary(spec | dict(added_tokens=[]))
     for token in spec["added_tokens"]:
-        token["special"] |= token["content"] in named
+        token["special"] = is_special(token, named, trained)
         # so the library finds it while the guards are there
         token["normalized"] &= not token["special"]
-    plain = {token["content"] for token in spec["added_tokens"] if not token["special"]}
-    return spec, [token.content for token in beside.values() if token.content in plain]
+    special = {token["content"] for token in spec["added_tokens"] if token["special"]}
+    return spec, [token.content for token in beside.values() if token.content not in special]
+
+
+def is_special(token: dict, named: list[str], trained: dict[str, int]) -> bool:
+    """Is an added token special? The vocabulary says so, or `named` has its text.
+
+    No guard can split a token of one character. If the trained vocabulary has it as text, it stays
+    text: some models have "!" for padding. Else ValueError."""
+    text = token["content"]
+    if not (token["special"] or text in named):
+        return False
+    # A byte-level vocabulary spells all that is not ASCII: its "§" is the byte 167, half a letter.
+    if len(text) == 1 and not (text.isascii() and text in trained):
+        raise ValueError(f"the special token {text!r} has one character: we could not tell it from "
+                         "the users' text")
+    return len(text) > 1
 
 
 def from_merges(files: list[Path], config: dict) -> tokenizers.Tokenizer:

@@ -483,7 +483,7 @@ def test_clients_that_resend_in_another_form_get_the_right_replies(depth, rounds
                            stop=chance.choice([(), "a", "e t"]), salt=chance.choice(["", "", "x"]),
                            keep=chance.random() < 0.8)
             turn = sessions.respond(messages, **options)
-            after = turn.plan.after if turn.plan.context else None
+            after = turn.plan.after if turn.plan.context_length else None
             context = sessions.history.tokens(after.id).tolist() if after else []
             turns.append((messages, prefix, turn, context + turn.plan.prompt))
         for _, _, turn, _ in turns:
@@ -492,7 +492,7 @@ def test_clients_that_resend_in_another_form_get_the_right_replies(depth, rounds
         for messages, prefix, turn, context in turns:
             reply = turn.result()
             if reply.finish_reason != "cancelled":
-                found += cached(turn) > turn.plan.context
+                found += cached(turn) > turn.plan.context_length
                 expected = lone.generate(context, max_tokens=len(reply.token_ids), ignore_eos=True)
                 assert reply.token_ids == expected.token_ids
                 text = chance.choice([str, str.strip])(reply.text)

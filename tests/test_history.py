@@ -54,7 +54,9 @@ def test_commit_and_read_back(history):
 
 def test_token_ids_take_32_bits(history):
     turn = history.commit("c", None, [2 ** 31 - 1], [], [HI], "")
-    assert history.tokens(turn.id).tolist() == [2 ** 31 - 1] and turn.last_token == 2 ** 31 - 1
+    assert history.tokens(turn.id).tolist() == [2 ** 31 - 1] and turn.last_token == -1  # of no reply
+    turn = history.commit("c", turn.id, [], [2 ** 31 - 1], [HI], "")
+    assert turn.last_token == 2 ** 31 - 1
     with pytest.raises(ValueError, match="one token"):
         history.commit("d", None, [], [])
 

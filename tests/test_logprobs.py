@@ -1,9 +1,10 @@
 """Which tokens of a reply have an entry, however its text is cut into tokens."""
-from types import SimpleNamespace
-
 import pytest
 
 from clients import ROOT
+from handles import Handle
+from sampling import Sampling
+from scheduler import Request
 from serving.logprobs import Reports, entries
 from serving.tokenizer import load_tokenizer
 
@@ -18,7 +19,9 @@ def tokenizer():
 def handle_of(tokenizer, text, asked=True):
     """The tokens of a reply that ends with special ones."""
     tokens = [*tokenizer.encode(text), *tokenizer.special.values()]
-    return SimpleNamespace(token_ids=tokens, logprobs=[(-1.0, [(0, -2.0)])] * len(tokens) if asked else None)
+    request = Request(None, [1], generated=tokens, sampling=Sampling(logprobs=1 if asked else None),
+                      logprobs=[(-1.0, [(0, -2.0)])] * len(tokens) if asked else [])
+    return Handle(request, None, 0.0, lambda ready: None, lambda: None, None)
 
 
 def test_each_token_comes_once_with_the_text_that_it_begins(tokenizer):
@@ -38,6 +41,25 @@ def test_a_token_that_is_cut_in_its_middle_has_an_entry(tokenizer):
         told = [token for token, *_ in Reports(tokenizer, handle).last(TEXT[:end], cut=True)]
         assert told == shown[:len(told)] and tokenizer.decode(told).startswith(TEXT[:end])
         assert not told or len(tokenizer.decode(told[:-1]).rstrip("\ufffd")) < end
+
+
+def test_a_stream_reads_each_report_once(tokenizer):
+    """The time for a reply grows with its length, and not with the square of it."""
+    class Counted(list):
+        read = 0
+
+        def __getitem__(self, index):
+            found = super().__getitem__(index)
+            self.read += len(found)
+            return found
+
+    handle = handle_of(tokenizer, TEXT)
+    counted = handle.request.logprobs = Counted(handle.request.logprobs)
+    reports = Reports(tokenizer, handle)
+    for end in range(len(TEXT)):
+        reports.before(end)
+    reports.last(TEXT, cut=False)
+    assert counted.read == len(handle.token_ids)
 
 
 def test_special_tokens_are_spelled_and_nothing_is_told_unasked(tokenizer):

@@ -395,6 +395,7 @@ def test_a_stateless_engine_gives_the_same_answers(server, client, checkpoint, m
     or without chance, and however it ends."""
     engine = Engine(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0, stateless=True).start()
     monkeypatch.setattr(server, "stateless", Sessions(engine, history=server.sessions.history))
+    monkeypatch.setattr(server.engine, "depth", 1)      # as on a GPU
     def respond(text, after=None, **options):
         options = dict(max_output_tokens=20, temperature=0) | options
         response = client.responses.create(model="ascii", input=text, previous_response_id=after, **options)

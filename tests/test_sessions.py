@@ -5,7 +5,7 @@ import sqlite3
 import threading
 import time
 import weakref
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -345,6 +345,19 @@ def test_a_failed_worker_takes_the_shared_prefix_with_it():
     assert again.token_ids == reply.token_ids and again.usage["gpu"] == 0
 
 
+def test_a_history_that_cannot_be_used_leaves_no_engine(tmp_path, monkeypatch):
+    closed = []
+    monkeypatch.setattr(Engine, "close", lambda engine: closed.append(engine))
+    (tmp_path / "file").write_text("no history")
+    with pytest.raises(ValueError, match="cannot be used as a history"):
+        Sessions("tiny_chat", history=tmp_path / "file", **TINY)
+    assert len(closed) == 1
+    engine = Engine("tiny_chat", **TINY)
+    with pytest.raises(ValueError, match="cannot be used as a history"):
+        Sessions(engine, history=tmp_path / "file")
+    assert len(closed) == 1                     # its owner will close it
+
+
 # ---- the end of a reply
 
 def test_a_stop_string_ends_the_reply(sessions):
@@ -445,6 +458,21 @@ def test_a_turn_that_cannot_be_committed_fails_and_is_forgotten(started, monkeyp
             sessions.generate(ids(5), "c", max_tokens=4)
     reply = sessions.generate(ids(5), "c", max_tokens=4)
     assert reply.usage["prompt_tokens"] == 9 + len(first.token_ids) + 5
+    sessions.close()
+
+
+def test_a_turn_is_told_as_it_was_stored_though_the_cache_cannot_be_shortened(sessions, monkeypatch):
+    """A stop string has cut its reply. The cache may be lost, the turn is not."""
+    stop = sessions.respond([user("Hi")], keep=False, **talkative(sessions, 8)).result().text[5:7]
+
+    def fail(engine, conversation, length):
+        raise RuntimeError("no more")
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "shorten", fail)
+        turn = sessions.respond([user("Hi")], "c", stop=stop, **talkative(sessions, 8))
+        assert turn.result().text == sessions.history.messages(turn.id)[-1]["content"]
+    coherent(sessions)
+    assert sessions.chat("More", "c", max_tokens=3).usage["gpu"] == 0
     sessions.close()
 
 
@@ -936,6 +964,62 @@ def test_items_come_between_turns_and_none_is_lost(started):
     sessions.close()
 
 
+def test_a_conversation_is_created_while_its_metadata_change(started, monkeypatch):
+    """The change sees it before or after, never in its middle."""
+    sessions, update, threads, errors = opened(started, **TINY), History.update, [], []
+
+    def create():
+        try:
+            sessions.create("c", dict(made="by create"))
+        except ValueError as error:
+            errors.append(str(error))
+
+    def update_meanwhile(history, *args):
+        found = update(history, *args)
+        threads.append(in_thread(create))
+        threads[0].join(0.3)
+        return found
+
+    turn = sessions.respond([user("Hi")], "c", max_tokens=100, ignore_eos=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(History, "update", update_meanwhile)
+        assert sessions.update("c", dict(made="by update"))
+    turn.cancel()
+    join(threads)
+    assert sessions.history.record("c").metadata == dict(made="by update")
+    assert "exists already" in errors[0]
+    sessions.close()
+
+
+def test_messages_from_two_clients_must_fit_together(started, monkeypatch):
+    """The second client's come while we count the first one's."""
+    sessions = opened(started, **TINY)
+    sessions.create("c", {})
+    half = user("x" * (sessions.engine.scheduler.limit // 2 + 9))
+    assert len(sessions.tokenizer.encode(half["content"])) * 2 > sessions.engine.scheduler.limit
+    encode, refused, threads = Tokenizer.encode, [], []
+
+    def add():
+        try:
+            while True:
+                with suppress(Busy):
+                    return sessions.update("c", new=[half])
+        except TooLong as error:
+            refused.append(error)
+
+    def encode_meanwhile(tokenizer, text):
+        if not threads:
+            threads.append(in_thread(add))
+            threads[0].join(0.3)
+        return encode(tokenizer, text)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode_meanwhile)
+    add()
+    join(threads)
+    assert len(refused) == 1 and sessions.history.record("c").waiting == [half]
+    sessions.close()
+
+
 def test_messages_that_wait_for_a_turn_must_fit_into_it(started):
     """What no turn can take is refused at once, however little a message costs by itself."""
     sessions = opened(started, **ROOMY)
@@ -955,9 +1039,9 @@ def test_messages_that_wait_for_a_turn_must_fit_into_it(started):
 
 def test_the_oldest_messages_are_dropped_after_a_few_looks(sessions, monkeypatch):
     """As many as must be, and no more. We tokenise the messages a few times, however many there are."""
-    turn, seen = sessions.tokenizer.turn, []
-    monkeypatch.setattr(sessions.tokenizer, "turn", lambda before, new, *more: seen.append(len(new))
-                        or turn(before, new, *more))
+    turn, render, seen = sessions.tokenizer.turn, sessions.tokenizer.render, []
+    monkeypatch.setattr(sessions.tokenizer, "render", lambda before, new, *more: seen.append(len(new))
+                        or render(before, new, *more))
     messages, limit = [user(str(n)) for n in range(1000)], sessions.engine.scheduler.limit
     plan = sessions.plan(messages, truncate=True, max_tokens=20)
     assert len(seen) < 15 and sum(seen) < 5 * len(messages)

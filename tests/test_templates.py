@@ -192,6 +192,42 @@ def test_a_rendering_is_expected_to_hold_the_reply(tmp_path):
         ours.render([user("Hey"), said("Yes")], [user("More")]).expect(first.digest)
 
 
+def test_a_rendering_is_expected_to_end_where_the_rest_does(tmp_path):
+    """A template that adds words because of what the last reply was."""
+    extra = "{{ 'EXTRA' if messages[1] and messages[1].content == 'Yes' }}"
+    ours = save(tmp_path, each(NAMED, BEGINS + extra))
+    first = ours.render([], [user("Hi")])
+    ours.render([user("Hi"), said("No")], [user("More")]).expect(first.digest)
+    with pytest.raises(Rewritten, match="more words"):
+        ours.render([user("Hi"), said("Yes")], [user("More")]).expect(first.digest)
+
+
+def test_a_date_that_changes_while_a_context_starts_anew(tmp_path, monkeypatch):
+    """The context and what we remember of it are one rendering."""
+    played = Played(save(tmp_path, "{{ strftime_now('%d %b') }}" + each(NAMED)))
+
+    class Clock(datetime):
+        days = iter([1] + [2] * 9)
+
+        @classmethod
+        def now(cls):
+            return datetime(2026, 2, next(cls.days))
+    monkeypatch.setattr(serving.tokenizer, "datetime", Clock)
+    assert played.answer("Hello", [user("Hi")]).startswith("01 Feb")
+    context = played.answer("Yes", [user("Hi"), said("Hello"), user("More")])
+    assert context.startswith("02 Feb") and not played.continued
+
+
+def test_the_end_of_a_reply_that_a_stop_string_has_cut_to_nothing(tmp_path):
+    """A user's message ends with the token that ends a reply: it does not end the reply, too."""
+    template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+    played = Played(save(tmp_path, template))
+    plan = played.plan([user("Hi")], "c")
+    played.history.commit("c", None, plan.prompt, [], plan.messages, text="", carried=plan.carried,
+                          note=plan.note)
+    assert played.answer("Yes", [user("More")], "c") == "Hi<|end|><|end|>More<|end|>" and played.continued
+
+
 def test_a_context_that_starts_anew_keeps_the_common_beginning(checkpoint, monkeypatch):
     """Only what differs is computed: here, from the end of the last user's message on."""
     with closing(Sessions(checkpoint, gpu_cache_tokens=512, cpu_cache_tokens=0, chunk_size=4,

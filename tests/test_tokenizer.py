@@ -281,6 +281,20 @@ def test_overlapping_special_tokens_are_all_guarded(tmp_path):
     assert not set(ours.encode("qzjqzj<|end|>qzqz")) & set(ours.special.values())
 
 
+def test_a_special_token_of_one_character(tmp_path):
+    """No guard can split it. If the vocabulary has it as text, it stays text: some models pad with "!"."""
+    ours = save(tmp_path, byte_level(), "Hi!" + OWN_TEMPLATE, pad_token="!")
+    assert "!" not in ours.special and ours.decode(ours.encode("Hi!")) == "Hi!"
+    assert ours.encode("Hi!") == byte_level().encode("Hi!").ids
+    padded = byte_level()
+    padded.add_special_tokens(["!"])
+    ours = save(tmp_path, padded)
+    assert "!" not in ours.special and ours.decode(ours.encode("Hi!")) == "Hi!"
+    for flags in {}, dict(lstrip=True):
+        with pytest.raises(ValueError, match="special token '§' has one character"):
+            save(tmp_path, byte_level([*SPECIAL, "§"], **flags))
+
+
 @pytest.mark.parametrize("text", ["<", "[", "<SPECIAL_", "<SPECIAL_99", "<SPECIAL_7>", "<s>", "the cat sat "])
 def test_a_thousand_special_tokens_hold_nobody_up(tmp_path, text):
     """As many as Mistral Nemo has: whatever the text, the guard reads it once."""
@@ -349,6 +363,16 @@ def test_options_reach_the_template_but_write_no_special_token(tmp_path):
             CHAT[:2], add_generation_prompt=True, return_dict=False, thinking=thinking)
     later = ours.turn(CHAT[:3], CHAT[3:4], None, options)
     assert later == ours.turn(CHAT[:3], CHAT[3:4], None)[:-1] + ours.encode("<|user|>a")
+
+
+def test_options_of_lists_and_dictionaries_write_no_special_token(tmp_path):
+    ours = save(tmp_path, byte_level(), OWN_TEMPLATE + "{{ x | tojson if x }}")
+    options = dict(x={"<|end|>": ["<|user|>", ("<|end|>", 1, None)]})
+    ids = ours.tokenize(ours.render([], CHAT[:2], options), None)
+    plain = ours.tokenize(ours.render([], CHAT[:2]), None)
+    assert ids[:len(plain) - 2] == plain[:-2] and ours.decode(ids).endswith(json.dumps(options["x"]))
+    assert sum(token in ours.special.values() for token in ids) == sum(
+        token in ours.special.values() for token in plain)
 
 
 @pytest.mark.parametrize("template, message", [
