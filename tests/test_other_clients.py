@@ -73,7 +73,7 @@ def test_openai_agents(server, kind):
     agents, openai = pytest.importorskip("agents"), pytest.importorskip("openai")
     model = getattr(agents, kind)("ascii", openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none"))
     settings = agents.ModelSettings(temperature=2, extra_body=dict(seed=1))
-    agent = agents.Agent(name="one", instructions=f"Be {kind}.", model=model, model_settings=settings)
+    agent = agents.Agent(name="one", instructions=f"Talk as {kind}.", model=model, model_settings=settings)
     session, quiet = agents.SQLiteSession(kind), agents.RunConfig(tracing_disabled=True)
     chat(server, lambda text: agents.Runner.run_sync(agent, text, session=session, run_config=quiet))
 
