@@ -5,8 +5,8 @@
 
 The client resends the whole history, as all chat clients do, and waits for each reply. A turn has
 about 75 tokens, so the prompt of turn 8 has some 620, and 1,920 tokens of KV hold three chats. The
-same seed says the same words to every server, so a table can compare servers that ran one after the
-other. Rivals are `transformers_server.py` and llama.cpp's, such as
+same seed says as much to every server, so a table can compare servers that ran one after the other.
+Rivals are `transformers_server.py` and llama.cpp's, such as
 
     llama-server -m FILE.gguf -c 1920 -np 8 --kv-unified [--cache-ram 0]
 

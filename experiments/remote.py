@@ -8,7 +8,8 @@ turn reads its stream in a thread of its own.
 
 The experiment plans prompts in tokens, but we do not know the server's tokenizer. So a
 prompt consists of short English words, and two requests at the start tell how many
-tokens the server makes of a word.
+tokens the server makes of a word. Each RemoteEngine puts the words into an order of its own, so no
+server has cached the beginning of a conversation from an earlier run.
 
 A token counts from the moment at which it comes, also if it belongs to the model's thoughts. The
 client does not resend thoughts.
@@ -18,6 +19,7 @@ here, and the other tokens as "new". (Our own server names every source.)
 """
 import io
 import json
+import random
 import threading
 import time
 import urllib.error
@@ -30,7 +32,8 @@ from scheduler import SOURCES
 
 WORDS = ("time year people way day man thing woman life child world school "
          "state family student group country problem hand part").split()
-PROBE = 50      # words of the longer of the two requests that measure tokens per word
+# Words of the longer of the two requests that measure tokens per word: all words twice, and one more.
+PROBE = 2 * len(WORDS) + 1
 SILENCE_SECONDS = 600       # without a byte of an answer: then the server is lost
 
 
@@ -62,6 +65,7 @@ class RemoteEngine:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.key, self.stateful = key, stateful
         self.clock = time.monotonic
+        self.words = random.SystemRandom().sample(WORDS, len(WORDS))
         self.worker = SimpleNamespace(vocab_size=len(WORDS))  # `drive` draws prompts from this many
         self.threads: list[threading.Thread] = []       # one for each turn
         self.histories: dict[str, list[dict]] = {}      # by conversation: its visible messages
@@ -94,14 +98,15 @@ class RemoteEngine:
         """The prompt tokens of a message of so many words."""
         turn = RemoteTurn()
         name = f"probe of {words} words"
-        self.run(turn, self.message([0] * words), name, {}, max_tokens=1, on_end=lambda turn: None)
+        numbers = [number % len(WORDS) for number in range(words)]
+        self.run(turn, self.message(numbers), name, {}, max_tokens=1, on_end=lambda turn: None)
         return turn.result().usage["prompt_tokens"]
 
     def message(self, prompt: list[int]) -> dict:
         """A user's message of about len(prompt) tokens. Each number
-        below len(WORDS) names a word."""
+        below len(WORDS) names one of our words."""
         count = max(1, round(len(prompt) / self.tokens_per_word))
-        return dict(role="user", content=" ".join(WORDS[number] for number in prompt[:count]))
+        return dict(role="user", content=" ".join(self.words[number] for number in prompt[:count]))
 
     def submit(self, prompt: list[int], conversation: str, max_tokens: int, ignore_eos: bool,
                on_end: Callable[[RemoteTurn], None]) -> RemoteTurn:
