@@ -91,7 +91,7 @@ def ask(client, messages, stream=False, **options):
     return text, chunks[-2].choices[0].finish_reason, chunks[-1].usage, chunks[0].conversation_id
 
 
-def eventually(condition, seconds=10):
+def eventually(condition, seconds=30):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
