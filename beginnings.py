@@ -67,8 +67,7 @@ class Beginnings:
 
         Example: the conversation has chunk 0 (evicted), 1 and 2. Others have filed A for chunk 0
         and B for chunk 3: A, own 1, own 2, B. prefix: chunks that nobody files."""
-        for index, key in enumerate(self._keys(conversation, tokens, len(tokens))):
-            own = conversation.chunks[index] if index < len(conversation.chunks) else None
+        for index, (own, key) in enumerate(self._keys(conversation, tokens, len(tokens))):
             filed = prefix[index] if index < len(prefix) else self.chunks.get(key)
             chunk = own if own and has_or_gets_kv(own) else filed
             if chunk is None:
@@ -79,8 +78,9 @@ class Beginnings:
         """File the full chunks of the conversation's first `length` tokens, so that others find
         them. Of two chunks with one key they find the first, unless only the second has KV. (When
         the first is discarded, the second is filed after its conversation has run again.)"""
-        keys = self._keys(conversation, conversation.tokens, length)
-        for chunk, key in zip(conversation.chunks, keys):
+        for chunk, key in self._keys(conversation, conversation.tokens, length):
+            if chunk is None:
+                return
             filed = self.chunks.get(key)
             if filed and has_or_gets_kv(chunk) and not has_or_gets_kv(filed):
                 self.discard(filed)
@@ -105,9 +105,10 @@ class Beginnings:
                 key = digest(key + one.tokens[start:start + self.chunk_size].tobytes())
                 assert self.keys.get(chunk, key) == key
 
-    def _keys(self, conversation: Conversation, tokens: array, length: int) -> Iterator[bytes]:
-        """The key of each full chunk of the first `length` tokens, in order. None at all without an
-        owner.
+    def _keys(self, conversation: Conversation, tokens: array,
+              length: int) -> Iterator[tuple[Chunk | None, bytes]]:
+        """For each full chunk of the first `length` tokens, in order: the conversation's own chunk,
+        if there is one, and the key. Nothing at all without an owner.
 
         A chunk of the conversation that is filed has its key already: all its users have the same
         tokens."""
@@ -115,9 +116,9 @@ class Beginnings:
         for index in range(length // self.chunk_size if key else 0):
             own = conversation.chunks[index] if index < len(conversation.chunks) else None
             start = index * self.chunk_size
-            content = tokens[start:start + self.chunk_size].tobytes()
-            key = self.keys.get(own) or digest(key + content)
-            yield key
+            chunk = slice(start, start + self.chunk_size)
+            key = self.keys.get(own) or digest(key + tokens[chunk].tobytes())
+            yield own, key
 
 
 def has_or_gets_kv(chunk: Chunk) -> bool:

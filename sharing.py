@@ -136,7 +136,7 @@ class SharingCache(KVCache):
     def _in_common(self, conversation: Conversation, tokens: Sequence[int],
                    origin: Conversation) -> list[Chunk]:
         """The full chunks that `tokens`, the context of the conversation, have in common with the
-        first `known` tokens of the origin. None if the conversation has a chunk of its own."""
+        first `known` tokens of the origin. Empty if the conversation has a chunk of its own."""
         if conversation.chunks != origin.chunks[:len(conversation.chunks)]:
             return []
         common = common_length(tokens, origin.tokens[:origin.known])
