@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from clients import make_checkpoint
-from experiments.remote import RemoteEngine
+from experiments.remote import WORDS, RemoteEngine
 from experiments.transformers_server import Transformers, transformers_server
 
 
@@ -22,7 +22,9 @@ def rival(checkpoint, keep):
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            yield RemoteEngine(f"http://127.0.0.1:{server.server_address[1]}")
+            engine = RemoteEngine(f"http://127.0.0.1:{server.server_address[1]}")
+            engine.words = WORDS                        # the same ones for each server
+            yield engine
         finally:
             server.shutdown()
             thread.join()
