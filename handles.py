@@ -133,6 +133,15 @@ class Handle:
             return None
         return self.request.logprobs[:len(self.token_ids)]
 
+    @property
+    def prompt_logprobs(self) -> list | None:
+        """The same for each token of the prompt, once it is computed; None for a token of which
+        nothing is known, such as the first. None if they were not asked for."""
+        request = self.request
+        if request.sampling.prompt_logprobs is None:
+            return None
+        return [request.prompt_logprobs.get(index) for index in range(len(request.prompt))]
+
     def end(self, error: Exception | None = None):
         """The owner calls this when the turn is over: the readers are told."""
         request = self.request

@@ -221,7 +221,7 @@ class Leader(RankWorker):
         with or_end_process():
             return super().launch(batch)
 
-    def _start(self, *step) -> tuple[Inputs, Tensor | None]:
+    def _start(self, *step) -> tuple[Inputs, Tensor | None, Tensor | None]:
         landed = [n for n, flight in enumerate(self.told) if flight not in self.pool.flights]
         self.ranks.tell(to_numbers(*[*step, landed]))
         started = super()._start(*step)
@@ -250,7 +250,7 @@ class Follower(RankWorker):
         """The step that rank 0 describes."""
         *step, landed = from_numbers(numbers)
         self._forget_flights(landed)
-        inputs, _ = self._start(*step)
+        inputs, *_ = self._start(*step)
         self._remember(inputs, torch.zeros_like(inputs.sample_at))
 
     def _forget_flights(self, landed: np.ndarray):

@@ -1,6 +1,6 @@
 """From logits to tokens: every row of a batch as its request wants it, by tensor operations.
 
-    logits -> repetition penalty -> reply penalties -> bias -> temperature
+    logits -> mask -> repetition penalty -> reply penalties -> bias -> temperature
            -> top_k -> top_p -> min_p -> noise -> argmax
 
 Each stage changes the rows [n, vocab] whose requests ask for it. A stage that nobody asks for costs
@@ -20,7 +20,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ LIMITS = {      # of each value, both inclusive; where the limits are ints, so m
     "repetition_penalty": (0.01, 100.0),
     "seed": (-2**63, 2**63 - 1),
     "logprobs": (0, 2**31 - 1),
+    "prompt_logprobs": (0, 2**31 - 1),
 }
 BIAS = (-100.0, 100.0)
 
@@ -58,16 +59,25 @@ class Sampling:
     seed: int = field(default_factory=lambda: random.getrandbits(32))
     logit_bias: dict[int, float] = field(default_factory=dict)      # token id -> added to its logit
     logprobs: int | None = None         # k: report the token's log probability, and the k largest
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens, see scoring.py
+    grammar: Any = None     # its constraint().mask(reply) says which tokens may follow a reply
 
     @cached_property
     def looks_back(self) -> bool:
         """Must the host know all earlier tokens before it can ask for the next one?"""
-        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
+        return (self.repetition_penalty != 1 or self.grammar is not None
+                or bool(self.presence_penalty or self.frequency_penalty))
+
+    @cached_property
+    def constraint(self):
+        """Of this one reply: it has a state."""
+        return self.grammar.constraint()
 
     def __post_init__(self):
         for name, (low, high) in LIMITS.items():
             value = getattr(self, name)
-            if not within(value, low, high) and (name, value) != ("logprobs", None):
+            left_out = value is None and name.endswith("logprobs")
+            if not (left_out or within(value, low, high)):
                 kind = "an int" if type(low) is int else "a number"
                 raise ValueError(f"{name} must be {kind} from {low} to {high}, got {value!r:.100}")
         bias = self.logit_bias
@@ -87,8 +97,8 @@ def sample(logits: Tensor, requests: list[Request]) -> list[Tensor]:
     a row, after all stages, is NaN or infinite. The logits are used up.
 
     The results stay on the device: the tokens [N], and, if requests ask for log probabilities, the
-    log_probabilities() of their rows. They are those before penalties, bias and temperature: they
-    say what the model believes, not what the draw was asked for."""
+    log_probabilities() of their rows. They are those before mask, penalties, bias and temperature:
+    they say what the model believes, not what the draw was asked for."""
     reported = rows_to_report(requests)
     asked = [(stage, rows) for stage in STAGES if (rows := rows_that(requests, stage.is_asked_for))]
     groups = [[np.array(rows), *stage.tell([requests[i] for i in rows])] for stage, rows in asked]
@@ -157,6 +167,17 @@ class Stage(NamedTuple):
 def tell_values(*names: str) -> Callable[[list[Request]], list]:
     """A stage's `tell`: the sampling values of these names."""
     return lambda requests: [column(requests, name) for name in names]
+
+
+def tell_masks(requests: list[Request]) -> list:
+    return [np.stack([request.sampling.constraint.mask(request.generated) for request in requests])]
+
+
+def keep_allowed(logits: Tensor, masks: Tensor) -> Tensor:
+    """masks: int32 [n, words], 32 words >= vocab. If token 32 w + i may come, bit i of word w is 1."""
+    bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device) & 1
+    allowed = bits.flatten(1)[:, :logits.shape[1]].bool()                       # [n, vocab]
+    return logits.masked_fill_(~allowed, -torch.inf)
 
 
 def tell_context(requests: list[Request]) -> list:
@@ -255,6 +276,7 @@ def add_noise(logits: Tensor, keys: Tensor) -> Tensor:
 
 # Greedy rows need no top_k, top_p or min_p: these do not change the argmax.
 STAGES = (
+    Stage(lambda sampling: sampling.grammar, tell_masks, keep_allowed),
     Stage(lambda sampling: sampling.repetition_penalty != 1, tell_context, penalize_repetition),
     Stage(lambda sampling: sampling.presence_penalty or sampling.frequency_penalty, tell_reply,
           penalize_reply),

@@ -22,6 +22,7 @@ from kv_cache import Conversation, KVCache, Ticket
 
 PLACEHOLDER = -1        # in a context: a token that the device samples, unknown to the host so far
 NOT_FINITE = -1         # in a result: no token, since its logits were NaN or infinite
+NO_TOKEN = "no token is left: the logits are not finite, or the reply's grammar is too complex"
 SOURCES = ("gpu", "cpu", "recomputed", "new")   # where the KV of a context comes from, at admission
 
 
@@ -49,6 +50,7 @@ class Request:
     generated: list[int] = field(default_factory=list)  # the reply so far; other threads read it
     times: list[float] = field(default_factory=list)    # when the host learnt each of its tokens
     logprobs: list = field(default_factory=list)        # of each of its tokens, if asked for
+    prompt_logprobs: dict = field(default_factory=dict)     # the worker writes it: see scoring.py
     finish_reason: str | None = None                # "stop" | "length" | "cancelled" | "failed"
     error: Exception | None = None
 
@@ -294,7 +296,7 @@ class Scheduler:
         sampled = zip(batch.placeholders, result.tokens, logprobs, strict=True)
         for (request, position), token, logprob in sampled:
             if token == NOT_FINITE:
-                self.cancel(request, now, RuntimeError("the model's logits are not finite"))
+                self.cancel(request, now, RuntimeError(NO_TOKEN))
             if request.finish_reason:
                 continue
             request.conversation.tokens[position] = token

@@ -54,6 +54,7 @@ class SharingCache(KVCache):
         super().__init__(*sizes_and_policy)
         self.origins: dict[int, Conversation] = {}      # by the order of who follows, see `follow`
         self.beginnings = Beginnings(self.chunk_size)
+        self.apart: set[Conversation] = set()           # those that share nothing, see `keep_apart`
         self.designate(())
 
     def designate(self, tokens: Sequence[int]):
@@ -99,6 +100,11 @@ class SharingCache(KVCache):
         both begin alike. While another turn computes that, they wait as in `follow`."""
         self.beginnings.own(conversation, owner)
 
+    def keep_apart(self, conversation: Conversation):
+        """The conversation begins with nobody else's chunks, not even with the designated prefix,
+        so all of its positions are computed for it. (Others may share what it has computed.)"""
+        self.apart.add(conversation)
+
     def extend(self, conversation: Conversation, prompt: Sequence[int]) -> bool:
         """Let the prompt join the conversation, and share the chunks that others have of its
         context. False: another turn is computing some of them; nothing has changed, and the caller
@@ -136,8 +142,10 @@ class SharingCache(KVCache):
     def _in_common(self, conversation: Conversation, tokens: Sequence[int],
                    origin: Conversation) -> list[Chunk]:
         """The full chunks that `tokens`, the context of the conversation, have in common with the
-        first `known` tokens of the origin. Empty if the conversation has a chunk of its own."""
-        if conversation.chunks != origin.chunks[:len(conversation.chunks)]:
+        first `known` tokens of the origin. Empty if the conversation has a chunk of its own, or is
+        kept apart."""
+        if (conversation in self.apart
+                or conversation.chunks != origin.chunks[:len(conversation.chunks)]):
             return []
         common = common_length(tokens, origin.tokens[:origin.known])
         return origin.chunks[:common // self.chunk_size]
@@ -256,6 +264,7 @@ class SharingCache(KVCache):
 
     def forget(self, conversation: Conversation):
         self.origins.pop(conversation.order, None)
+        self.apart.discard(conversation)
         super().forget(conversation)
         self.beginnings.roots.pop(conversation, None)
 

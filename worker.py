@@ -39,6 +39,7 @@ from recompute_cost import measure_recompute_cost
 from rotary_store import rotate_and_store
 from sampling import read, sample
 from scheduler import PLACEHOLDER, Batch, Request, Result, Span
+from scoring import nothing, score_prompts
 
 
 class Packed(NamedTuple):
@@ -135,10 +136,13 @@ class Worker:
         function that waits for the result. The books may change as soon as launch has returned."""
         packed = pack(batch.spans)
         changes = table_changes(batch.table_updates)
-        inputs, logits = self._start(packed, changes, batch.slot_copies, batch.swap_in,
-                                     batch.swap_out)
+        inputs, logits, hidden = self._start(packed, changes, batch.slot_copies, batch.swap_in,
+                                             batch.swap_out)
         if not batch.spans:
             return lambda: Result([], self.pool.landed(wait=True))
+        note_scores = nothing
+        if len(packed.tokens) > len(packed.sample_at):      # second day: there may be prompts
+            note_scores = score_prompts(self.model, hidden, batch.spans)
         sampled = sample(logits, packed.sampling_requests)      # [tokens [N], maybe logprobs]
         # NOT_FINITE is -1, which has no embedding. A step already launched behind must read
         # something: 0. Its result is ignored.
@@ -148,6 +152,7 @@ class Worker:
 
         def wait() -> Result:
             done.synchronize()
+            note_scores()
             tokens, logprobs = read(packed.sampling_requests, *on_host)
             return Result(tokens, self.pool.landed(wait=False), logprobs)
         return wait
@@ -155,9 +160,11 @@ class Worker:
     # ---- a step
 
     def _start(self, packed: Packed, changes: list[np.ndarray], slot_copies: dict[int, int],
-               swap_in: list[Ticket], swap_out: list[Ticket]) -> tuple[Inputs, Tensor | None]:
+               swap_in: list[Ticket], swap_out: list[Ticket]
+               ) -> tuple[Inputs, Tensor | None, Tensor | None]:
         """All of a step but the sampling. (parallel.py sends the numbers in these arguments to
-        other processes.) Returns the inputs, and the logits [N, vocab]: None if there is no span.
+        other processes.) Returns the inputs, and the logits [N, vocab] and hidden states [T, width]:
+        None if there is no span.
 
         The upload of the inputs comes first: behind the copies of KV it would wait for the bus
         between CPU and GPU."""
@@ -169,10 +176,10 @@ class Worker:
         self.pool.copy_slots(slot_copies)       # sharing.py only; mostly none
         self.pool.swap_in(swap_in)
         written = self.pool.mark()               # earlier steps have written what is swapped out
-        logits = self.compute_logits(inputs, size) if packed.tokens else None   # [N, vocab]
+        logits, hidden = self.compute_logits(inputs, size) if packed.tokens else (None, None)
         # Last, so that the host launches the model first; on the device both run side by side.
         self.pool.swap_out(swap_out, written)
-        return inputs, logits
+        return inputs, logits, hidden
 
     def _remember(self, inputs: Inputs, tokens: Tensor):
         """The device notes the tokens [N] that were sampled, for later steps."""
@@ -214,11 +221,13 @@ class Worker:
         tokens.copy_(resolved)                  # in place: they are a part of `flat`
         return Inputs(tokens, positions, row_of_token, spans, sample_at, flat)
 
-    def compute_logits(self, inputs: Inputs, size: GraphSize | None = None) -> Tensor:
-        """One forward over all spans -> logits [N, vocab] of the tokens at `sample_at`."""
+    def compute_logits(self, inputs: Inputs, size: GraphSize | None = None
+                       ) -> tuple[Tensor, Tensor]:
+        """One forward over all spans -> logits [N, vocab] of the tokens at `sample_at`, and the
+        hidden states of all tokens."""
         hidden = (self.graphs.replay(size, inputs.flat, inputs.spans) if size else
                   self._forward(inputs))                # [T, width], of padding too
-        return self.model.logits(hidden[inputs.sample_at])
+        return self.model.logits(hidden[inputs.sample_at]), hidden
 
     def _forward(self, inputs: Inputs) -> Tensor:
         """The hidden state of every token: [T, width]. This is what a graph captures."""

@@ -56,6 +56,26 @@ class Item(Shape):
     content: list[Part]
 
 
+class CalledFunction(Shape):
+    name: str
+    arguments: str              # JSON
+
+
+class FunctionCall(CalledFunction):
+    id: str
+    type: Literal["function_call"]
+    call_id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class FunctionOutput(Shape):
+    id: str
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str
+    status: Literal["completed"]
+
+
 class Listing(Shape):
     object: Literal["list"]
     has_more: bool
@@ -64,7 +84,7 @@ class Listing(Shape):
 
 
 class Items(Listing):
-    data: list[Item]
+    data: list[Item | FunctionCall | FunctionOutput]
 
 
 class Deleted(Shape):
@@ -94,10 +114,23 @@ class ChatUsage(Shape):
     prompt_tokens_details: PromptDetails
 
 
+class ToolCall(Shape):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatMessage(Shape):
+    role: Literal["assistant"]
+    content: str | None         # null beside calls, if the reply has no other text
+    refusal: None
+    tool_calls: list[ToolCall] = None       # only of a reply that calls
+
+
 class Choice(Shape):
     index: int
-    message: dict[str, str | None]
-    finish_reason: Literal["stop", "length"]
+    message: ChatMessage
+    finish_reason: Literal["stop", "length", "tool_calls"]
     logprobs: dict | None
 
 
@@ -109,6 +142,31 @@ class Chat(Shape):
     conversation_id: str | None
     choices: list[Choice]
     usage: ChatUsage | None
+
+
+class TokenLogprobs(Shape):
+    """Of a completion's tokens, and with `echo` of its prompt's before them. The first token of a
+    prompt has no log probability."""
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Shape):
+    index: int
+    text: str
+    finish_reason: Literal["stop", "length"]
+    logprobs: TokenLogprobs | None
+
+
+class Completion(Shape):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: ChatUsage
 
 
 class InputDetails(PromptDetails):
@@ -135,7 +193,7 @@ class Response(Shape):
     error: dict[str, str] | None
     model: str
     conversation: dict[str, str] | None
-    output: list[Item]
+    output: list[Item | FunctionCall]
     usage: ResponseUsage | None
 
 

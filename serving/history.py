@@ -45,6 +45,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from serving import tools
+
 SCHEMA_VERSION = 2
 BUSY_SECONDS = 5        # a write waits so long while another process writes to the file
 SCHEMA = f"""
@@ -194,8 +196,8 @@ class History:
 
     def commit(self, conversation: str, parent: str | None, prompt: Iterable[int],
                reply: Iterable[int], messages: Iterable[dict] = (), text: str | None = None,
-               carried: int | None = None, note: dict | None = None, id: str | None = None,
-               branches: bool = False, salt: str = "") -> Turn:
+               calls: Sequence[dict] = (), carried: int | None = None, note: dict | None = None,
+               id: str | None = None, branches: bool = False, salt: str = "") -> Turn:
         """Append a turn to a conversation. It is on disk when this returns.
 
         parent, branches: what the turn follows:
@@ -208,6 +210,7 @@ class History:
         messages: the visible messages before the reply, each {"role", "content"}.
         text: the visible text of the reply. None: a turn of raw tokens, which has no text; messages
             that wait for the conversation's next turn go on waiting.
+        calls: those that the reply has beside its text, see tools.py.
         carried: None continues the context of the parent. A number restarts from an empty one; so
             many of `messages`, the first ones, are not new: instructions, and messages of earlier
             turns:
@@ -219,7 +222,8 @@ class History:
         StaleTurn if the parent is gone, or is not the head any more."""
         prompt, reply, shown = array("i", prompt), array("i", reply), list(messages)
         if text is not None:
-            shown.append({"role": "assistant", "content": text})
+            called = dict(tool_calls=list(calls)) if calls else {}
+            shown.append({"role": "assistant", "content": text} | called)
         if not prompt and not reply:
             raise ValueError("a turn needs at least one token")
         with self._writing() as db:
@@ -699,7 +703,10 @@ def rolled(start: bytes, messages: list[dict]) -> list[bytes]:
 def said(message: dict) -> str:
     """The content; of a reply without the thoughts that it begins with, and without white space
     around it: "<think>2 + 2</think> 4\\n" -> "4". Many clients and chat templates do not send these
-    back, and we must recognise the reply all the same."""
+    back, and we must recognise the reply all the same. Of its calls the values count, since a
+    client parses their JSON and writes it anew."""
     if message["role"] == "assistant":
-        return message["content"].rpartition("</think>")[2].strip()
+        calls = message.get("tool_calls")
+        text = message["content"].rpartition("</think>")[2].strip()
+        return f"{text}\0{tools.canonical(calls)}" if calls else text
     return message["content"]

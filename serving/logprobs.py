@@ -56,10 +56,7 @@ class Reports:
 def entries(tokenizer: Tokenizer, reports: Iterable[Report]) -> list[dict]:
     """In OpenAI's form."""
     def entry(token: int, logprob: float) -> dict:
-        text = tokenizer.pieces.get(token)
-        if text is None:            # a special token, or an id that stands for nothing
-            names = (name for name, id in tokenizer.special.items() if id == token)
-            text = next(names, "").encode()
+        text = tokenizer.spelled(token)
         return dict(token=text.decode(errors="replace"), logprob=max(logprob, LEAST),
                     bytes=list(text))
     return [dict(entry(token, logprob), top_logprobs=[entry(*other) for other in most_likely])

@@ -1,17 +1,21 @@
 """OpenAI's wire format over one engine: the operations, and the JSON that answers them. No sockets
 here.
 
-A client has two ways to talk:
+A client has three ways to talk:
 
     chat completions    It sends its whole history every time. We recognise the history by its text.
     responses           It sends only its new messages, and names what they follow: a response (by
                         previous_response_id), or a conversation. Or it sends its whole history
                         here, too.
+    completions         It sends a prompt, and nothing of it is kept: see completions.py.
 
 A response is a turn of the history: `resp_X` is turn X. The settings of its request and its usage
 are kept as the turn's note. Two responses that follow the same response are two branches.
 `instructions` hold for one response: as long as they stay the same, they are the cached beginning
 of the context; when they change, the whole context is computed again.
+
+A client may offer tools, see tools.py. A reply with calls is one message of the history; in a
+response its text and each call is an item: msg_X, fc_0_msg_X, fc_1_msg_X.
 
 Some things differ from OpenAI. The default temperature is 0, not 1, so that answers repeat. Chat
 completions are stored, too, unless `store` is false: else we could not recognise them.
@@ -23,21 +27,25 @@ A client that sends a `cache_salt` shares only with those that send the same one
 a conversation decides; its later turns and its branches stay with that salt.)
 """
 import json
+import re
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count, islice
-from typing import Literal
+from typing import Any, Literal
 
 from sampling import LIMITS
-from scheduler import SOURCES, TooLong
-from serving import live
+from scheduler import TooLong
+from serving import live, tools
+from serving.completions import Completions, CompletionWriter, finish_reason, prompt_details
 from serving.history import ConversationRecord, StaleTurn, Turn
 from serving.logprobs import Report, Reports, entries
-from serving.operations import (APIError, ChatBody, ConversationBody, EngineOptions, Item,
+from serving.operations import (APIError, ChatBody, CompletionBody, ConversationBody,
+                                EngineOptions, FunctionCall, FunctionOutput, Item, ItemPart,
                                 ItemReference, ItemsBody, ItemsQuery, Message, MetadataBody,
                                 ResponseBody, ResponseQuery)
+from serving.schemas import Grammar, Grammars, Unusable
 from serving.sessions import Answer, Busy, LiveTurn, Sessions
 
 LOGPROBS = "message.output_text.logprobs"       # in `include`
@@ -55,7 +63,10 @@ class API:
         """names: those that a client may call our model by. We use the first."""
         self.sessions, self.engine, self.history = sessions, sessions.engine, sessions.history
         self.names, self.model = names, names[0]
+        worker = sessions.engine.worker
+        self.grammars = Grammars(sessions.tokenizer, worker.vocab_size, worker.stop_ids)
         self.created = int(time.time())
+        self.completions = Completions(sessions)
 
     # ---- replies
 
@@ -63,6 +74,7 @@ class API:
         self.retrieve_model(prefix, body.model)
         options = self._options(body)
         options["max_tokens"] = body.max_completion_tokens or body.max_tokens
+        options["grammar"] = self._grammar(body.response_format.asked, "response_format")
         if body.logprobs:
             options["logprobs"] = body.top_logprobs or 0
         elif body.top_logprobs:
@@ -71,7 +83,7 @@ class API:
         first_options, *other_options = options_of_choices(options, body.n)
         first = self.sessions.respond(messages, hint=body.hint(prefix), prefix=prefix,
                                       salt=body.cache_salt, keep=body.store,
-                                      template_options=body.chat_template_kwargs,
+                                      template_options=template_options(body), note=note_of(body),
                                       **first_options)
         turns = [first]
         try:
@@ -83,11 +95,18 @@ class API:
             raise
         return ChatWriter(turns, prefix, self.model, body)
 
+    def create_completion(self, prefix: str, body: CompletionBody) -> CompletionWriter:
+        self.retrieve_model(prefix, body.model)
+        options_of_each = options_of_choices(self._options(body), body.n)
+        return CompletionWriter(self.completions.begin(prefix, body, options_of_each), self.model,
+                                body)
+
     def create_response(self, prefix: str, body: ResponseBody,
                         gone: Callable[[], bool]) -> "ResponseWriter":
         """gone: has the client hung up?"""
         options = self._options(body)
-        note = body.model_dump(include=set(ECHOED), exclude_unset=True)
+        options["grammar"] = self._grammar(body.text.format.asked, "text.format")
+        note = body.model_dump(include=set(ECHOED), exclude_unset=True, by_alias=True) | note_of(body)
         if LOGPROBS in body.include or body.top_logprobs:
             options["logprobs"] = body.top_logprobs or 0
             note["logprobs"] = None                 # to be kept, see Sessions._commit
@@ -120,9 +139,9 @@ class API:
         note = dict(created_at=int(turn.created)) | json.loads(turn.note)
         told = ResponseEvents(turn.id, self.model, turn.conversation.removeprefix(prefix), note)
         items = self.history.items_of(turn.id)              # none for a turn of raw token ids
-        text = items[-1]["content"] if items else ""
+        message = items[-1] if items else dict(role="assistant", content="")
         reports = note.get("logprobs") if with_logprobs else None
-        return told, told.whole(note["finish_reason"], text, note["usage"], turn.created,
+        return told, told.whole(note["finish_reason"], message, note["usage"], turn.created,
                                 entries(self.sessions.tokenizer, reports or ()))
 
     def list_input_items(self, prefix: str, id: str, query: ItemsQuery) -> dict:
@@ -171,7 +190,7 @@ class API:
         new = self._identified(body.items)
         if not self.sessions.update(prefix + id, new=new):
             raise missing("conversation", id)
-        return listing([item(message) for message in new])
+        return listing([item for message in new for item in items_of(message)])
 
     def _identified(self, messages: list[Item]) -> list[dict]:
         return [dict(plain(message), id=f"msg_{self.sessions.new_id()}") for message in messages]
@@ -180,10 +199,11 @@ class API:
         return listed(self.history.items, self._conversation(prefix, id).name, query)
 
     def retrieve_item(self, prefix: str, id: str, item_id: str) -> dict:
-        found = self.history.item(self._conversation(prefix, id).name, item_id)
-        if not found:
+        message = self.history.item(self._conversation(prefix, id).name, message_id(item_id))
+        items = items_of(message) if message else []
+        if not (found := next((item for item in items if item["id"] == item_id), None)):
             raise missing("item", item_id, "item")
-        return item(found)
+        return found
 
     def delete_item(self, prefix: str, id: str, item_id: str) -> dict:
         if not self.sessions.delete_item(prefix + id, item_id):
@@ -213,12 +233,19 @@ class API:
                            "logit_bias")
         return options
 
+    def _grammar(self, schema: dict | None, field: str) -> Grammar | None:
+        """What the reply must be. None: it may be any text."""
+        try:
+            return None if schema is None else self.grammars.of_schema(schema)
+        except Unusable as error:
+            raise APIError(400, f"{field} cannot be served: {error}", field) from error
+
     def _question(self, prefix: str, body: ResponseBody) -> dict:
         """The messages to answer, and the turn that they follow, as keywords of Sessions.plan."""
         self.retrieve_model(prefix, body.model)
         name, after = self._followed(prefix, body)
-        return dict(messages=[self._message(prefix, index, entry, name)
-                              for index, entry in enumerate(body.input)],
+        return dict(messages=joined([self._message(prefix, index, entry, name)
+                                     for index, entry in enumerate(body.input)]),
                     conversation=name and prefix + name,
                     exists=True,    # a client may delete it between this look and the turn's claim
                     after=after,
@@ -227,7 +254,7 @@ class API:
                     salt=body.cache_salt,
                     instructions=body.instructions,
                     truncate=body.truncation == "auto",
-                    template_options=body.chat_template_kwargs,
+                    template_options=template_options(body),
                     max_tokens=body.max_output_tokens)
 
     def _followed(self, prefix: str, body: ResponseBody) -> tuple[str | None, Turn | None]:
@@ -244,20 +271,23 @@ class API:
             raise missing("finished response", previous, "previous_response_id", 400)
         return name, after
 
-    def _message(self, prefix: str, index: int, entry: Item | ItemReference,
+    def _message(self, prefix: str, index: int,
+                 entry: Item | ItemReference | FunctionCall | FunctionOutput,
                  conversation: str | None) -> dict:
         """The message input[index], or the one that is referred to: of a turn, or kept by that
         conversation."""
-        if isinstance(entry, Item):
+        if not isinstance(entry, ItemReference):
             return plain(entry)
-        turn = self._turn(prefix, entry.id.removeprefix("msg_").partition("_")[0])
+        id = message_id(entry.id)
+        turn = self._turn(prefix, id.removeprefix("msg_").partition("_")[0])
         candidates = self.history.items_of(turn.id) if turn else ()
-        message = next((item for item in candidates if item["id"] == entry.id), None)
+        message = next((item for item in candidates if item["id"] == id), None)
         if conversation and not message:
-            message = self.history.item(prefix + conversation, entry.id)
-        if not message:
+            message = self.history.item(prefix + conversation, id)
+        part = part_of(message, entry.id) if message else None
+        if not part:
             raise missing("item", entry.id, f"input[{index}].id")
-        return dict(role=message["role"], content=message["content"])
+        return part
 
     def _turn(self, prefix: str, turn_id: str) -> Turn | None:
         turn = self.history.turn(turn_id)
@@ -348,12 +378,56 @@ def options_of_choices(options: dict, n: int) -> list[dict]:
     return [dict(options, seed=seed + index) for index in range(n)]
 
 
-def plain(message: Message | Item) -> dict:
+def plain(message: Message | Item | FunctionCall | FunctionOutput) -> dict:
     """The message as the engine knows it: its parts joined into one text. "developer" is OpenAI's
     newer name for "system". Many chat templates do not know it: Qwen's would leave the message
     out."""
+    if isinstance(message, FunctionCall):
+        call = dict(id=message.call_id, name=message.name, arguments=message.arguments)
+        return dict(role="assistant", content="", tool_calls=[call])
+    if isinstance(message, FunctionOutput):
+        return dict(role="tool", content=text_of(message.output), tool_call_id=message.call_id)
     role = "system" if message.role == "developer" else message.role
-    return dict(role=role, content="".join(part.text for part in message.content))
+    found: dict[str, Any] = dict(role=role, content=text_of(message.content))
+    if isinstance(message, Message):
+        if role == "assistant" and message.tool_calls:
+            found["tool_calls"] = [dict(id=call.id, **call.function.model_dump())
+                                   for call in message.tool_calls]
+        if role == "tool" and message.tool_call_id:
+            found["tool_call_id"] = message.tool_call_id
+    return found
+
+
+def text_of(parts: Iterable[ItemPart]) -> str:
+    return "".join(part.text for part in parts)
+
+
+def joined(messages: list[dict]) -> list[dict]:
+    """A response's input names the text and each call of a reply one after another: they are one
+    message."""
+    whole = []
+    for message in messages:
+        calls, before = message.get("tool_calls"), whole[-1] if whole else None
+        if calls and not message["content"] and before and before["role"] == "assistant":
+            whole[-1] = dict(before, tool_calls=before.get("tool_calls", []) + calls)
+        else:
+            whole.append(message)
+    return whole
+
+
+def template_options(body: ChatBody | ResponseBody) -> dict:
+    offer = tools.offered([tool.model_dump() for tool in body.tools])
+    return dict(body.chat_template_kwargs or {}, tools=offer)
+
+
+def note_of(body: ChatBody | ResponseBody) -> dict:
+    """What a turn's note says of its tools: see Sessions.respond."""
+    if not body.tools:
+        return {}
+    names = [tool["function"]["name"] for tool in template_options(body)["tools"]]
+    return dict(callable=names if body.tool_choice != "none" else [],
+                tool_choice=body.tool_choice or "auto",
+                parallel_tool_calls=body.parallel_tool_calls is not False)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -363,27 +437,50 @@ def plain(message: Message | Item) -> dict:
 ECHOED = dict(instructions=None, metadata={}, max_output_tokens=None, previous_response_id=None,
               temperature=0.0, top_p=1.0, presence_penalty=0.0, frequency_penalty=0.0,
               top_logprobs=0, truncation="disabled", store=True, tool_choice="none",
-              parallel_tool_calls=False, user=None, safety_identifier=None, prompt_cache_key=None)
+              parallel_tool_calls=False, user=None, safety_identifier=None, prompt_cache_key=None,
+              text=dict(format=dict(type="text")))
 # The fields that are always the same, since there is nothing to choose.
 FIXED = dict(background=False, tools=[], max_tool_calls=None, reasoning=None,
-             service_tier="default", text=dict(format=dict(type="text")))
+             service_tier="default")
 # finish_reason of a turn -> status of its response, and of the item that holds the reply
 STATUS = dict(stop=("completed", "completed"), length=("incomplete", "incomplete"),
               cancelled=("cancelled", "incomplete"))
 
 
-def item(message: dict, status: str = "completed", logprobs: Iterable[dict] = ()) -> dict:
-    """message: one of the history, which has an id."""
+def items_of(message: dict, status: str = "completed", logprobs: Iterable[dict] = ()) -> list[dict]:
+    """A message of the history, which has an id: its text and each of its calls are an item."""
+    id, calls = message["id"], message.get("tool_calls", ())
+    if message["role"] == "tool":
+        return [dict(id=id, type="function_call_output", call_id=message.get("tool_call_id", ""),
+                     output=message["content"], status=status)]
+    texts = [text_item(message, status, logprobs)] if message["content"] or not calls else []
+    return texts + [dict(id=f"fc_{index}_{id}", type="function_call", call_id=call["id"],
+                         name=call["name"], arguments=call["arguments"], status=status)
+                    for index, call in enumerate(calls)]
+
+
+def message_id(item_id: str) -> str:
+    """Of the message that an item belongs to: fc_0_msg_T -> msg_T."""
+    return re.sub("^fc_[0-9]+_", "", item_id)
+
+
+def part_of(message: dict, item_id: str) -> dict | None:
+    """The part of a message that is this item: one of its calls, or all but its calls."""
+    if item_id != message["id"]:
+        called = [call for item, call in zip(reversed(items_of(message)),
+                                             reversed(message.get("tool_calls", [])))
+                  if item["id"] == item_id]
+        return dict(role="assistant", content="", tool_calls=called) if called else None
+    return {name: message[name] for name in ("role", "content", "tool_call_id") if name in message}
+
+
+def text_item(message: dict, status: str = "completed", logprobs: Iterable[dict] = ()) -> dict:
     part = dict(type="input_text", text=message["content"])
     if message["role"] == "assistant":
         part = dict(type="output_text", text=message["content"], annotations=[],
                     logprobs=list(logprobs))
     return dict(id=message["id"], type="message", role=message["role"], status=status,
                 content=[part])
-
-
-def reply_item(turn_id: str, text: str, status: str, logprobs: Iterable[dict] = ()) -> dict:
-    return item(dict(id=f"msg_{turn_id}", role="assistant", content=text), status, logprobs)
 
 
 def listing(data: list[dict], has_more: bool = False) -> dict:
@@ -394,15 +491,12 @@ def listing(data: list[dict], has_more: bool = False) -> dict:
 def listed(read: Callable, name: str, query: ItemsQuery) -> dict:
     """The messages that read(name, ...) finds, at most query.limit of them. We ask for one message
     more, which tells us whether there are more."""
-    messages = read(name, query.after, query.order == "desc", query.limit + 1)
-    return listing([item(message) for message in messages[:query.limit]],
+    newest_first, after = query.order == "desc", query.after and message_id(query.after)
+    messages = read(name, after, newest_first, query.limit + 1)
+    groups = [items_of(message) for message in messages[:query.limit]]
+    return listing([item for group in groups
+                    for item in (reversed(group) if newest_first else group)],
                    has_more=len(messages) > query.limit)
-
-
-def prompt_details(usage: dict) -> dict:
-    """Where the prompt's tokens came from: gpu + cpu + recomputed + new is their number."""
-    sources = {source: usage[source] for source in SOURCES}
-    return dict(sources, cached_tokens=usage["gpu"] + usage["cpu"])
 
 
 def response_usage(usage: dict) -> dict:
@@ -423,9 +517,8 @@ class ChatWriter:
                              conversation_id=conversation_of(turns[0], prefix))
 
     def whole(self, replies: list[Answer]) -> dict:
-        choices = [dict(index=index,
-                        message=dict(role="assistant", content=reply.text, refusal=None),
-                        finish_reason=finish_reason(reply),
+        choices = [dict(index=index, message=chat_message(turn.message),
+                        finish_reason=reason_of(reply, turn.message),
                         logprobs=self.logprobs(turn, reports_of(turn)))
                    for index, (turn, reply) in enumerate(zip(self.turns, replies))]
         return dict(self.envelope, object="chat.completion", usage=self.usage(), choices=choices)
@@ -433,12 +526,19 @@ class ChatWriter:
     def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str]:
         """All choices are generated at once, but sent one after another."""
         for index, turn in enumerate(self.turns):
-            reports, characters = Reports(turn.tokenizer, turn.handle), 0
+            reports, before = Reports(turn.tokenizer, turn.handle), text_before(turn)
             yield self.chunk(index, dict(role="assistant", content=""), [], 0)
             for text, end in turn.progress():
-                characters += len(text)
-                yield self.chunk(index, dict(content=text), reports.before(characters), end)
-            reason = finish_reason(finish(turn))
+                if text := before.push(text):
+                    new = reports.before(before.length)
+                    yield self.chunk(index, dict(content=text), new, end)
+            reply, message = finish(turn), turn.message
+            reason = reason_of(reply, message)
+            if text := message["content"][before.length:]:
+                new = reports.before(before.length + len(text))
+                yield self.chunk(index, dict(content=text), new, None)
+            for number, call in enumerate(chat_calls(message)):
+                yield self.chunk(index, dict(tool_calls=[dict(call, index=number)]), [], None)
             rest = reports.last(turn.text, turn.stream.stopped)
             yield (last := self.chunk(index, {}, rest, None, reason))
         if self.options.include_usage:
@@ -483,11 +583,28 @@ def conversation_of(turn: LiveTurn, prefix: str) -> str | None:
     return turn.conversation and turn.conversation.removeprefix(prefix)
 
 
-def finish_reason(reply: Answer) -> str:
-    """APIError for a turn that was cancelled: chat completions have no word for it."""
-    if reply.finish_reason == "cancelled":
-        raise APIError(409, "the turn was cancelled, or its conversation deleted", code="cancelled")
-    return reply.finish_reason
+def text_before(turn: LiveTurn) -> tools.TextBefore:
+    """The turn's text as a stream may tell it."""
+    return tools.TextBefore(turn.tokenizer.tool_form, turn.callable)
+
+
+def chat_message(message: dict) -> dict:
+    told = dict(role="assistant", content=message["content"], refusal=None)
+    if calls := chat_calls(message):
+        told |= dict(content=message["content"] or None, tool_calls=calls)
+    return told
+
+
+def chat_calls(message: dict) -> list[dict]:
+    return [dict(id=call["id"], type="function",
+                 function=dict(name=call["name"], arguments=call["arguments"]))
+            for call in message.get("tool_calls", ())]
+
+
+def reason_of(reply: Answer, message: dict) -> str:
+    """Why the reply ended. APIError as for completions."""
+    reason = finish_reason(reply)
+    return "tool_calls" if reason == "stop" and "tool_calls" in message else reason
 
 
 def reports_of(turn: LiveTurn) -> list[Report]:
@@ -502,6 +619,9 @@ class ResponseEvents:
         """note: the turn's, which has the settings of the request."""
         self.turn_id, self.model, self.conversation, self.note = turn_id, model, conversation, note
         self.numbers = count()
+        self.message_id = f"msg_{turn_id}"
+        self.opened = False                 # do the events have the reply's message?
+        self.length = self.reported = 0     # how much of its text, and how many log probabilities
 
     def response(self, status: str, output: Sequence[dict] = (), usage: dict | None = None,
                  error: dict | None = None, ended: float | None = None) -> dict:
@@ -515,37 +635,56 @@ class ResponseEvents:
             conversation=self.conversation and dict(id=self.conversation),
             **{name: self.note.get(name, default) for name, default in ECHOED.items()})
 
-    def whole(self, finish_reason: str, text: str, usage: dict, ended: float,
+    def whole(self, finish_reason: str, message: dict, usage: dict, ended: float,
               logprobs: Iterable[dict]) -> dict:
         """The response, once its turn has settled."""
         status, item_status = STATUS[finish_reason]
-        item = reply_item(self.turn_id, text, item_status, logprobs)
-        return self.response(status, [item], usage, ended=ended)
+        output = items_of(dict(message, id=self.message_id), item_status, logprobs)
+        return self.response(status, output, usage, ended=ended)
 
     def all(self, whole: dict) -> Iterator[dict]:
-        part = whole["output"][0]["content"][0]
         yield from self.opening()
-        yield self.delta(part["text"], part["logprobs"])
         yield from self.closing(whole)
 
     def opening(self) -> Iterator[dict]:
-        item = reply_item(self.turn_id, "", "in_progress")
         yield self.event("created", response=self.response("in_progress"))
         yield self.event("in_progress", response=self.response("in_progress"))
-        yield self.event("output_item.added", output_index=0, item=dict(item, content=[]))
-        yield self.part_event("content_part.added", part=item["content"][0])
 
-    def delta(self, text: str, logprobs: list[dict]) -> dict:
-        return self.part_event("output_text.delta", delta=text, logprobs=logprobs)
+    def text(self, text: str, logprobs: list[dict]) -> Iterator[dict]:
+        """More text of the reply. Its message begins with the first text."""
+        if not self.opened:
+            item = text_item(dict(id=self.message_id, role="assistant", content=""), "in_progress")
+            yield self.event("output_item.added", output_index=0, item=dict(item, content=[]))
+            yield self.part_event("content_part.added", part=item["content"][0])
+        self.opened, self.length = True, self.length + len(text)
+        self.reported += len(logprobs)
+        if text:
+            yield self.part_event("output_text.delta", delta=text, logprobs=logprobs)
 
     def closing(self, whole: dict) -> Iterator[dict]:
-        item = whole["output"][0]
-        part = item["content"][0]
-        yield self.part_event("output_text.done", text=part["text"], logprobs=part["logprobs"])
-        yield self.part_event("content_part.done", part=part)
-        yield self.event("output_item.done", output_index=0, item=item)
+        """What is left to tell."""
+        for index, item in enumerate(whole["output"]):
+            yield from (self.message_end(item) if item["type"] == "message"
+                        else self.call(index, item))
+            yield self.event("output_item.done", output_index=index, item=item)
         yield self.event("completed" if whole["status"] == "completed" else "incomplete",
                          response=whole)
+
+    def message_end(self, item: dict) -> Iterator[dict]:
+        part, = item["content"]
+        rest = part["text"][self.length:]
+        if rest or not self.opened:
+            yield from self.text(rest, part["logprobs"][self.reported:])
+        yield self.part_event("output_text.done", text=part["text"], logprobs=part["logprobs"])
+        yield self.part_event("content_part.done", part=part)
+
+    def call(self, index: int, item: dict) -> Iterator[dict]:
+        place = dict(item_id=item["id"], output_index=index)
+        begun = dict(item, arguments="", status="in_progress")
+        yield self.event("output_item.added", output_index=index, item=begun)
+        yield self.event("function_call_arguments.delta", delta=item["arguments"], **place)
+        yield self.event("function_call_arguments.done", name=item["name"],
+                         arguments=item["arguments"], **place)
 
     def failure(self, error: APIError) -> dict:
         code = error.code or ("server_error" if error.status >= 500 else "invalid_prompt")
@@ -556,8 +695,8 @@ class ResponseEvents:
         return dict(type=f"response.{kind}", sequence_number=next(self.numbers), **fields)
 
     def part_event(self, kind: str, **fields) -> dict:
-        """An event of the item's only part."""
-        return self.event(kind, item_id=f"msg_{self.turn_id}", output_index=0, content_index=0,
+        """An event of the message's only part. A message is the first item."""
+        return self.event(kind, item_id=self.message_id, output_index=0, content_index=0,
                           **fields)
 
 
@@ -573,16 +712,16 @@ class ResponseWriter:
     def whole(self, replies: list[Answer]) -> dict:
         reply, = replies
         logprobs = entries(self.turn.tokenizer, reports_of(self.turn))
-        return self.told.whole(reply.finish_reason, reply.text, reply.usage, self.turn.completed_at,
-                               logprobs)
+        return self.told.whole(reply.finish_reason, self.turn.message, reply.usage,
+                               self.turn.completed_at, logprobs)
 
     def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str]:
-        reports, characters = Reports(self.turn.tokenizer, self.turn.handle), 0
+        reports, before = Reports(self.turn.tokenizer, self.turn.handle), text_before(self.turn)
         yield from self.told.opening()
         for text, _ in self.turn.progress():
-            characters += len(text)
-            new = entries(self.turn.tokenizer, reports.before(characters))
-            yield self.told.delta(text, new)
+            if text := before.push(text):
+                new = entries(self.turn.tokenizer, reports.before(before.length))
+                yield from self.told.text(text, new)
         yield from self.told.closing(self.whole([finish(self.turn)]))
 
 
@@ -605,4 +744,4 @@ class Replay:
 #     events(finish)     the answer as a stream; finish(turn) waits until the history has stored
 #                        the turn, and returns its reply
 #     failure(error)     the last event of a stream in which something went wrong
-Writer = ChatWriter | ResponseWriter | Replay
+Writer = ChatWriter | CompletionWriter | ResponseWriter | Replay

@@ -7,8 +7,8 @@ once. But a field that would change the answer is refused by its name (`Fields.r
 server that silently ignores it gives a wrong answer:
 
     {"messages": [...], "temperature": 3}    400  temperature should be less than or equal to 2, ...
-    {"messages": [...], "tools": [{...}]}    400  tools is not supported here: leave it out
-    {"messages": [...], "tools": []}         200  an empty field asks for nothing
+    {"messages": [...], "grammar": "..."}    400  grammar is not supported here: leave it out
+    {"messages": [...], "grammar": null}     200  an empty field asks for nothing
     {"messages": [...], "app": "mine"}       200  ignored (with --strict: 400)
 
 openai_api.py answers most operations; sockets.py those about the server itself (health, metrics,
@@ -38,7 +38,7 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from pydantic_core import ErrorDetails, PydanticCustomError, core_schema
 
 from sampling import BIAS, LIMITS
-from serving import answers
+from serving import answers, tools
 
 MAX_FAULTS = 5          # of one request that we tell its client
 MAX_MEMBERS = 1024      # of a JSON object
@@ -99,8 +99,9 @@ class Fields(BaseModel):
         given = without_empty(given)
         if info.context is None or not isinstance(given, dict):
             return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
         ignored = {name for name in given
-                   if not (name in cls.model_fields or re.fullmatch(cls.refused, name))}
+                   if not (name in known or re.fullmatch(cls.refused, name))}
         info.context.update(f"{cls.__name__}.{name:.100}" for name in ignored)
         return {name: member for name, member in given.items() if name not in ignored}
 
@@ -165,6 +166,25 @@ def template_options(given: Any) -> Any:
     return given
 
 
+def json_object(value: Any) -> Any:
+    """The value, if it is a JSON object that a template can walk through."""
+    if not tools.is_object(value):
+        raise PydanticCustomError("json_object", "Input should be a JSON object, of at most "
+                                  f"{tools.MOST_DEEP} objects within each other")
+    return value
+
+
+def arguments(value: Any) -> Any:
+    """The text of a call's arguments, if it is such an object."""
+    if isinstance(value, str):
+        try:
+            json_object(json.loads(value or "{}"))
+        except (ValueError, RecursionError):
+            raise PydanticCustomError("arguments",
+                                      "Input should be a JSON object, as text") from None
+    return value or "{}"
+
+
 MOST_TOKENS = 2**20         # whose log probabilities a client gives back
 Int = Annotated[int, BeforeValidator(whole)]
 Text = Annotated[str, Field(max_length=2**20)]
@@ -176,12 +196,16 @@ Key = Annotated[str, Field(max_length=64)]
 Value = Annotated[str, Field(max_length=512)]
 OrText = OrString("a list of parts", lambda text: [dict(type="text", text=text)])
 OrMessage = OrString("a list", lambda text: [dict(role="user", content=text)])
+OneStop = OrString("a list", lambda text: [text])
 OrId = OrString("an object with an id", lambda id: dict(id=id))
 TopK = Annotated[int, BeforeValidator(lambda given: 0 if given == -1 else whole(given))]
 Option = Annotated[bool | int | float | Value, BeforeValidator(simple)]
 OptionName = Annotated[Key, AfterValidator(template_option)]
 TemplateOptions = Annotated[dict[OptionName, Option], Field(max_length=16),
                             BeforeValidator(template_options)]
+FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
+JSONObject = Annotated[dict[str, Any], BeforeValidator(json_object)]
+Arguments = Annotated[Text, BeforeValidator(arguments)]
 Include = Annotated[list[Text], members(100), OrString("a list", lambda text: [text])]
 Metadata = Annotated[dict[Key, Value], Field(max_length=16), BeforeValidator(without_empty)]
 
@@ -199,13 +223,52 @@ class TextPart(ItemPart):
     type: Literal["text"]
 
 
+class Function(Fields):
+    """What the model may call. strict: we show the model what to write, and force nothing."""
+    name: FunctionName
+    description: Text = None
+    parameters: JSONObject = None
+    strict: bool = None
+
+
+class FunctionTool(Function):
+    """A tool of a response."""
+    type: Literal["function"]
+
+
+class ChatTool(Fields):
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(Fields):
+    name: FunctionName
+    arguments: Arguments = "{}"
+
+
+class ToolCall(Fields):
+    id: Name
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Int = None       # of a client that sends a stream's pieces back
+
+
 class Message(Fields):
-    """A message of a chat. The chat template sees neither `name` nor `tool_call_id`."""
-    refused = "tool_calls|function_call|audio|prefix|partial"
+    """A message of a chat. The chat template does not see `name`."""
+    refused = "function_call|audio|prefix|partial"
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[TextPart], members(1000), OrText]
     name: Text = None
     tool_call_id: Text = None
+    tool_calls: Annotated[list[ToolCall], members(1000)] = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _may_call_in_silence(cls, given: Any) -> Any:
+        """Beside its calls, a message may have no content."""
+        if isinstance(given, dict) and given.get("tool_calls") and not given.get("content"):
+            return given | dict(content="")
+        return given
 
 
 class Item(Fields):
@@ -225,23 +288,94 @@ class ItemReference(Fields):
     id: Name
 
 
+class FunctionCall(CalledFunction):
+    """A call in a reply. It belongs to the message before it, if that is the assistant's."""
+    type: Literal["function_call"]
+    call_id: Name
+    id: Name = None
+    status: Literal["in_progress", "completed", "incomplete"] = None
+
+
+class FunctionOutput(Fields):
+    """What the client's function has answered."""
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: Annotated[list[ItemPart], members(1000), OrText]
+    id: Name = None
+    status: Literal["in_progress", "completed", "incomplete"] = None
+
+
+KINDS = dict(item_reference="[reference]", function_call="[call]", function_call_output="[output]")
+
+
 def kind_of_item(given: Any) -> str:
-    is_reference = isinstance(given, dict) and given.get("type") == "item_reference"
-    return "[reference]" if is_reference else "[message]"
+    kind = given.get("type") if isinstance(given, dict) else None
+    return KINDS.get(kind, "[message]") if isinstance(kind, str) else "[message]"
 
 
 InputItem = Annotated[
-    Annotated[Item, Tag("[message]")] | Annotated[ItemReference, Tag("[reference]")],
+    Annotated[Item, Tag("[message]")] | Annotated[ItemReference, Tag("[reference]")]
+    | Annotated[FunctionCall, Tag("[call]")] | Annotated[FunctionOutput, Tag("[output]")],
     Discriminator(kind_of_item)]
 
 
-class TextFormat(Fields):
-    type: Literal["text"]
+class PlainFormat(Fields):
+    """What a reply may be. asked: its JSON schema; None: it may be any text."""
+    type: Literal["text", "json_object", "json_schema"]     # with the last one: a SchemaFormat
+
+    @property
+    def asked(self) -> dict | None:
+        return dict(type="object") if self.type == "json_object" else None
+
+
+class Schema(Fields):
+    """A reply keeps to the schema, whether or not it is called `strict`."""
+    name: Text
+    json_schema: dict = Field(alias="schema")
+    description: Text = None
+    strict: bool = None
+
+
+class SchemaFormat(Schema):
+    """As Responses write it."""
+    type: Literal["json_schema"]
+
+    @property
+    def asked(self) -> dict:
+        return self.json_schema
+
+
+class ChatSchemaFormat(Fields):
+    """As chat completions write it."""
+    type: Literal["json_schema"]
+    json_schema: Schema
+
+    @property
+    def asked(self) -> dict:
+        return self.json_schema.json_schema
+
+
+def kind_of_format(given: Any) -> str:
+    """given: of a client, or a format of ours that is written out again."""
+    type = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    return "[schema]" if type == "json_schema" else "[plain]"
+
+
+Plain = Annotated[PlainFormat, Tag("[plain]")]
+Format = Annotated[Plain | Annotated[SchemaFormat, Tag("[schema]")], Discriminator(kind_of_format)]
+ChatFormat = Annotated[Plain | Annotated[ChatSchemaFormat, Tag("[schema]")],
+                       Discriminator(kind_of_format)]
 
 
 class TextOptions(Fields):
     refused = "verbosity"
-    format: TextFormat = None
+    format: Format = PlainFormat(type="text")
+
+
+class ReasoningOptions(Fields):
+    """Which part of a model's thoughts a client would like to see. Ours are part of its text."""
+    refused = "effort|max_tokens|enabled"
+    summary: Text = None
 
 
 class StreamOptions(Fields):
@@ -249,9 +383,28 @@ class StreamOptions(Fields):
     include_obfuscation: Literal[False] = False
 
 
-class ChatStreamOptions(StreamOptions):
+class UsageOptions(StreamOptions):
     include_usage: bool = False
+
+
+class ChatStreamOptions(UsageOptions):
     continuous_usage_stats: bool = False        # the usage so far in every chunk
+
+
+def prompts(given: Any) -> Any:
+    """A list of prompts: a text or a list of ids is one prompt."""
+    if isinstance(given, list) and given and not all(isinstance(one, int) for one in given):
+        return given
+    return [given]
+
+
+def kind_of_prompt(given: Any) -> str:
+    return "[text]" if isinstance(given, str) else "[ids]"
+
+
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], members(2**20, least=1)]
+Prompt = Annotated[Annotated[Text, Tag("[text]")] | Annotated[Ids, Tag("[ids]")],
+                   Discriminator(kind_of_prompt)]
 
 
 class ConversationId(Fields):
@@ -273,7 +426,7 @@ class EngineOptions(Fields):
     seed: Int = limited("seed")
     ignore_eos: bool = False
     min_tokens: Int = Field(None, ge=0)
-    stop: Annotated[list[StopString], members(4), OrString("a list", lambda text: [text])] = None
+    stop: Annotated[list[StopString], members(4), OneStop] = None
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=1024),
                           BeforeValidator(without_empty)] = None
 
@@ -290,51 +443,36 @@ class EngineOptions(Fields):
 
 # Names that vLLM, SGLang, llama.cpp and OpenAI know and we do not, of fields that would change the
 # answer or keep a user apart.
-REFUSED = "|".join(r"""tools functions max_tool_calls web_search_options prompt prompt_embeds
+REFUSED = "|".join(r"""functions max_tool_calls web_search_options prompt_embeds
     documents reasoning reasoning_effort thinking enable_thinking verbosity modalities audio
     response_format structured_outputs json_schema guided_\w+ regex ebnf grammar chat_template
     stop_token_ids bad_words allowed_token_ids logits_processors truncate_prompt_tokens
     prompt_logprobs lora_path""".split())
 
 
-class ReplyBody(EngineOptions):
-    """What both ways to ask for a reply have in common."""
+class GeneratingBody(EngineOptions):
+    """What all ways to ask for generated text have in common."""
     model: Annotated[str, Field(min_length=1, max_length=1000)] = None
     stream: bool = False
-    store: bool = True
-    top_logprobs: Int = Field(None, ge=0, le=20)
-
-    # Other servers' names for the client's conversation. Only hints: we verify them.
-    conversation_id: Name = None
-    session_id: Name = None
-    prompt_cache_key: Name = None
 
     # vLLM's. Who does not know it cannot learn from cached_tokens that somebody sent the same text.
     cache_salt: Annotated[str, Field(min_length=1, max_length=512)] = ""
 
-    chat_template_kwargs: TemplateOptions = None    # vLLM's, such as {"enable_thinking": false}
-
-    # These change no reply here, where nobody calls tools and all turns are served alike.
+    # These change nothing here, where all turns are served alike.
     user: Text = None
-    metadata: Metadata = None
-    safety_identifier: Text = None
-    service_tier: Text = None
-    prompt_cache_retention: Text = None
-    tool_choice: Literal["auto", "none"] = None
-    parallel_tool_calls: bool = None
     priority: Int = Field(0, ge=0, le=0)
 
     # Only these values of them are served.
-    background: Literal[False] = False
-    function_call: Literal["auto", "none"] = None
     best_of: Int = Field(1, ge=1, le=1)
     use_beam_search: Literal[False] = False
     length_penalty: float = Field(1.0, ge=1, le=1)
-    echo: Literal[False] = False
-    add_generation_prompt: Literal[True] = True
-    continue_final_message: Literal[False] = False
     include_stop_str_in_output: Literal[False] = False
     skip_special_tokens: Literal[True] = True
+
+    @property
+    def turns(self) -> int:
+        """How many turns its answer takes."""
+        return getattr(self, "n", 1)
 
     @field_validator("stream_options", check_fields=False)
     @classmethod
@@ -343,6 +481,35 @@ class ReplyBody(EngineOptions):
             raise PydanticCustomError("no_stream", "Input should be left out without stream: true")
         return options
 
+
+class ReplyBody(GeneratingBody):
+    """What both ways to ask for a reply have in common."""
+    store: bool = True
+    top_logprobs: Int = Field(None, ge=0, le=20)
+
+    # Other servers' names for the client's conversation. Only hints: we verify them.
+    conversation_id: Name = None
+    session_id: Name = None
+    prompt_cache_key: Name = None
+
+    chat_template_kwargs: TemplateOptions = None    # vLLM's, such as {"enable_thinking": false}
+
+    tool_choice: Literal["auto", "none"] = None     # "none": the model sees the tools all the same
+    parallel_tool_calls: bool = None                # False: we give out a reply's first call alone
+
+    # These change no reply here, where all turns are served alike.
+    metadata: Metadata = None
+    safety_identifier: Text = None
+    service_tier: Text = None
+    prompt_cache_retention: Text = None
+
+    # Only these values of them are served.
+    background: Literal[False] = False
+    function_call: Literal["auto", "none"] = None
+    echo: Literal[False] = False
+    add_generation_prompt: Literal[True] = True
+    continue_final_message: Literal[False] = False
+
     def hint(self, prefix: str) -> str | None:
         """The full name of the conversation that the client may mean."""
         name = self.conversation_id or self.session_id or self.prompt_cache_key
@@ -350,21 +517,22 @@ class ReplyBody(EngineOptions):
 
 
 class ChatBody(ReplyBody):
-    refused = REFUSED + ("|input|instructions|previous_response_id|conversation|truncation"
+    refused = REFUSED + ("|prompt|input|instructions|previous_response_id|conversation|truncation"
                          "|max_output_tokens")
     messages_in = "messages"
     messages: Annotated[list[Message], members(10_000, least=1)]
+    tools: Annotated[list[ChatTool], members(1000)] = []
     max_tokens: Int = Field(None, ge=1)
     max_completion_tokens: Int = Field(None, ge=1)          # the newer name of max_tokens
     stream_options: ChatStreamOptions = ChatStreamOptions()
     n: Int = Field(1, ge=1, le=128)
     logprobs: bool = False
-    response_format: TextFormat = None
+    response_format: ChatFormat = PlainFormat(type="text")
     modalities: Annotated[list[Literal["text"]], members(10)] = None
 
 
 class ResponseBody(ReplyBody):
-    refused = REFUSED + "|messages|max_tokens|max_completion_tokens|n|logprobs"
+    refused = REFUSED + "|prompt|messages|max_tokens|max_completion_tokens|n|logprobs"
     messages_in = "input"
     input: Annotated[list[InputItem], members(10_000), OrMessage]
     instructions: Text = None
@@ -373,8 +541,27 @@ class ResponseBody(ReplyBody):
     max_output_tokens: Int = Field(None, ge=1)
     truncation: Literal["disabled", "auto"] = "disabled"
     include: Include = []           # what we do not have is never part of a response
-    text: TextOptions = None
+    text: TextOptions = TextOptions()
+    tools: Annotated[list[FunctionTool], members(1000)] = []
+    reasoning: ReasoningOptions = None
     stream_options: StreamOptions = None
+
+
+class CompletionBody(GeneratingBody):
+    """A prompt that no template has written, to be continued."""
+    refused = REFUSED + "|suffix|tools|messages|input|top_logprobs|max_completion_tokens"
+    messages_in = "prompt"
+    prompt: Annotated[list[Prompt], members(1024, least=1), BeforeValidator(prompts)]
+    max_tokens: Int = Field(16, ge=0)
+    stream_options: UsageOptions = UsageOptions()
+    n: Int = Field(1, ge=1, le=128)
+    logprobs: Int = Field(None, ge=0, le=5)
+    echo: bool = False
+    stop: Annotated[list[StopString], members(32), OneStop] = None      # evaluations send many
+
+    @property
+    def turns(self) -> int:
+        return self.n * len(self.prompt)
 
 
 class MetadataBody(Fields):
@@ -427,6 +614,8 @@ RESPONSE, CONVERSATION = "/v1/responses/{id}", "/v1/conversations/{id}"
 ITEM = CONVERSATION + "/items/{item}"
 OPERATIONS = [
     Operation("POST", "/v1/chat/completions", "create_chat_completion", answers.Chat, ChatBody,
+              True),
+    Operation("POST", "/v1/completions", "create_completion", answers.Completion, CompletionBody,
               True),
     Operation("POST", "/v1/responses", "create_response", answers.Response, ResponseBody, True),
     Operation("POST", "/v1/responses/input_tokens", "count_input_tokens", answers.InputTokens,
@@ -488,7 +677,7 @@ def parse(operation: Operation, given: Any, ignored: set[str] | None = None) -> 
 
 
 # Steps of a fault's path that are no fields: pydantic's mark of a key, and our tags of items.
-MARKS = "[key]", "[message]", "[reference]"
+MARKS = "[key]", "[message]", "[plain]", "[schema]", "[text]", "[ids]", *KINDS.values()
 # OpenAI's words for some kinds of faults.
 CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unsupported_parameter"}
 

@@ -67,6 +67,7 @@ from engine import Engine
 from handles import Handle, Outbox, Reply
 from scheduler import TooLong
 from serving.history import ConversationRecord, History, StaleTurn, Turn, new_id
+from serving import tools
 from serving.logprobs import Reports
 from serving.tokenizer import Rendering, Rewritten, TextStream, Tokenizer, load_tokenizer
 from sharing import common_length
@@ -182,6 +183,19 @@ class LiveTurn:
     def text(self) -> str:
         """So far."""
         return "".join(self.texts.items)
+
+    @property
+    def callable(self) -> list[str]:
+        """The names of the functions that the reply may call."""
+        return self.plan.note.get("callable", [])
+
+    @property
+    def message(self) -> dict:
+        """The complete reply as the history keeps it, its calls apart from its text."""
+        if self.tokenizer is None:
+            return dict(role="assistant", content="")
+        most = 1 if self.plan.note.get("parallel_tool_calls") is False else None
+        return tools.read(self.tokenizer.tool_form, self.text, self.callable, self.id, most)
 
     def add(self, token: int) -> bool:
         """The engine calls this with each token but a stop token. True if a stop string is
@@ -315,7 +329,8 @@ class Sessions:
         gone: True: nobody waits for the answer. `truncate` asks before each look at how many must
             be dropped; then we raise ConnectionError.
         template_options: see Tokenizer.render.
-        note: is kept with the turn, for the caller.
+        note: is kept with the turn, for the caller. Its "callable" names the functions that the
+            reply may call; template_options["tools"] has them whole (see tools.py).
         stop, options: see `submit`."""
         with self._beginning(stop) as live:
             if conversation is not None:
@@ -630,9 +645,11 @@ class Sessions:
         if plan.messages and live.stream.stopped:
             covered, note["tail"] = self.tokenizer.covered(kept, answer.text)
             kept = kept[:covered]
+        said = live.message
         turn = self.history.commit(
             name, after and after.id, plan.prompt, kept, plan.messages,
-            text=answer.text if plan.messages else None, carried=plan.carried,
+            text=said["content"] if plan.messages else None,
+            calls=said.get("tool_calls", ()), carried=plan.carried,
             note=note, id=live.id, branches=live.branches, salt=plan.salt)
         live.completed_at = turn.created
         try:

@@ -38,7 +38,7 @@ from serving.guard import ALL_KEYS, Guard, page_policy
 from serving.history import StaleTurn
 from serving.metrics import Metrics, stats_of
 from serving.openai_api import API, Writer, as_api_error
-from serving.operations import (APIError, Operation, ReplyBody, ResponseBody, find_operation,
+from serving.operations import (APIError, GeneratingBody, Operation, ReplyBody, ResponseBody, find_operation,
                                 openapi, parse)
 from serving.sessions import Answer, Answering, LiveTurn, Sessions
 
@@ -367,7 +367,7 @@ class Handler(BaseHTTPRequestHandler):
             arguments.append(fields)
         if isinstance(fields, ResponseBody):    # it may have to be shortened, which takes its time
             arguments.append(self.between_looks())
-        turns = getattr(fields, "n", 1) if isinstance(fields, ReplyBody) else 0
+        turns = fields.turns if isinstance(fields, GeneratingBody) else 0
         with self.server.counted(prefix, turns) as free_one:
             try:
                 answer = self.when_free(getattr(self.server.api, operation.name), *arguments)

@@ -35,6 +35,7 @@ from itertools import count, groupby
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import tiktoken
 import tokenizers
@@ -47,6 +48,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 import gguf_file
 from checkpoint import WORKING, read_json
 from scheduler import TooLong
+from serving import tools
 
 # Unicode reserves it for internal use; we remove it from all text that we are given
 GUARD = "\ufdd0"
@@ -102,7 +104,8 @@ class Tokenizer:
     """The tokenizer and the chat template of a checkpoint.
 
     special: text -> id of the special tokens.
-    pieces: id -> bytes of every other token.
+    pieces: id -> bytes of every other token, and of those special ones that mark a call of a tool.
+    tool_form: how the model writes such a call.
     drops_first_space: decoding removes the space that a text begins with.
     fingerprint: differs whenever the same text might get other ids, or the same ids another text.
     """
@@ -119,8 +122,11 @@ class Tokenizer:
         self.special = {token["content"]: token["id"] for token in spec["added_tokens"]
                         if token["special"]}
         self.pieces, self.drops_first_space = token_bytes(spec)
+        self._library = LibraryBackend(spec)
         self._backend = (TiktokenBackend(self.special, self.pieces) if ids_in_merge_order(spec)
-                         else LibraryBackend(spec))
+                         else self._library)
+        self.pieces |= {self.special[mark]: mark.encode() for mark in tools.MARKS
+                        if mark in self.special}
         longest = max(map(len, [b"", *self.pieces.values(), *map(str.encode, self.special)]))
         shrinks = 4 if spec["normalizer"] else 1    # NFC makes 3 bytes of 9, never 3 of 12
         self._limit, self._most_bytes = most_tokens, (most_tokens or math.inf) * longest * shrinks
@@ -133,6 +139,9 @@ class Tokenizer:
             for first, group in groupby(sorted({*self.special, ESCAPED}), key=itemgetter(0))]
         source = config["chat_template"] or PLAIN_TEMPLATE
         self._template = compile_template(source)
+        self.tool_form = tools.LLAMA        # it shows messages as they are; now we look
+        self.tool_form = tools.form_of(
+            lambda messages, offer: self._render(messages, dict(tools=offer)))
         self._refuse_letters(special_tokens(config))
         hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
         decisive = [hashes, sorted(self.special.items()), source, self._for_template]
@@ -145,6 +154,20 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of a text, none of them a special token's. ValueError for a lone surrogate."""
         return self._encode(self._guarded(text))
+
+    def as_written(self, text: str) -> list[int]:
+        """The ids of a text that stands for itself: no template will write anything around it. So it
+        may have special tokens, and gets those that the checkpoint puts around any text."""
+        self._expect_room(text)
+        return self._library.encode(text.replace(GUARD, ""), whole=True)
+
+    def spelled(self, token: int) -> bytes:
+        """The bytes of any token. A special one has those of its name, an id that stands for nothing
+        has none."""
+        if token in self.pieces:
+            return self.pieces[token]
+        names = (name for name, id in self.special.items() if id == token)
+        return next(names, "").encode()
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids, without special tokens and unknown ids. Broken UTF-8 becomes
@@ -178,9 +201,10 @@ class Tokenizer:
         """The conversation as the chat template shows it, up to where the next reply begins.
 
         before: the visible messages so far; none, or the last one is the assistant's.
-        template_options: what the template sees besides, such as {"enable_thinking": False}.
-        Messages are {"role", "content"}, and the content is a string. ValueError if they are not,
-        or if the template refuses them. Rewritten if it does not show the reply in one place."""
+        template_options: what the template sees besides, such as {"enable_thinking": False}; its
+        "tools" are those of tools.offered. Messages are {"role", "content"}, and the content is a
+        string; tools.py adds calls and results. ValueError if they are not, or if the template
+        refuses them. Rewritten if it does not show the reply in one place."""
         if not new or (before and before[-1]["role"] != "assistant"):
             raise ValueError("a turn needs new messages, after a conversation that is empty or "
                              "ends with an assistant message")
@@ -195,7 +219,10 @@ class Tokenizer:
             raise Rewritten("the chat template does not show the assistant's last message "
                             "exactly once, so this conversation cannot go on from its raw "
                             "tokens: send its messages as a new one")
-        return Rendering(text, earlier, reply["content"], *rest)
+        said = reply["content"]
+        if "tool_calls" in reply:       # the model's own letters stand for the template's
+            said = text.removeprefix(earlier.rstrip()).removesuffix(rest[0].lstrip())
+        return Rendering(text, earlier, said, *rest)
 
     def tokenize(self, rendering: "Rendering", last_token: int | None,
                  tail: str = "") -> list[int]:
@@ -247,10 +274,13 @@ class Tokenizer:
 
     def _render(self, messages: list[dict], options: dict | None) -> str:
         """An option changes neither `messages` nor a name that tokenizer_config.json sets."""
-        guarded = self._guarded_option(options or {})
+        guarded = self._guarded_tree(options or {})
+        offer = guarded.pop("tools", None) or None
+        if role := self.tool_form.words:
+            messages, offer = tools.in_words(messages, offer, role), None
         try:
             text = self._template.render(guarded | self._for_template, messages=messages,
-                                         tools=None, documents=None, add_generation_prompt=True)
+                                         tools=offer, documents=None, add_generation_prompt=True)
             # repr and JSON in ASCII write a GUARD as six letters: we turn them back. Those that a
             # user writes stay, since _guarded splits them.
             return text.replace(ESCAPED, GUARD)
@@ -262,18 +292,17 @@ class Tokenizer:
             if message.get("role") not in ROLES or not isinstance(message.get("content"), str):
                 raise ValueError(f"a message needs a role of {', '.join(ROLES)} and a string as "
                                  f"content, got {message!r:.200}")
-        return [{"role": message["role"], "content": self._guarded(message["content"])}
-                for message in messages]
+        return self._guarded_tree([tools.visible(message) for message in messages])
 
-    def _guarded_option(self, value):
-        """All strings in it are guarded."""
+    def _guarded_tree(self, value: Any) -> Any:
+        """A JSON value with all of its strings guarded."""
         if isinstance(value, str):
             return self._guarded(value)
         if isinstance(value, list | tuple):
-            return [self._guarded_option(item) for item in value]
+            return [self._guarded_tree(member) for member in value]
         if isinstance(value, dict):
-            return {self._guarded_option(key): self._guarded_option(item)
-                    for key, item in value.items()}
+            return {self._guarded(name): self._guarded_tree(member)
+                    for name, member in value.items()}
         return value
 
     def _guarded(self, text: str) -> str:
@@ -285,12 +314,16 @@ class Tokenizer:
         return text
 
     def _encode(self, guarded: str) -> list[int]:
+        self._expect_room(guarded)
+        return self._backend.encode(guarded)
+
+    def _expect_room(self, guarded: str):
+        """TooLong for a text that can be refused unread."""
         # UnicodeEncodeError, a ValueError, for a lone surrogate
         size = len(guarded.encode()) - len(GUARD.encode()) * guarded.count(GUARD)
         if size > self._most_bytes:
             raise TooLong(f"the text has {size} bytes, more than any text whose tokens are "
                           f"within the limit of {self._limit}")
-        return self._backend.encode(guarded)
 
 
 class Rewritten(ValueError):
@@ -348,12 +381,13 @@ class TextStream:
         stop "\\nUser:"     pushed "Hi", "\\n", "Us", "ual"     given out "Hi", "", "", "\\nUsual"
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), goes_on: bool = False):
+        """goes_on: the text stands behind another one, so a space that it begins with stays."""
         if not all(stop):
             raise ValueError(f"a stop string must not be empty, got {list(stop)}")
         self._pieces, self.stop, self.stopped = tokenizer.pieces, stop, False
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._drop_space = tokenizer.drops_first_space
+        self._drop_space = tokenizer.drops_first_space and not goes_on
         self._held = ""                 # an ending that may still become a stop string
 
     def push(self, token: int, may_stop: bool = True) -> str:
@@ -432,10 +466,11 @@ class LibraryBackend:
         spec = spec | {"normalizer": {"type": "Sequence", "normalizers": steps}}
         self._library = tokenizers.Tokenizer.from_str(json.dumps(spec))
 
-    def encode(self, guarded: str) -> list[int]:
-        """The ids of a text; only special tokens without a guard count as such."""
+    def encode(self, guarded: str, whole: bool = False) -> list[int]:
+        """The ids of a text; only special tokens without a guard count as such. whole: with those
+        that the checkpoint puts around any text."""
         # A batch, since for a single text the library would keep all other threads waiting.
-        return self._library.encode_batch_fast([guarded], add_special_tokens=False)[0].ids
+        return self._library.encode_batch_fast([guarded], add_special_tokens=whole)[0].ids
 
 
 def read_config(directory: Path) -> dict:

@@ -68,6 +68,32 @@ def serving(sessions, host="127.0.0.1", **options):
         sessions.close()
 
 
+class Script:
+    """The next replies, as texts. A request takes the first that is left when it samples its first token."""
+
+    def __init__(self, sessions):
+        self.replies, self.running, self.tokenizer = [], {}, sessions.tokenizer
+        self.worker, self.launch = sessions.engine.worker, sessions.engine.worker.launch
+        self.worker.launch = self.execute_launch
+        self.worker.execute = lambda batch: self.execute_launch(batch)()
+
+    def ids(self, text):
+        """A special token's text is that token, as the model samples it."""
+        return self.tokenizer._encode(text) + [self.tokenizer.special["<|end|>"]]
+
+    def execute_launch(self, batch):
+        requests, wait = [span.request for span in batch.spans if span.samples], self.launch(batch)
+
+        def result():
+            return wait()._replace(tokens=[self.next(request) for request in requests])
+        return result
+
+    def next(self, request):
+        if id(request) not in self.running:
+            self.running[id(request)] = request, self.ids(self.replies.pop(0))
+        return self.running[id(request)][1][len(request.generated)]
+
+
 def connect(url, key="none"):
     # here, so that machines without it run all other tests
     import openai

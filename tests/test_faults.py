@@ -572,6 +572,9 @@ def values(schema, schemas):
 
     def least_and_most(kind):
         return schema.get(f"min{kind}", 0), min(schema.get(f"max{kind}", 20), 20)
+    if schema is True:
+        return st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=5), lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)))
     if "$ref" in schema:
         return of(schemas[schema["$ref"].rpartition("/")[2]])
     if "const" in schema or "enum" in schema:
@@ -585,6 +588,8 @@ def values(schema, schemas):
             return st.integers(schema.get("minimum"), schema.get("maximum"))
         case "number":
             return st.floats(schema.get("minimum"), schema.get("maximum"))
+        case "string" if "pattern" in schema:
+            return st.from_regex(schema["pattern"])
         case "string":
             least, most = least_and_most("Length")
             return st.text(min_size=least, max_size=most)

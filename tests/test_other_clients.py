@@ -3,10 +3,11 @@ Each chats for three turns in its own way. From the second turn on, all tokens f
 
 litellm and autogen are large: .ci/run installs them, requirements-dev.txt does not."""
 import asyncio
+from contextlib import contextmanager
 
 import pytest
 
-from clients import CONTEXT, serving, user
+from clients import CONTEXT, Script, serving, user
 from serving.sessions import Sessions
 
 pytestmark = pytest.mark.clients
@@ -106,3 +107,94 @@ def test_litellm_recognises_an_overflow(server, text, monkeypatch):
     with pytest.raises(litellm.BadRequestError) as error:
         litellm.completion(messages=[user("Hi")], temperature=1.9, stop=[""], **ours)
     assert not isinstance(error.value, litellm.ContextWindowExceededError)
+
+
+# ---- agents: they call a function, send its result, and read the answer
+
+ADDS = '<tool_call>{"name": "add", "arguments": {"b":2,"a":1}}</tool_call>'   # in letters of its own
+
+
+@pytest.fixture(scope="module")
+def scripted(checkpoint):
+    """The next two replies of this server are a call and "Three."; its template ignores tools."""
+    sessions = Sessions(checkpoint, gpu_cache_tokens=4 * CONTEXT, cpu_cache_tokens=0)
+    script = Script(sessions)
+    with serving(sessions) as server:
+        server.script = script
+        yield server
+
+
+@contextmanager
+def one_call(server):
+    """All that was fed before the function's result is cached when it comes."""
+    server.script.replies += [ADDS, "Three."]
+    before = len(server.recent_turns)
+    yield
+    first, second = list(server.recent_turns)[before:]
+    assert second["gpu"] == first["prompt_tokens"] + first["completion_tokens"] - 1
+
+
+@pytest.mark.parametrize("kind", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+def test_openai_agents_call_a_tool(scripted, kind):
+    agents, openai = pytest.importorskip("agents"), pytest.importorskip("openai")
+
+    def add(a: int, b: int) -> int:
+        """Adds."""
+        return a + b
+    client = openai.AsyncOpenAI(base_url=scripted.url + "/v1", api_key="none")
+    agent = agents.Agent(name="one", instructions=f"Be {kind}.", tools=[agents.function_tool(add)],
+                         model=getattr(agents, kind)("ascii", client))
+    with one_call(scripted):
+        quiet = agents.RunConfig(tracing_disabled=True)
+        assert agents.Runner.run_sync(agent, "1 + 2?", run_config=quiet).final_output == "Three."
+
+
+@pytest.mark.parametrize("kind", ["OpenAIChatModel", "OpenAIResponsesModel"])
+def test_pydantic_ai_calls_a_tool(scripted, kind):
+    library = pytest.importorskip("pydantic_ai")
+    from pydantic_ai.models import openai
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    def add(a: int, b: int) -> int:
+        """Adds."""
+        return a + b
+    provider = OpenAIProvider(base_url=scripted.url + "/v1", api_key="none")
+    model = getattr(openai, kind)("ascii", provider=provider)
+    agent = library.Agent(model, instructions=f"Be {kind}!", tools=[add])
+    with one_call(scripted):
+        assert agent.run_sync("1 + 2?").output == "Three."
+
+
+@pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
+def test_langchain_calls_a_tool(scripted, responses):
+    library = pytest.importorskip("langchain_openai")
+    from langchain_core.messages import ToolMessage
+
+    def add(a: int, b: int) -> int:
+        """Adds."""
+        return a + b
+    model = library.ChatOpenAI(model="ascii", base_url=scripted.url + "/v1", api_key="none",
+                               use_responses_api=responses).bind_tools([add])
+    history = [("system", f"Be brief, {responses}!"), ("user", "1 + 2?")]
+    with one_call(scripted):
+        said = model.invoke(history)
+        call, = said.tool_calls
+        assert call["args"] == dict(a=1, b=2)
+        answer = model.invoke([*history, said, ToolMessage("3", tool_call_id=call["id"])])
+        assert answer.text == "Three."
+
+
+def test_llm_calls_a_tool(scripted, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLM_LOAD_PLUGINS", "")
+    llm = pytest.importorskip("llm")
+    models = (f"- model_id: ours\n  model_name: ascii\n  api_base: {scripted.url}/v1\n"
+              "  supports_tools: true\n")
+    (tmp_path / "extra-openai-models.yaml").write_text(models)
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+
+    def add(a: int, b: int) -> int:
+        """Adds."""
+        return a + b
+    with one_call(scripted):
+        chain = llm.get_model("ours").conversation().chain("1 + 2?", tools=[add], stream=False)
+        assert chain.text().endswith("Three.")

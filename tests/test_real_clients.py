@@ -183,7 +183,7 @@ def test_empty_fields_ask_for_nothing(server, path, fields):
 
 @pytest.mark.parametrize("path, field", [(CHAT, "messages"), (RESPONSES, "input")])
 @pytest.mark.parametrize("wanted", [
-    dict(tools=[dict(type="function", name="f")]), dict(functions=[{}]), dict(tool_choice="required"),
+    dict(tools=[dict(type="web_search")]), dict(functions=[{}]), dict(tool_choice="required"),
     dict(reasoning=dict(effort="low")), dict(background=True), dict(modalities=["audio"]),
     dict(skip_special_tokens=False), dict(stop_token_ids=[1]), dict(guided_json={"type": "object"}),
     dict(guided_choice=["a"]), dict(structured_outputs=dict(regex="a")), dict(regex="a"), dict(best_of=2),

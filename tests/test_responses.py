@@ -8,7 +8,7 @@ import urllib.request
 import pytest
 
 from serving.answers import Portrait
-from serving.operations import OPERATIONS, ChatBody, ItemsBody, ResponseBody
+from serving.operations import OPERATIONS, ChatBody, CompletionBody, ItemsBody, ResponseBody
 from serving.sessions import Sessions
 from clients import CONTEXT, ask, connect, eventually, fetch, serving, user
 
@@ -616,8 +616,8 @@ def test_deleting_the_last_response_of_a_conversation(client):
     ("tools", [dict(type="web_search")]), ("background", True), ("reasoning", dict(effort="low")),
     ("max_tool_calls", 1), ("tool_choice", "required"), ("functions", [dict(name="f")]),
     ("input", [dict(role="user", content=[dict(type="input_image", image_url="x")])]),
-    ("input", [dict(type="function_call_output", call_id="1", output="x")]),
-    ("text", dict(format=dict(type="json_object"))), ("input", []),
+    ("input", [dict(type="computer_call_output", call_id="1", output="x")]),
+    ("text", dict(format=dict(type="xml"))), ("input", []),
     ("input", [dict(role="assistant", content="half", status="in_progress")]),
     ("max_tokens", 5), ("messages", [user("Hi")]), ("text", dict(verbosity="low")),
     ("truncation", "middle"), ("include", [5]), ("max_output_tokens", 0),
@@ -729,6 +729,7 @@ def test_log_probabilities_of_a_stored_response(client):
 
 BODIES = {ChatBody: dict(messages=[user("Hi")], max_tokens=2),
           ResponseBody: dict(input="Hi", max_output_tokens=2),
+          CompletionBody: dict(prompt="Hi", max_tokens=2, logprobs=2, echo=True),
           ItemsBody: dict(items=[user("more")])}          # for all others {} will do
 
 

@@ -273,7 +273,7 @@ def test_the_document_says_whether_a_body_may_be_left_out(server):
 
 
 MANY = 100_000
-WRONG = {"a list of the wrong kind": [1] * MANY, "a list of empty objects": [{}] * MANY,
+WRONG = {"a list of the wrong kind": [True] * MANY, "a list of empty objects": [{}] * MANY,
          "an object of unknown members": {f"x{n}": n for n in range(MANY)},
          "messages of wrong parts": [dict(role="user", content=[{}] * 999)] * 60}
 
@@ -332,7 +332,7 @@ def test_top_p_0_is_greedy(client):
 
 
 def test_names_and_results_of_tools(client):
-    """Agents name who speaks. A chat template shows neither a name nor the id of a call."""
+    """Agents name who speaks. This chat template shows neither a name nor the id of a call."""
     plain = [user("Hi"), dict(role="assistant", content="Yes?"), dict(role="tool", content="42")]
     named = [dict(message, name="Ada") for message in plain]
     named[2]["tool_call_id"] = "call_1"
@@ -479,7 +479,7 @@ WRONG = dict(
     top_p=[-1, 2], min_p=[-1], seed=[1.5], frequency_penalty=[2.5], n=[0, 129], model=[7],
     stop=["", ["a", ""], 3, ["a"] * 5], stream=[1], stream_options=[dict(nothing=1)],
     conversation_id=[5, "", "\ud800"], tools=[[{}]], functions=[[{}]],
-    logprobs=[1], top_logprobs=[3, 99], response_format=[dict(type="json_object")],
+    logprobs=[1], top_logprobs=[3, 99], response_format=[dict(type="xml"), "text"],
     logit_bias=[[1], {"x": 1}, {"5": 101}, {"99999": 1}], metadata=[dict(a=1), {"a" * 65: ""}, ["a"]],
     messages=[[], "Hi", None, ["Hi"], [{}], [dict(role="user")], [dict(content="Hi")],
               [dict(role="king", content="Hi")], [dict(role="user", content=5)],
@@ -536,9 +536,9 @@ def test_the_clients_own_exceptions(client):
     with pytest.raises(openai.NotFoundError, match="gpt-4") as error:
         ask(client, [user("Hi")], model="gpt-4")
     assert error.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError, match="tools") as error:
-        ask(client, [user("Hi")], tools=[dict(type="function", function=dict(name="f"))])
-    assert error.value.param == "tools"
+    with pytest.raises(openai.BadRequestError, match="tool_choice") as error:
+        ask(client, [user("Hi")], tool_choice="required")
+    assert error.value.param == "tool_choice"
     with pytest.raises(openai.BadRequestError, match=f"{CONTEXT}") as error:
         ask(client, [user("Hi")], max_tokens=CONTEXT)
     assert error.value.code == "context_length_exceeded"

@@ -1,0 +1,235 @@
+"""Tools: how a model is shown the functions that it may call, and how its calls are read.
+
+The chat template shows the functions, the calls and their results in the words that the model
+learned. A call stands in a reply's text in one of three forms; the template tells which one:
+
+    Hermes      <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
+    Llama 3     {"name": "add", "parameters": {"a": 1}}                     the whole reply
+    Mistral     [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]
+
+For a template that ignores tools we write them into the system message, in Hermes' form
+(`in_words`), so any model can take part.
+
+    reply's text -- read --> {"role": "assistant", "content": "Let me see.", "tool_calls": [
+                                {"id": "call_T_0", "name": "add", "arguments": '{"a": 1}'}]}
+
+Invariant: no text is lost. What does not read as a call of an offered function stays content.
+"""
+import hashlib
+import json
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+MOST_DEEP = 64              # objects and lists within each other
+THOUGHT_END = "</think>"    # what stands before it is no call
+# What we meet where no call stands.
+BROKEN = ValueError, TypeError, KeyError, AttributeError, RecursionError
+RESULT = "<tool_response>\n{}\n</tool_response>"
+OFFER = """You may call functions to answer the user. These are described in JSON:
+<tools>
+{}
+</tools>
+To call one, write its name and its arguments as JSON:
+<tool_call>
+{{"name": "...", "arguments": {{...}}}}
+</tool_call>
+Its result follows between <tool_response> and </tool_response>."""
+
+
+class Form(NamedTuple):
+    """How a call stands in a reply's text."""
+    mark: str                   # what a call begins with; "": the whole reply is the call
+    end: str = ""
+    # The role of the message in which we offer the tools. None: the template offers them.
+    words: str | None = None
+
+
+HERMES, LLAMA, MISTRAL = Form("<tool_call>", "</tool_call>"), Form(""), Form("[TOOL_CALLS]")
+MARKS = HERMES.mark, HERMES.end, MISTRAL.mark     # we show them even if they are special tokens
+
+
+# ---- what the template sees
+
+def offered(tools: list[dict]) -> list[dict]:
+    """The functions as transformers gives them to a template. A client names them in one of two
+    ways: {"function": {"name": ...}} or {"name": ...}."""
+    functions = [tool.get("function", tool) for tool in tools]
+    nothing = dict(type="object", properties={})
+    return [dict(type="function", function=dict(
+                name=function["name"], description=function.get("description") or "",
+                parameters=function.get("parameters") or nothing)) for function in functions]
+
+
+def visible(message: dict) -> dict:
+    """A message as transformers gives it to a template: the arguments of a call are an object."""
+    shown = dict(role=message["role"], content=message["content"])
+    if calls := message.get("tool_calls"):
+        shown["tool_calls"] = [
+            dict(id=short(call["id"]), type="function",
+                 function=dict(name=call["name"], arguments=json.loads(call["arguments"])))
+            for call in calls]
+    if "tool_call_id" in message:
+        shown["tool_call_id"] = short(message["tool_call_id"])
+    return shown
+
+
+def short(id: str) -> str:
+    """Mistral's templates take ids of nine letters and digits alone."""
+    return id if len(id) == 9 and id.isalnum() else hashlib.sha256(id.encode()).hexdigest()[:9]
+
+
+def in_words(messages: list[dict], tools: list[dict] | None, role: str) -> list[dict]:
+    """The visible messages, with tools, calls and results as plain text.
+
+    role: "system", or "user" if the template shows no system message."""
+    plain = []
+    for message in messages:
+        content = message["content"]
+        if message["role"] == "tool":
+            message = dict(role="user", content=RESULT.format(content))
+            if plain and plain[-1]["content"].startswith("<tool_response>"):
+                message["content"] = f"{plain.pop()['content']}\n{message['content']}"
+        elif calls := message.get("tool_calls"):
+            texts = [f"<tool_call>\n{as_json(call['function'])}\n</tool_call>" for call in calls]
+            texts = [content, *texts] if content else texts
+            message = dict(role=message["role"], content="\n".join(texts))
+        plain.append(message)
+    if tools:
+        offer = OFFER.format("\n".join(map(as_json, tools)))
+        first = next((i for i, message in enumerate(plain) if message["role"] == role), None)
+        if first is None:
+            return [dict(role=role, content=offer)] + plain
+        texts = [plain[first]["content"], offer]
+        joined = "\n\n".join(texts if role == "system" else reversed(texts))
+        plain[first] = dict(plain[first], content=joined)
+    return plain
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def form_of(render: Callable[[list[dict], list[dict]], str]) -> Form:
+    """The form of a template's calls. render(messages, tools): what it shows; ValueError if it
+    refuses them."""
+    name = "a_function_of_an_odd_name"
+    tools, question = offered([dict(name=name)]), dict(role="user", content="a")
+    call = dict(id="123456789", name=name, arguments="{}")
+    asked = [question, visible(dict(role="assistant", content="", tool_calls=[call])),
+             dict(role="tool", content="b", tool_call_id=call["id"])]
+
+    def shown(messages: list[dict], tools: list[dict]) -> str:
+        with suppress(ValueError):
+            return render(messages, tools)
+        return ""
+    if name in (offer := shown([question], tools)):
+        text = offer + shown(asked, tools)
+        return next((form for form in (MISTRAL, HERMES) if form.mark in text), LLAMA)
+    system = [dict(role="system", content="a")]
+    takes_system = name in shown(in_words(system + [question], tools, "system"), [])
+    return HERMES._replace(words="system" if takes_system else "user")
+
+
+# ---- what the model has said
+
+def read(form: Form, text: str, names: Collection[str], turn_id: str,
+         most: int | None = None) -> dict:
+    """A whole reply as a message: its calls of the functions `names`, and the text around them.
+
+    most: calls; None: all. A message without calls has no "tool_calls"."""
+    thought, end, said = text.rpartition(THOUGHT_END)
+    rest, calls = split(form, said, names) if names else (said, [])
+    if not calls:
+        return dict(role="assistant", content=text)
+    called = [dict(id=f"call_{turn_id}_{index}", name=name, arguments=as_json(arguments))
+              for index, (name, arguments) in enumerate(calls[:most])]
+    return dict(role="assistant", content=(thought + end + rest).rstrip(), tool_calls=called)
+
+
+def split(form: Form, text: str, names: Collection[str]) -> tuple[str, list[tuple[str, dict]]]:
+    """The text around the calls, and the calls: (name, arguments) each."""
+    if not form.mark:
+        with suppress(*BROKEN):
+            return "", calls_in(json.loads(text), names)
+        return text, []
+    calls, before = [], ""
+    while form.mark in text:
+        head, mark, tail = text.partition(form.mark)
+        blanks = len(tail) - len(tail.lstrip())
+        try:
+            value, length = json.JSONDecoder().raw_decode(tail, blanks)
+            calls += calls_in(value, names)
+        except BROKEN:
+            before, text = before + head + mark, tail
+        else:
+            text = tail[length:]
+            before += head
+            if text.lstrip().startswith(form.end):
+                text = text.lstrip().removeprefix(form.end)
+    return before + text, calls
+
+
+def calls_in(value: Any, names: Collection[str]) -> list[tuple[str, dict]]:
+    """One of BROKEN unless it is a call, or a list of calls."""
+    calls = []
+    for entry in value if isinstance(value, list) else [value]:
+        arguments = entry["arguments"] if "arguments" in entry else entry.get("parameters", {})
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        as_json(arguments)                              # NaN is no JSON
+        if entry["name"] not in names or not is_object(arguments):
+            raise ValueError("no call of a function that was offered")
+        calls.append((entry["name"], arguments))
+    return calls
+
+
+def is_object(value: Any) -> bool:
+    """Is it a JSON object, nested less deeply than a function can call itself?"""
+    level = [value]
+    for _ in range(MOST_DEEP):
+        level = [member for outer in level if isinstance(outer, dict | list)
+                 for member in (outer.values() if isinstance(outer, dict) else outer)]
+    return isinstance(value, dict) and not level
+
+
+class TextBefore:
+    """Gives out a reply's text as it grows, up to where a call may begin. The rest is read when the
+    reply is complete.
+
+        "Let me ", "see.", " <tool", "_call>{"      given out "Let me", " see.", "", ""
+    """
+
+    def __init__(self, form: Form | None, names: Collection[str]):
+        self.form, self.length = form if names else None, 0     # length: of what was given out
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        self._held += text
+        end = self._certain()
+        given, self._held = self._held[:end], self._held[end:]
+        self.length += len(given)
+        return given
+
+    def _certain(self) -> int:
+        held = self._held
+        if self.form is None:
+            return len(held)
+        if not (mark := self.form.mark):
+            may_begin = not self.length and held.lstrip()[:1] in ("", "{")
+            return 0 if may_begin else len(held)
+        begin = held.find(mark)
+        if begin < 0:
+            begin = len(held) - max(n for n in range(len(mark)) if held.endswith(mark[:n]))
+        return len(held[:begin].rstrip())       # `read` removes the blanks before a call
+
+
+def canonical(calls: list[dict]) -> str:
+    """The values of calls, whoever has written their JSON: {"b": 1.0, "a": 2} is {"a":2,"b":1}."""
+    return json.dumps([[call["name"], json.loads(call["arguments"], parse_float=number)]
+                       for call in calls], sort_keys=True)
+
+
+def number(digits: str) -> float:
+    value = float(digits)
+    return int(value) if value.is_integer() else value
