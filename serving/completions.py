@@ -5,14 +5,13 @@
 Evaluations use it, such as lm-evaluation-harness: with `echo` and `logprobs` they read how likely
 the tokens of the prompt itself are. The cache cannot tell that (scoring.py), so such a prompt is
 computed as a whole. Every other prompt uses what earlier ones of the same client began with: in
-a few-shot task the examples are computed once. For that the KV of the latest KEPT prompts stays in
-the cache, as long as there is room, and no longer than their server runs.
+a few-shot task the examples are computed once. For that the cache keeps the KV of the latest
+prompts: see Sessions.keep_cached.
 
 Invariant: the history has no trace of a completion.
 """
 import codecs
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -23,15 +22,12 @@ from serving.operations import APIError, CompletionBody
 from serving.sessions import Answer, LiveTurn, Plan, Sessions
 from serving.tokenizer import TextStream
 
-KEPT = 64           # prompts whose KV may stay
-
 
 class Completions:
     """Begins the turns of completions."""
 
     def __init__(self, sessions: Sessions):
         self.sessions, self.engine = sessions, sessions.engine
-        self.kept: deque[str] = deque()     # names in the cache, which the engine's owner alone changes
 
     def begin(self, prefix: str, body: CompletionBody, options_of_each: list[dict]
               ) -> list[LiveTurn]:
@@ -85,9 +81,7 @@ class Completions:
             live.error = error
         live.texts.close()
         if handle.conversation and live.reply:
-            self.kept.append(handle.conversation)
-            while len(self.kept) > KEPT:
-                self.engine.forget(self.kept.popleft())
+            self.sessions.keep_cached(handle.conversation)
 
 
 class CompletionWriter:

@@ -191,7 +191,7 @@ def test_a_scored_turn_of_a_conversation_uses_nothing_of_others(checkpoint, dept
 
 
 def test_nothing_is_stored_and_the_latest_prompts_stay_cached_alone(server, complete, monkeypatch):
-    monkeypatch.setattr("serving.completions.KEPT", 3)
+    monkeypatch.setattr("serving.sessions.MOST_UNSTORED", 3)
     stored = server.sessions.history.conversations()
     for number in range(6):
         complete(f"prompt {number}", max_tokens=1)
