@@ -196,6 +196,11 @@ def test_nothing_is_stored_and_the_latest_prompts_stay_cached_alone(server, comp
     for number in range(6):
         complete(f"prompt {number}", max_tokens=1)
     complete([PROMPT] * 2, max_tokens=1, n=2, logprobs=0, echo=True)
+    for _ in range(4):                                  # who hangs up pushes nobody out
+        stream = complete(PROMPT, max_tokens=CONTEXT - 200, stream=True, extra_body=dict(ignore_eos=True))
+        next(iter(stream))
+        stream.close()
+        eventually(lambda: not server.at_work)
     assert server.sessions.history.conversations() == stored
     names = [name for name in server.engine.cache.conversations if str(name).startswith("cmpl-")]
     assert len(names) == 3
