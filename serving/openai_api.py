@@ -32,7 +32,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import count, islice
+from itertools import count, dropwhile, islice
 from typing import Any, Literal
 
 from sampling import LIMITS
@@ -208,7 +208,8 @@ class API:
         return found
 
     def delete_item(self, prefix: str, id: str, item_id: str) -> dict:
-        if not self.sessions.delete_item(prefix + id, item_id):
+        """With an item goes its whole message: the text of a reply, and all its calls."""
+        if not self.sessions.delete_item(prefix + id, message_id(item_id)):
             raise missing("item", item_id, "item")
         return self.retrieve_conversation(prefix, id)
 
@@ -491,11 +492,11 @@ def message_id(item_id: str) -> str:
 
 def part_of(message: dict, item_id: str) -> dict | None:
     """The part of a message that is this item: one of its calls, or all but its calls."""
+    if item_id not in [item["id"] for item in items_of(message)]:
+        return None
     if item_id != message["id"]:
-        called = [call for item, call in zip(reversed(items_of(message)),
-                                             reversed(message.get("tool_calls", [])))
-                  if item["id"] == item_id]
-        return dict(role="assistant", content="", tool_calls=called) if called else None
+        nth = int(item_id.split("_")[1])
+        return dict(role="assistant", content="", tool_calls=[message["tool_calls"][nth]])
     return {name: message[name] for name in ("role", "content", "tool_call_id") if name in message}
 
 
@@ -514,14 +515,15 @@ def listing(data: list[dict], has_more: bool = False) -> dict:
 
 
 def listed(read: Callable, name: str, query: ItemsQuery) -> dict:
-    """The messages that read(name, ...) finds, at most query.limit of them. We ask for one message
-    more, which tells us whether there are more."""
-    newest_first, after = query.order == "desc", query.after and message_id(query.after)
-    messages = read(name, after, newest_first, query.limit + 1)
-    groups = [items_of(message) for message in messages[:query.limit]]
-    return listing([item for group in groups
-                    for item in (reversed(group) if newest_first else group)],
-                   has_more=len(messages) > query.limit)
+    """The items of the messages that read(name, ...) finds, at most query.limit of them. We ask for
+    two messages more: that of the item `after`, and one that tells us whether there are more."""
+    newest_first = query.order == "desc"
+    start = query.after and message_id(query.after)
+    items = [item for message in read(name, start, newest_first, query.limit + 2)
+             for item in items_of(message)[::-1 if newest_first else 1]]
+    if query.after:
+        items = list(dropwhile(lambda item: item["id"] != query.after, items))[1:]
+    return listing(items[:query.limit], has_more=len(items) > query.limit)
 
 
 def response_usage(usage: dict) -> dict:

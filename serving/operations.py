@@ -376,9 +376,9 @@ class PlainFormat(Fields):
 
 
 class Schema(Fields):
-    """A reply keeps to the schema, whether or not it is called `strict`."""
+    """A reply keeps to the schema, whether or not it is called `strict`. {} is any JSON."""
     name: Text
-    json_schema: dict = Field(alias="schema")
+    json_schema: dict = Field({}, alias="schema")
     description: Text = None
     strict: bool = None
 
@@ -440,9 +440,11 @@ class ChatStreamOptions(UsageOptions):
 
 def prompts(given: Any) -> Any:
     """A list of prompts: a text or a list of ids is one prompt."""
-    if isinstance(given, list) and given and not all(isinstance(one, int) for one in given):
-        return given
-    return [given]
+    if not isinstance(given, str | list):
+        raise PydanticCustomError("prompt", "Input should be a string, a list of strings, or of "
+                                  "token ids")
+    one = isinstance(given, str) or given and all(isinstance(each, int) for each in given)
+    return [given] if one else given
 
 
 def kind_of_prompt(given: Any) -> str:

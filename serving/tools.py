@@ -264,11 +264,7 @@ class TextBefore:
 
 
 def canonical(calls: list[dict]) -> str:
-    """The values of calls, whoever has written their JSON: {"b": 1.0, "a": 2} is {"a":2,"b":1}."""
-    return json.dumps([[call["name"], json.loads(call["arguments"], parse_float=number)]
+    """The values of calls, whoever has written their JSON: {"b": 1.0, "a": 2} is {"a":2,"b":1}.
+    Numbers are those of JavaScript: its JSON makes 12345678901234567000 of 12345678901234567890."""
+    return json.dumps([[call["name"], json.loads(call["arguments"], parse_int=float)]
                        for call in calls], sort_keys=True)
-
-
-def number(digits: str) -> float:
-    value = float(digits)
-    return int(value) if value.is_integer() else value

@@ -405,6 +405,65 @@ def test_an_agent_in_responses(server, client, template, stream, follows):
             assert found.type == item.type
 
 
+def test_items_of_a_reply_with_two_calls(server, client, template):
+    """A list cuts between its items; a deleted call takes its message and the results along."""
+    if template == "llama":
+        pytest.skip("this form has one call in a reply")
+    two = {"mistral": CALLS["mistral"][:-1] + "," + CALLS["mistral"].removeprefix("[TOOL_CALLS][")}
+    conversation = client.conversations.create().id
+    with next_replies(server, "So.\n" + two.get(template, CALLS[template] * 2)):
+        made = respond(client, [user("Hi")], conversation=conversation)
+    assert [item.type for item in made.output] == ["message", "function_call", "function_call"]
+    results = [dict(type="function_call_output", call_id=call.call_id, output="4")
+               for call in made.output[1:]]
+    with next_replies(server, "Four."):
+        respond(client, results, conversation=conversation)
+    items = client.conversations.items
+    whole = [item.id for item in items.list(conversation, order="asc").data]
+    assert len(whole) == 7          # the question, the reply's three, two results, "Four."
+    for order, expected in ("asc", whole), ("desc", whole[::-1]):
+        for limit in 1, 2, 3:
+            page = items.list(conversation, order=order, limit=limit)
+            assert [item.id for item in page.data] == expected[:limit] and page.has_more
+            assert [item.id for item in page] == expected
+    reference = [dict(type="item_reference", id=made.output[2].id), results[1]]
+    with next_replies(server, "Yes."):
+        assert respond(client, [user("Hi"), *reference]).output_text == "Yes."
+    kept = client.conversations.items.delete(made.output[2].id, conversation_id=conversation)
+    assert kept.id == conversation
+    assert [item.id for item in items.list(conversation, order="asc")] == [whole[0], whole[-1]]
+
+
+def test_no_item_is_referred_to_that_is_not_there(server, client, template):
+    """A reply that is calls alone has no message of text."""
+    with next_replies(server, CALLS[template]):
+        call, = respond(client, [user("Alone")]).output
+    with pytest.raises(openai.NotFoundError, match="no item"):
+        respond(client, [dict(type="item_reference", id=call.id.removeprefix("fc_0_"))])
+
+
+def test_results_in_another_order_are_another_history(server, template):
+    """Though the client's next message stands behind the same texts."""
+    if template != "mistral":
+        pytest.skip("only this template shows the ids of results")
+    call = '{"name":"add","arguments":{"a":1}}'
+    with next_replies(server, f"[TOOL_CALLS][{call},{call}]"):
+        message = fetch(server, "POST", CHAT, dict(messages=[user("Swap")], tools=CHAT_TOOLS)
+                        )[1]["choices"][0]["message"]
+    ids = [call["id"] for call in message["tool_calls"]]
+    for order in ids, ids[::-1], ids:
+        history = [user("Swap"), message] + [dict(role="tool", tool_call_id=id, content=content)
+                                             for id, content in zip(order, ["one", "two"])]
+        with next_replies(server, "Two."):
+            reply = fetch(server, "POST", CHAT, dict(messages=history, tools=CHAT_TOOLS))[1]
+        history += [reply["choices"][0]["message"], user("More")]
+        with next_replies(server, "Three."):
+            again = fetch(server, "POST", CHAT, dict(messages=history, tools=CHAT_TOOLS))[1]
+        tokens = server.engine.cache.conversations[again["conversation_id"]].tokens
+        text = server.sessions.tokenizer.decode(tokens)
+        assert text.index(tools.short(order[0]) + " one") < text.index(tools.short(order[1]) + " two")
+
+
 def test_events_of_a_call(server, client, template):
     with next_replies(server, CALLS[template]):
         *events, last = client.responses.create(model=client.models.list().data[0].id, input="Add",
