@@ -44,7 +44,7 @@ from serving.logprobs import Report, Reports, entries
 from serving.operations import (APIError, ChatBody, CompletionBody, ConversationBody,
                                 EngineOptions, FunctionCall, FunctionOutput, Item, ItemPart,
                                 ItemReference, ItemsBody, ItemsQuery, Message, MetadataBody,
-                                ResponseBody, ResponseQuery)
+                                ResponseBody, ResponseQuery, Thoughts)
 from serving.schemas import Grammar, Grammars, Unusable
 from serving.sessions import Answer, Busy, LiveTurn, Sessions
 
@@ -254,7 +254,8 @@ class API:
         self.retrieve_model(prefix, body.model)
         name, after = self._followed(prefix, body)
         return dict(messages=joined([self._message(prefix, index, entry, name)
-                                     for index, entry in enumerate(body.input)]),
+                                     for index, entry in enumerate(body.input)
+                                     if not isinstance(entry, Thoughts)]),
                     conversation=name and prefix + name,
                     exists=True,    # a client may delete it between this look and the turn's claim
                     after=after,

@@ -174,6 +174,19 @@ def json_object(value: Any) -> Any:
     return value
 
 
+def functions(given: Any, info: ValidationInfo) -> Any:
+    """The tools that are functions. codex always sends others beside them (web_search, namespace,
+    custom), and no chat template shows these. So we ignore them, but where they are alone."""
+    if info.context is None or not isinstance(given, list):
+        return given
+    types = [tool.get("type") if isinstance(tool, dict) else None for tool in given]
+    others = {type for type in types if isinstance(type, str)} - {"function"}
+    if "function" not in types:
+        return given
+    info.context.update(f"Tool.{type:.100}" for type in others)
+    return [tool for tool, type in zip(given, types) if type not in others]
+
+
 def text_of_object(value: Any) -> Any:
     """The text of a call's arguments, if it is such an object."""
     if isinstance(value, str):
@@ -353,7 +366,18 @@ class FunctionOutput(Fields):
     status: Literal["in_progress", "completed", "incomplete"] = None
 
 
-KINDS = dict(item_reference="[reference]", function_call="[call]", function_call_output="[output]")
+class Thoughts(Fields):
+    """Of another server's model, whose conversation goes on here. No chat template shows them."""
+    type: Literal["reasoning"]
+    id: Name = None
+    summary: Annotated[list, members(1000)] = []
+    content: Annotated[list, members(1000)] = []
+    encrypted_content: Text = None
+    status: Text = None
+
+
+KINDS = dict(item_reference="[reference]", function_call="[call]", function_call_output="[output]",
+             reasoning="[thoughts]")
 
 
 def kind_of_item(given: Any) -> str:
@@ -363,7 +387,8 @@ def kind_of_item(given: Any) -> str:
 
 InputItem = Annotated[
     Annotated[Item, Tag("[message]")] | Annotated[ItemReference, Tag("[reference]")]
-    | Annotated[FunctionCall, Tag("[call]")] | Annotated[FunctionOutput, Tag("[output]")],
+    | Annotated[FunctionCall, Tag("[call]")] | Annotated[FunctionOutput, Tag("[output]")]
+    | Annotated[Thoughts, Tag("[thoughts]")],
     Discriminator(kind_of_item)]
 
 
@@ -570,7 +595,7 @@ class ChatBody(ReplyBody):
                          "|max_output_tokens")
     messages_in = "messages"
     messages: Annotated[list[Message], members(10_000, least=1)]
-    tools: Annotated[list[ChatTool], members(1000)] = []
+    tools: Annotated[list[ChatTool], members(1000), BeforeValidator(functions)] = []
     max_tokens: Int = Field(None, ge=1)
     max_completion_tokens: Int = Field(None, ge=1)          # the newer name of max_tokens
     stream_options: ChatStreamOptions = ChatStreamOptions()
@@ -591,7 +616,7 @@ class ResponseBody(ReplyBody):
     truncation: Literal["disabled", "auto"] = "disabled"
     include: Include = []           # what we do not have is never part of a response
     text: TextOptions = TextOptions()
-    tools: Annotated[list[FunctionTool], members(1000)] = []
+    tools: Annotated[list[FunctionTool], members(1000), BeforeValidator(functions)] = []
     reasoning: ReasoningOptions = None
     stream_options: StreamOptions = None
 

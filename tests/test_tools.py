@@ -759,6 +759,36 @@ def test_what_agents_send(server, template, path, body):
     assert status == 200, answer
 
 
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_tools_that_are_no_functions(server, template, path):
+    """The model sees the functions alone; nobody can force the others."""
+    usual = dict(messages=[user("Hi")]) if path == CHAT else dict(input="Hi")
+    own = CHAT_TOOLS if path == CHAT else TOOLS
+    others = [dict(type="web_search", external_web_access=False),
+              dict(type="namespace", name="a", tools=TOOLS),
+              dict(type="custom", name="apply_patch", format=dict(type="grammar", definition="start: /a/"))]
+    tokens = []
+    for offer in (own, [*others[:1], *own, *others[1:]]):
+        with next_replies(server, "Two."):
+            usage = fetch(server, "POST", path, usual | dict(tools=offer))[1]["usage"]
+        tokens.append(usage.get("prompt_tokens", usage.get("input_tokens")))
+    assert tokens[0] == tokens[1]
+    for fields in (dict(tools=others), dict(tools=[*own, *others], tool_choice=dict(type="web_search"))):
+        assert fetch(server, "POST", path, usual | fields)[0] == 400
+
+
+def test_thoughts_of_another_server(server, template):
+    thoughts = dict(type="reasoning", id="rs_1", summary=[dict(type="summary_text", text="Hm")], content=None,
+                    encrypted_content="gAAA")
+    said = [user("Hi"), dict(role="assistant", content="Ho"), user("And?")]
+    tokens = []
+    for sent in (said, [said[0], thoughts, *said[1:]]):
+        with next_replies(server, "Two."):
+            made = fetch(server, "POST", RESPONSES, dict(input=sent, tools=TOOLS))[1]
+        tokens.append(made["usage"]["input_tokens"])
+    assert tokens[0] == tokens[1]
+
+
 @pytest.mark.parametrize("path, fields, place", [
     (RESPONSES, dict(tools=[dict(type="web_search")]), "tools[0].name"),
     (RESPONSES, dict(reasoning=dict(effort="low", summary="auto")), "reasoning.effort"),
