@@ -615,10 +615,10 @@ def text_before(turn: LiveTurn) -> tools.TextBefore:
 
 
 def chat_message(message: dict) -> dict:
-    told = dict(role="assistant", content=message["content"], refusal=None)
+    shown = dict(role="assistant", content=message["content"], refusal=None)
     if calls := chat_calls(message):
-        told |= dict(content=message["content"] or None, tool_calls=calls)
-    return told
+        shown |= dict(content=message["content"] or None, tool_calls=calls)
+    return shown
 
 
 def chat_calls(message: dict) -> list[dict]:
@@ -714,8 +714,8 @@ class ResponseEvents:
 
     def failure(self, error: APIError) -> dict:
         code = error.code or ("server_error" if error.status >= 500 else "invalid_prompt")
-        told = dict(code=code, message=str(error))
-        return self.event("failed", response=self.response("failed", error=told))
+        problem = dict(code=code, message=str(error))
+        return self.event("failed", response=self.response("failed", error=problem))
 
     def event(self, kind: str, **fields) -> dict:
         return dict(type=f"response.{kind}", sequence_number=next(self.numbers), **fields)
