@@ -44,7 +44,7 @@ from serving.logprobs import Report, Reports, entries
 from serving.operations import (APIError, ChatBody, CompletionBody, ConversationBody,
                                 EngineOptions, FunctionCall, FunctionOutput, Item, ItemPart,
                                 ItemReference, ItemsBody, ItemsQuery, Message, MetadataBody,
-                                ResponseBody, ResponseQuery)
+                                ResponseBody, ResponseQuery, Thoughts)
 from serving.schemas import Grammar, Grammars, Unusable
 from serving.sessions import Answer, Busy, LiveTurn, Sessions
 
@@ -255,7 +255,8 @@ class API:
         self.retrieve_model(prefix, body.model)
         name, after = self._followed(prefix, body)
         return dict(messages=joined([self._message(prefix, index, entry, name)
-                                     for index, entry in enumerate(body.input)]),
+                                     for index, entry in enumerate(body.input)
+                                     if not isinstance(entry, Thoughts)]),
                     conversation=name and prefix + name,
                     exists=True,    # a client may delete it between this look and the turn's claim
                     after=after,
@@ -414,7 +415,7 @@ def text_of(parts: Iterable[ItemPart]) -> str:
 
 def joined(messages: list[dict]) -> list[dict]:
     """A response's input names the text and each call of a reply one after another: they are one
-    message."""
+    message. So a call without a text, behind the assistant's message, is a part of it."""
     whole = []
     for message in messages:
         calls, before = message.get("tool_calls"), whole[-1] if whole else None
@@ -616,10 +617,10 @@ def text_before(turn: LiveTurn) -> tools.TextBefore:
 
 
 def chat_message(message: dict) -> dict:
-    told = dict(role="assistant", content=message["content"], refusal=None)
+    shown = dict(role="assistant", content=message["content"], refusal=None)
     if calls := chat_calls(message):
-        told |= dict(content=message["content"] or None, tool_calls=calls)
-    return told
+        shown |= dict(content=message["content"] or None, tool_calls=calls)
+    return shown
 
 
 def chat_calls(message: dict) -> list[dict]:
@@ -715,8 +716,8 @@ class ResponseEvents:
 
     def failure(self, error: APIError) -> dict:
         code = error.code or ("server_error" if error.status >= 500 else "invalid_prompt")
-        told = dict(code=code, message=str(error))
-        return self.event("failed", response=self.response("failed", error=told))
+        problem = dict(code=code, message=str(error))
+        return self.event("failed", response=self.response("failed", error=problem))
 
     def event(self, kind: str, **fields) -> dict:
         return dict(type=f"response.{kind}", sequence_number=next(self.numbers), **fields)
