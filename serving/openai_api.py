@@ -413,7 +413,7 @@ def text_of(parts: Iterable[ItemPart]) -> str:
 
 def joined(messages: list[dict]) -> list[dict]:
     """A response's input names the text and each call of a reply one after another: they are one
-    message."""
+    message. So a call without a text, behind the assistant's message, is a part of it."""
     whole = []
     for message in messages:
         calls, before = message.get("tool_calls"), whole[-1] if whole else None
@@ -491,7 +491,7 @@ def message_id(item_id: str) -> str:
 
 def part_of(message: dict, item_id: str) -> dict | None:
     """The part of a message that is this item: one of its calls, or all but its calls."""
-    if item_id != message["id"]:
+    if item_id != message["id"]:        # its text comes first, if it has one: so we pair from the end
         called = [call for item, call in zip(reversed(items_of(message)),
                                              reversed(message.get("tool_calls", [])))
                   if item["id"] == item_id]

@@ -147,7 +147,7 @@ def simple(value: Any) -> Any:
                                         "most 512 characters")
 
 
-def whole(value: Any) -> Any:
+def as_int(value: Any) -> Any:
     """Some clients write 8 as 8.0."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -174,7 +174,7 @@ def json_object(value: Any) -> Any:
     return value
 
 
-def arguments(value: Any) -> Any:
+def text_of_object(value: Any) -> Any:
     """The text of a call's arguments, if it is such an object."""
     if isinstance(value, str):
         try:
@@ -186,7 +186,7 @@ def arguments(value: Any) -> Any:
 
 
 MOST_TOKENS = 2**20         # whose log probabilities a client gives back
-Int = Annotated[int, BeforeValidator(whole)]
+Int = Annotated[int, BeforeValidator(as_int)]
 Text = Annotated[str, Field(max_length=2**20)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 StopString = Annotated[str, Field(min_length=1, max_length=100)]
@@ -199,14 +199,14 @@ OrMessage = OrString("a list", lambda text: [dict(role="user", content=text)])
 OneStop = OrString("a list", lambda text: [text])
 OneMode = OrString("an object", lambda mode: dict(mode=mode))
 OrId = OrString("an object with an id", lambda id: dict(id=id))
-TopK = Annotated[int, BeforeValidator(lambda given: 0 if given == -1 else whole(given))]
+TopK = Annotated[int, BeforeValidator(lambda given: 0 if given == -1 else as_int(given))]
 Option = Annotated[bool | int | float | Value, BeforeValidator(simple)]
 OptionName = Annotated[Key, AfterValidator(template_option)]
 TemplateOptions = Annotated[dict[OptionName, Option], Field(max_length=16),
                             BeforeValidator(template_options)]
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
 JSONObject = Annotated[dict[str, Any], BeforeValidator(json_object)]
-Arguments = Annotated[Text, BeforeValidator(arguments)]
+Arguments = Annotated[Text, BeforeValidator(text_of_object)]
 Include = Annotated[list[Text], members(100), OrString("a list", lambda text: [text])]
 Metadata = Annotated[dict[Key, Value], Field(max_length=16), BeforeValidator(without_empty)]
 
@@ -312,8 +312,9 @@ class Message(Fields):
     @model_validator(mode="before")
     @classmethod
     def _may_call_in_silence(cls, given: Any) -> Any:
-        """Beside its calls, a message may have no content."""
-        if isinstance(given, dict) and given.get("tool_calls") and not given.get("content"):
+        """Beside its calls, a message may have no content; nor need a result have one."""
+        if isinstance(given, dict) and not given.get("content") and (
+                given.get("tool_calls") or given.get("role") == "tool"):
             return given | dict(content="")
         return given
 
@@ -347,7 +348,7 @@ class FunctionOutput(Fields):
     """What the client's function has answered."""
     type: Literal["function_call_output"]
     call_id: Name
-    output: Annotated[list[ItemPart], members(1000), OrText]
+    output: Annotated[list[ItemPart], members(1000), OrText] = []
     id: Name = None
     status: Literal["in_progress", "completed", "incomplete"] = None
 
@@ -403,7 +404,7 @@ class ChatSchemaFormat(Fields):
 
 
 def kind_of_format(given: Any) -> str:
-    """given: of a client, or a format of ours that is written out again."""
+    """given: of a client, or a format of ours: pydantic asks again when model_dump() writes it."""
     type = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
     return "[schema]" if type == "json_schema" else "[plain]"
 
@@ -725,7 +726,7 @@ def parse(operation: Operation, given: Any, ignored: set[str] | None = None) -> 
 
 
 # Steps of a fault's path that are no fields: pydantic's mark of a key, and our tags of items.
-MARKS = "[key]", "[message]", "[plain]", "[schema]", "[text]", "[ids]", *KINDS.values()
+NOT_FIELDS = "[key]", "[message]", "[plain]", "[schema]", "[text]", "[ids]", *KINDS.values()
 # OpenAI's words for some kinds of faults.
 CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unsupported_parameter"}
 
@@ -754,7 +755,7 @@ def sentence(fault: ErrorDetails) -> str:
 def place(fault: ErrorDetails) -> str:
     """The path of the field at fault, such as messages[0].role."""
     steps = [f"[{step}]" if isinstance(step, int) else f".{step[:100]}" for step in fault["loc"]
-             if step not in MARKS]
+             if step not in NOT_FIELDS]
     return "".join(steps).removeprefix(".")
 
 

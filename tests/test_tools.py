@@ -4,7 +4,9 @@ A model's letters are random here, so clients.Script puts our own in their place
 import json
 import random
 import sys
+import time
 from contextlib import closing, contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -205,6 +207,7 @@ def hermes(name="add", end="</tool_call>", **arguments):
     return "<tool_call>\n" + json.dumps(dict(name=name, arguments=arguments)) + "\n" + end
 
 
+THINKS = tools.HERMES._replace(thinks=True)
 READ = [
     (tools.HERMES, hermes(a=1), "", [("add", dict(a=1))]),
     (tools.HERMES, "I see.\n\n" + hermes(a=1) + "\n" + hermes("sub"), "I see.",
@@ -216,11 +219,17 @@ READ = [
     (tools.HERMES, f"<think>Or {hermes(a=0)}?</think>{hermes(a=1)}", f"<think>Or {hermes(a=0)}?</think>",
      [("add", dict(a=1))]),
     (tools.HERMES, "<tool_call>" + hermes(a=1), "<tool_call>", [("add", dict(a=1))]),
+    (tools.HERMES, hermes(b="</think>"), "", [("add", dict(b="</think>"))]),
+    (THINKS, f"Or {hermes(a=0)}?</think>{hermes(a=1)}", f"Or {hermes(a=0)}?</think>", [("add", dict(a=1))]),
+    (THINKS, hermes(a=1), "", [("add", dict(a=1))]),
+    (tools.LLAMA, '<think>{</think>\n{"name": "add", "parameters": {"a": 1}}', "<think>{</think>",
+     [("add", dict(a=1))]),
     (tools.LLAMA, ' {"name": "add", "parameters": {"a": [1, {}]}}\n', "", [("add", dict(a=[1, {}]))]),
     (tools.MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {}}, {"name": "sub"}]', "",
      [("add", {}), ("sub", {})]),
     (tools.MISTRAL, 'So: [TOOL_CALLS][{"name": "add", "arguments": {}, "id": "123456789"}]', "So:",
      [("add", {})]),
+    (tools.MISTRAL, '[TOOL_CALLS][{"name": "add"}]  B', "  B", [("add", {})]),
 ]
 DEEP = '{"a":' * 5000 + "1" + "}" * 5000
 TEXT = [
@@ -232,6 +241,9 @@ TEXT = [
     (tools.HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>'),
     (tools.HERMES, '<tool_call>{"name": ["add"], "arguments": {}}</tool_call>'),
     (tools.HERMES, f'<tool_call>{{"name": "add", "arguments": {DEEP}}}</tool_call>'),
+    (tools.HERMES, '<tool_call>{"name": "add", "arguments": {"b": "\\ud83d"}}</tool_call>'),
+    (tools.HERMES, f"<think>Or {hermes(a=0)}"), (tools.LLAMA, '[{"name": "add", "parameters": {}}]'),
+    (tools.LLAMA, '<think>x</think>{"answer": 4}'),
     (tools.HERMES, '{"name": "add", "arguments": {}}'), (tools.LLAMA, hermes(a=1)),
     (tools.LLAMA, '{"name": "Ada", "parameters": {}}'), (tools.LLAMA, '{"answer": 4}'), (tools.LLAMA, "5"),
     (tools.LLAMA, '{"name": "add", "parameters": {}}; {"name": "add", "parameters": {}}'),
@@ -257,7 +269,7 @@ def test_a_part_of_a_list_is_no_call():
     assert read(tools.MISTRAL, text) == (text, [])
 
 
-@pytest.mark.parametrize("form, text", [case[:2] for case in READ] + TEXT[:11])
+@pytest.mark.parametrize("form, text", [case[:2] for case in READ] + TEXT)
 def test_streamed_text_is_the_beginning_of_the_content(form, text):
     content, calls = read(form, text)
     for seed in range(30):
@@ -277,6 +289,46 @@ def test_text_is_held_back_only_where_a_call_may_begin():
     before = tools.TextBefore(tools.LLAMA, ["add"])
     assert [before.push(piece) for piece in (" ", "So ", "{", " ")] == ["", " So ", "{", " "]
     assert tools.TextBefore(tools.HERMES, []).push("<tool_call>") == "<tool_call>"
+
+
+def test_no_text_takes_long():
+    """A weak model writes blanks, or marks, without an end: neither may cost its square."""
+    for form, text in ((tools.HERMES, "    "), (tools.LLAMA, "\n"), (tools.HERMES, "<tool_call>\n")):
+        before, begin = tools.TextBefore(form, ["add"]), time.perf_counter()
+        for _ in range(100_000):
+            before.push(text)
+        tools.read(form, text * 20_000, ["add"], "T")
+        assert time.perf_counter() - begin < 10
+
+
+def test_how_deep_an_object_may_be():
+    def nested(depth, inner):
+        return json.loads('{"a":' * depth + inner + "}" * depth)
+    for inner, depth in (("1", tools.MOST_DEEP), ("{}", tools.MOST_DEEP - 1), ("[]", tools.MOST_DEEP - 1)):
+        assert tools.is_object(nested(depth, inner)) and not tools.is_object(nested(depth + 1, inner))
+    assert not any(map(tools.is_object, ([], "a", None, dict(a=float("nan")), {"\ud800": 1})))
+
+
+def test_a_result_in_words_swallows_no_other_message():
+    said = [user("<tool_response>u"), dict(role="assistant", content="<tool_response>a"),
+            dict(role="tool", content="r", tool_call_id="1")]
+    assert tools.in_words(said, None, "system") == [
+        *said[:2], user("<tool_response>\nr\n</tool_response>")]
+
+
+# How Qwen3-Coder, newer Mistral models, and DeepSeek's show a call.
+OTHERS = ["<tool_call>\n<function={0.name}>\n</function>\n</tool_call>", "[TOOL_CALLS]{0.name}[ARGS]{{}}",
+          "<calls>function<sep>{0.name}\n```json\n{{}}\n```"]
+
+
+@pytest.mark.parametrize("shown", OTHERS)
+def test_a_form_that_we_cannot_read_gives_way_to_words(shown):
+    def render(messages, offer):
+        calls = [shown.format(SimpleNamespace(**call["function"])) for message in messages
+                 for call in message.get("tool_calls", ())]
+        texts = [message["content"] for message in messages]
+        return "".join([json.dumps(offer), *texts, *calls, "<think>\n"])
+    assert tools.form_of(render) == tools.HERMES._replace(words="system", thinks=True)
 
 
 def test_calls_are_equal_by_value():
@@ -693,12 +745,14 @@ def silent(arguments="{}", **fields):
 
 @pytest.mark.parametrize("path, body", [
     *((CHAT, dict(messages=[user("Hi"), message, dict(role="tool", tool_call_id="1", content=result)]))
-      for message, result in [(silent(content=None), ""), (silent(), "2"), (silent("", content=[]), "2")]),
+      for message, result in [(silent(content=None), ""), (silent(), "2"), (silent("", content=[]), None)]),
     (RESPONSES, dict(input="Hi", reasoning=dict(summary="auto"), client_metadata=dict(a="b"),
                      include=["reasoning.encrypted_content"])),
     (RESPONSES, dict(input=[user("Hi"), dict(type="function_call", call_id="1", name="add", arguments="{}"),
                             dict(type="function_call_output", call_id="1",
-                                 output=[dict(type="input_text", text="2")])]))])
+                                 output=[dict(type="input_text", text="2")])])),
+    (RESPONSES, dict(input=[user("Hi"), dict(type="function_call", call_id="1", name="add", arguments="{}"),
+                            dict(type="function_call_output", call_id="1", output=None)]))])
 def test_what_agents_send(server, template, path, body):
     with next_replies(server, "Two."):
         status, answer = fetch(server, "POST", path, body | dict(tools=CHAT_TOOLS if path == CHAT else TOOLS))
@@ -709,7 +763,8 @@ def test_what_agents_send(server, template, path, body):
     (RESPONSES, dict(tools=[dict(type="web_search")]), "tools[0].name"),
     (RESPONSES, dict(reasoning=dict(effort="low", summary="auto")), "reasoning.effort"),
     (CHAT, dict(messages=[user("Hi"), silent("[1]")]), "messages[1].tool_calls[0].function.arguments"),
-    (CHAT, dict(messages=[user("Hi"), silent(DEEP)]), "messages[1].tool_calls[0].function.arguments"),
+    *((CHAT, dict(messages=[user("Hi"), silent(text)]), "messages[1].tool_calls[0].function.arguments")
+      for text in (DEEP, '{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}')),
     (CHAT, dict(messages=[user("Hi"), dict(role="assistant")]), "messages[1].content"),
     (CHAT, dict(tools=[dict(type="function", function=dict(name="a b"))]), "tools[0].function.name"),
     (CHAT, dict(tools=[dict(type="function", function=dict(name="a", parameters=json.loads(DEEP[:400 * 5]
