@@ -238,6 +238,22 @@ class FunctionTool(Function):
     type: Literal["function"]
 
 
+def functions_alone(given: Any, info: ValidationInfo) -> Any:
+    """An agent offers other tools beside its functions, such as {"type": "web_search"}, which
+    OpenAI's servers run. No reply of ours calls them, so we leave them out. Who offers nothing but
+    them wants a search: that is refused."""
+    def kind(tool: Any) -> Any:
+        return tool.get("type") if isinstance(tool, dict) else None
+    if info.context is None or not isinstance(given, list):
+        return given
+    others = {name for name in map(kind, given) if isinstance(name, str)} - {"function"}
+    functions = [tool for tool in given if kind(tool) not in others]
+    if not functions:
+        return given
+    info.context.update(f"ResponseBody.tools of type {name:.100}" for name in others)
+    return functions
+
+
 class ChatTool(Fields):
     type: Literal["function"]
     function: Function
@@ -591,7 +607,7 @@ class ResponseBody(ReplyBody):
     truncation: Literal["disabled", "auto"] = "disabled"
     include: Include = []           # what we do not have is never part of a response
     text: TextOptions = TextOptions()
-    tools: Annotated[list[FunctionTool], members(1000)] = []
+    tools: Annotated[list[FunctionTool], members(1000), BeforeValidator(functions_alone)] = []
     reasoning: ReasoningOptions = None
     stream_options: StreamOptions = None
 

@@ -1,6 +1,6 @@
-"""Agents that are written for Node, unmodified, against python server.py with random weights: each calls a
-tool, sends its result, and finds in the cache what it has sent before. They are installed, outside of the
-repository, by
+"""Agents that are written for Node, unmodified, against python server.py with random weights: each
+calls a tool, sends its result, and finds in the cache what it has sent before. They are installed,
+outside of the repository, by
 
     npm install node@22 opencode-ai @openai/codex @qwen-code/qwen-code @continuedev/cli \\
         ai @ai-sdk/openai @ai-sdk/openai-compatible zod
@@ -30,7 +30,7 @@ from clients import ROOT, program
 pytestmark = pytest.mark.clients
 NODE_AGENTS = Path(os.environ.get("NODE_AGENTS", "."))
 PATH = f"{NODE_AGENTS / 'node_modules/.bin'}{os.pathsep}{os.environ['PATH']}"
-CONTEXT = 2**17     # Of the embedded tokenizer's tokens, which are short: 3 of them are one of a large model.
+CONTEXT = 2**17     # in the embedded tokenizer's tokens: 3 of them are as long as one of a large model
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +69,8 @@ class Exchange(NamedTuple):
 
 @contextmanager
 def relay(url, tool):
-    """Passes all on, but where a user has the last word and `tool` is offered, the model must call it: random
-    weights would not. Yields the relay's URL, and a list of exchanges that grows."""
+    """Passes all on. But where a user has the last word and `tool` is offered, the model must call it:
+    random weights would not. Yields the relay's URL, and a list of exchanges that grows."""
     class Relay(BaseHTTPRequestHandler):
         def do_GET(self):
             self.pass_on(b"")
@@ -129,8 +129,8 @@ def runs(command, directory, **environment):
 # ---- agents that are commands
 
 class Agent(NamedTuple):
-    """A harmless tool of it; the command of a first message and of the next ones, which the message follows; a
-    file and variables in which SERVER stands for its URL."""
+    """tool: a harmless one of it. first, more: the commands that say a first message and the next
+    ones. In its file and its variables SERVER stands for the server's URL."""
     tool: str
     first: str
     more: str
@@ -164,15 +164,16 @@ wire_api = "responses"
         """name: ours
 version: 1.0.0
 schema: v1
-models: [{name: tiny, provider: openai, model: tiny, apiBase: "SERVER", apiKey: none, capabilities: [tool_use]}]
+models:
+  - {name: tiny, provider: openai, model: tiny, apiBase: "SERVER", apiKey: none, capabilities: [tool_use]}
 """,
         dict(CONTINUE_TELEMETRY_ENABLED="0"))}
 
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_an_agent_calls_a_tool_and_finds_its_context_cached(name, url, tmp_path):
-    """Three messages, each run in a process of its own. What the cache lacks of a request is no more than its
-    text behind what the request before began with, too. (A token is a byte at least.)"""
+    """Three messages, each in a process of its own. The cache lacks no more of a request than the text
+    behind what it has in common with the request before. (A token is a byte at least.)"""
     agent = AGENTS[name]
     with relay(url, agent.tool) as (relayed, exchanges):
         file = tmp_path / agent.file
@@ -182,8 +183,9 @@ def test_an_agent_calls_a_tool_and_finds_its_context_cached(name, url, tmp_path)
         for turn in range(3):
             command = agent.more if turn else agent.first
             runs([*command.split(), f"Message {turn}"], tmp_path, **variables)
-    # others: it asks for a title, or extracts what to remember
-    main = [exchange for exchange in exchanges if exchange.tools == exchanges_with(agent.tool, exchanges)]
+    # (In others it asks for a title, or for what it should remember.)
+    tools = next(exchange.tools for exchange in exchanges if agent.tool in exchange.tools)
+    main = [exchange for exchange in exchanges if exchange.tools == tools]
     print(f"\n{runs([name, '--version'], tmp_path).strip()}: "
           + ", ".join(f"{one.cached:,} of {one.prompt:,}" for one in main),
           f"and {len(exchanges) - len(main)} other requests")
@@ -198,14 +200,9 @@ def test_an_agent_calls_a_tool_and_finds_its_context_cached(name, url, tmp_path)
         old, new = json.dumps(before.messages)[:-1], json.dumps(now.messages)
         common = len(os.path.commonprefix([old, new]))
         assert now.prompt - now.cached <= len(new) - common + 32
-        # codex has nothing stored: it finds the ids of its replies only if their text has the same ones
+        # codex has nothing stored: the ids of its replies are found if their text is cut up alike
         if common == len(old) and name != "codex":
             assert now.cached == before.prompt + before.generated - 1
-
-
-def exchanges_with(tool, exchanges):
-    """The tools of the first request that offers this one."""
-    return next(exchange.tools for exchange in exchanges if tool in exchange.tools)
 
 
 # ---- the Vercel AI SDK
@@ -218,10 +215,12 @@ const { generateText, streamText, generateObject, tool, stepCountIs } = await lo
 const { createOpenAICompatible } = await load("@ai-sdk/openai-compatible");
 const { createOpenAI } = await load("@ai-sdk/openai");
 const { z } = await load("zod");
-const [url, kind, seed] = process.argv.slice(3);
-const options = { name: "ours", baseURL: url, apiKey: "none", includeUsage: true, supportsStructuredOutputs: true };
+const [url, kind] = process.argv.slice(3);
+const options = { name: "ours", baseURL: url, apiKey: "none",
+                  includeUsage: true, supportsStructuredOutputs: true };
 const model = { compatible: () => createOpenAICompatible(options)("tiny"),
-                chat: () => createOpenAI(options).chat("tiny"), responses: () => createOpenAI(options)("tiny") }[kind]();
+                chat: () => createOpenAI(options).chat("tiny"),
+                responses: () => createOpenAI(options)("tiny") }[kind]();
 const digit = z.int().min(0).max(9);
 const add = tool({ description: "Adds.", inputSchema: z.object({ a: digit, b: digit }),
                    execute: async ({ a, b }) => a + b });
@@ -230,12 +229,15 @@ const asked = { model, tools: { add }, maxOutputTokens: 300, system: `Be ${kind}
 const generated = await generateText({ ...asked, prompt: "1 + 2?" });
 const streamed = streamText({ ...asked, prompt: "3 + 4?" });
 await streamed.consumeStream();
-const schema = z.object({ name: z.string().max(9), kind: z.enum(["cat", "dog"]), tags: z.array(z.boolean()).max(2) });
+const schema = z.object({ name: z.string().max(9), kind: z.enum(["cat", "dog"]),
+                          tags: z.array(z.boolean()).max(2) });
 const { object } = await generateObject({ model, schema, prompt: "A pet.", maxOutputTokens: 300 });
 const steps = (all) => all.map(({ finishReason, toolCalls, toolResults, usage }) => ({
-  finishReason, calls: toolCalls.map(({ input }) => input), results: toolResults.map(({ output }) => output),
-  prompt: usage.inputTokens, cached: usage.inputTokenDetails.cacheReadTokens, total: usage.totalTokens }));
-console.log(JSON.stringify({ generated: steps(generated.steps), streamed: steps(await streamed.steps), object }));
+  finishReason, calls: toolCalls.map(({ input }) => input),
+  results: toolResults.map(({ output }) => output), prompt: usage.inputTokens,
+  cached: usage.inputTokenDetails.cacheReadTokens, total: usage.totalTokens }));
+console.log(JSON.stringify({ generated: steps(generated.steps),
+                             streamed: steps(await streamed.steps), object }));
 """
 
 

@@ -190,6 +190,16 @@ def test_what_is_not_stored_stays_cached(empty, monkeypatch):
     assert cached(respond(client, told, store=False, extra_body=salted)) == 0
 
 
+def test_tools_that_openai_runs_are_left_out_beside_functions(client, server):
+    """codex offers them. (Alone they are refused: test_what_is_not_supported_is_refused_by_name.)"""
+    call = dict(type="function", name="add", parameters={})
+    inner = dict(type="namespace", name="agents", tools=[call])
+    plain = respond(client, "Hi", tools=[call])
+    both = respond(client, "Hi", tools=[inner, call, dict(type="web_search", external_web_access=False)])
+    assert (both.output_text, both.usage.input_tokens) == (plain.output_text, plain.usage.input_tokens)
+    assert {"ResponseBody.tools of type namespace", "ResponseBody.tools of type web_search"} <= server.ignored
+
+
 def test_a_resent_history_is_recognised(client, server):
     """Whether it was told through responses or through a chat, with the instructions or as a message."""
     first = respond(client, "once", instructions="Be brief.")
