@@ -633,7 +633,8 @@ class Sessions:
         """For the engine's owner. The cache keeps this context, which the history does not know,
         as long as there is room and no more than MOST_UNSTORED come after it. Other turns of its
         owner that begin alike use it: an agent that has nothing stored resends all it has said."""
-        self.unstored.append(name)
+        if name in self.engine.cache.conversations:     # not if the turn was cancelled
+            self.unstored.append(name)
         while len(self.unstored) > MOST_UNSTORED:
             self.engine.forget(self.unstored.popleft())
 
