@@ -82,7 +82,8 @@ def book(calls):
 def rows():
     rows = []
     yield rows
-    print("\n\n| agent | version | works | prompt/cached tokens by turn |", "|---|---|---|---|", *rows, sep="\n")
+    head = "| agent | version | works | prompt/cached tokens by turn |", "|---|---|---|---|"
+    print("\n", *head, *rows, sep="\n")
 
 
 @pytest.fixture
