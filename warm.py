@@ -18,6 +18,7 @@ Invariant: behind a warm-up's step as many slots are available as before, or wil
 in have ended.
 """
 from collections import Counter
+from collections.abc import Iterator
 from itertools import islice
 
 from kv_cache import Chunk, Conversation, KVCache
@@ -62,8 +63,8 @@ class Hints:
     def __len__(self) -> int:
         return len(self.warm_ups)
 
-    def __contains__(self, conversation: Conversation) -> bool:
-        return conversation in self.warm_ups
+    def __iter__(self) -> Iterator[Conversation]:
+        return iter(self.warm_ups)
 
     def give(self, conversation: Conversation, now: float) -> dict[str, int]:
         """A turn of the conversation is likely soon. Returns how many of its tokens are on the GPU
