@@ -55,7 +55,7 @@ class Hints:
     """The hints that hold, and their share of each batch."""
 
     def __init__(self, scheduler: Scheduler):
-        self.scheduler, self.cache = scheduler, scheduler.cache
+        self.scheduler, self.cache, self.share = scheduler, scheduler.cache, SHARE
         self.warm_ups: dict[Conversation, WarmUp] = {}      # the oldest hint first
         self.in_batch: list[WarmUp] = []                    # of the batch that is to be launched
         self.stats = Counter(hints=0, warmed_tokens_cpu=0, warmed_tokens_recomputed=0)
@@ -91,7 +91,7 @@ class Hints:
         if scheduler.queue or starved or alone:
             return
         if scheduler.running:
-            batch.budget = min(batch.budget, scheduler.max_batch_tokens // SHARE)
+            batch.budget = min(batch.budget, scheduler.max_batch_tokens // self.share)
         for warm_up in self.warm_ups.values():
             if batch.budget > 0 and cache.free_rows and not warm_up.served:
                 self._serve(warm_up, batch, now)
