@@ -29,8 +29,8 @@ class Clock:
 
 def small(clock=None, **flags):
     """32 slots and 4 CPU places of 4 tokens, as in `python engine.py`."""
-    flags = dict(gpu_cache_tokens=32, cpu_cache_tokens=16, chunk_size=4, max_batch_tokens=16, reserve=0.0) | flags
-    return Engine("tiny_chat", debug=True, cost=COST, clock=clock or Clock(), **flags)
+    tiers = dict(gpu_cache_tokens=32, cpu_cache_tokens=16, chunk_size=4, max_batch_tokens=16, reserve=0.0)
+    return Engine("tiny_chat", debug=True, cost=COST, clock=clock or Clock(), **tiers | flags)
 
 
 def ids(length, first=65):
