@@ -110,7 +110,7 @@ class Conversation:
         self.room = 0
         self.pinned = False             # it runs (and for a moment in plan_swap_out_for)
         self.waiting = False            # a turn of it waits in the queue
-        self.last_active = 0.0          # when it last stopped running, in seconds
+        self.last_active = 0.0          # when it last stopped running, in seconds; see `expect`
         self.turns = 0                  # for a policy that counts them (experiments/policies.py)
 
     @property
@@ -539,6 +539,12 @@ class KVCache:
         return (worth(self.policy, one, now), one) < (worth(self.policy, two, now), two)
 
     # ---- second day: forgetting, and what others ask
+
+    def expect(self, conversation: Conversation, until: float):
+        """A turn of the conversation is likely until then (warm.py): so it begins to be idle only
+        then. It may be evicted like any other."""
+        conversation.last_active = max(conversation.last_active, until)
+        self._note_change(conversation)
 
     def forget(self, conversation: Conversation):
         """Free everything in both tiers. The conversation must not be running."""

@@ -188,6 +188,11 @@ class API:
         self.sessions.forget(self._conversation(prefix, id).name)
         return dict(id=id, object="conversation.deleted", deleted=True)
 
+    def warm_conversation(self, prefix: str, id: str) -> dict:
+        """The client expects to send a turn soon. What will happen: see Engine.warm."""
+        name = self._conversation(prefix, id).name
+        return dict(id=id, object="conversation.warmed", **self.sessions.warm(name, prefix))
+
     def create_items(self, prefix: str, id: str, body: ItemsBody) -> dict:
         new = self._identified(body.items)
         if not self.sessions.update(prefix + id, new=new):

@@ -705,6 +705,7 @@ OPERATIONS = [
     Operation("GET", CONVERSATION, "retrieve_conversation", answers.Conversation),
     Operation("POST", CONVERSATION, "update_conversation", answers.Conversation, MetadataBody),
     Operation("DELETE", CONVERSATION, "delete_conversation", answers.Deleted),
+    Operation("POST", CONVERSATION + "/warm", "warm_conversation", answers.Warmed),
     Operation("GET", CONVERSATION + "/items", "list_items", answers.Items, ItemsQuery),
     Operation("POST", CONVERSATION + "/items", "create_items", answers.Items, ItemsBody),
     Operation("GET", ITEM, "retrieve_item", answers.Item),

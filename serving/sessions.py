@@ -72,8 +72,10 @@ from serving import tools
 from serving.logprobs import Reports
 from serving.tokenizer import Rendering, Rewritten, TextStream, Tokenizer, load_tokenizer
 from sharing import common_length
+from warm import nothing_to_do
 
 MOST_PRUNED = 1000      # conversations, at once
+MOST_HINTS = 32         # that hold at a time, for the conversations of one API key
 MOST_UNSTORED = 64      # contexts in the cache that the history does not know
 
 
@@ -693,6 +695,31 @@ class Sessions:
         if stored or live is None or live.handle is None:
             return stored
         return ConversationRecord(conversation, None, None, [], live.begun, live.begun)
+
+    def warm(self, conversation: str, prefix: str = "") -> dict[str, int]:
+        """A turn of this conversation is likely soon, see Engine.warm: bring its KV back. Nothing
+        happens while it is being answered, or if MOST_HINTS hold for conversations with this
+        prefix (see `respond`). We do not refuse such a hint: no turn depends on it, and a client
+        would only send it again.
+
+        KeyError if there is no such conversation."""
+        if self.record(conversation) is None:
+            raise KeyError(conversation)
+        head = self.history.head(conversation)
+        if head is None:                            # it has no turn yet
+            return nothing_to_do()
+        context = self.history.tokens(head.id)
+        owner = prefix + json.loads(head.note).get("salt", "")
+
+        def warm() -> dict[str, int]:
+            # Whoever changes the history tells the engine afterwards. So either we see the change
+            # here, or he undoes what we do.
+            changed = conversation in self.turns or self.history.head(conversation) != head
+            hinted = [str(one.name) for one in self.engine.hints]
+            if changed or sum(name.startswith(prefix) for name in hinted) >= MOST_HINTS:
+                return nothing_to_do()
+            return self.engine.warm(conversation, context, owner)
+        return self.engine.call(warm)
 
     def find(self, turn_id: str) -> LiveTurn | None:
         """The live turn of that id."""
