@@ -604,6 +604,31 @@ class KVCache:
         cached = any(chunk.state and conversation in chunk.users for chunk in conversation.chunks)
         return not (conversation.pinned or conversation.waiting or cached)
 
+    def restore(self, users: Iterable[Conversation], index: int, filled: int) -> int | None:
+        """A chunk that conversations share comes from a file (kv_file.py), in state CPU. Returns its
+        place, where the caller puts the KV before anybody runs.
+
+        A user that runs, or has something there already, does without it. If nobody is left, or no
+        place is free, None."""
+        lacking = []
+        for user in users:
+            if not user.pinned:
+                missing = range(len(user.chunks), index + 1)
+                user.chunks += [Chunk(user.alone, number) for number in missing]
+                own = user.chunks[index]
+                if own.state is None and user in own.users:
+                    lacking.append(user)
+        if not lacking or not self.free_places:
+            return None
+        chunk = Chunk(tuple(lacking), index)
+        chunk.filled, chunk.place = filled, heapq.heappop(self.free_places)
+        for user in lacking:
+            self._stop_using(user.chunks[index], user)
+            user.chunks[index] = chunk
+            user.known = max(user.known, index * self.chunk_size + filled)
+        self.changed.add(chunk)
+        return chunk.place
+
     def next_to_leave(self, now: float) -> Chunk | None:
         """The chunk that leaves the GPU next, if nobody returns before: the cheapest whose slots
         may be taken at once. If there is none, it is the one that is copied to the CPU next."""
