@@ -223,7 +223,7 @@ class KVFile:
         if trusted and self.finished and self.weights:
             self._save()
         else:
-            self._say("not written")
+            self._say("left as it was")
 
     def _save(self):
         """To a new file, which then takes the place of the old one."""
