@@ -13,7 +13,7 @@
 
 The file stays when it has been loaded. So a server that is killed finds it again, as old as the
 last clean stop. If a conversation is deleted meanwhile, its bytes are overwritten (`erase`). If it
-has changed, its chunks come back only where all its tokens are still those that the file knows.
+was changed, and its tokens up to its last chunk in the file are others now, it is treated alike.
 
 Invariant: a chunk comes into the CPU tier only if this version of the program has computed it, with
 these weights, for these tokens, and if its bytes are those. Any other is recomputed as usual.
@@ -54,6 +54,10 @@ class SavedConversation(NamedTuple):
     tokens: str             # digest of its tokens up to there
     last_active: float      # seconds since 1970
     root: str               # stands for its owner (see beginnings.py), in hexadecimal; "": for none
+
+    def begins(self, tokens: array) -> bool:
+        """Do the tokens begin with those of the file?"""
+        return digest(tokens[:self.length].tobytes()) == self.tokens
 
 
 class SavedChunk(NamedTuple):
@@ -131,8 +135,8 @@ class KVFile:
     # ---- at the start
 
     def load(self, tokens_of: Callable[[str], array | None]):
-        """Begin to load. tokens_of: the tokens of a conversation; None if it does not exist, or if
-        a turn is about to change them. The engine's owner calls it."""
+        """Begin to load. tokens_of: the tokens of a conversation, from any thread; none if there is
+        no such conversation, None while a turn is about to change them."""
         try:
             self.saved = SavedKV(self.path, self.layout, self.pool.chunk_bytes)
         except FileNotFoundError:
@@ -169,7 +173,11 @@ class KVFile:
         return found.hexdigest()
 
     def _load_chunks(self, saved: SavedKV, tokens_of: Callable[[str], array | None]):
-        """As many as there are free places."""
+        """As many as there are free places, and have not been deleted while we did not run."""
+        for one in saved.conversations:
+            tokens = tokens_of(one.name)
+            if tokens is not None and not one.begins(tokens):
+                saved.erase(one.name)
         for start in range(0, len(saved.chunks), PORTION):
             numbers = range(start, min(start + PORTION, len(saved.chunks)))
             portion = [(saved.chunks[number], saved.read(number)) for number in numbers]
@@ -184,7 +192,7 @@ class KVFile:
         users = {number: self._open(saved.conversations[number], tokens_of)
                  for chunk, _ in portion for number in chunk.users}
         for chunk, data in portion:
-            present = [user for number in chunk.users if (user := users.get(number))]
+            present = [user for number in chunk.users if (user := users[number])]
             place = self.cache.restore(present, chunk.number, chunk.filled) if data else None
             if place is not None:
                 self.pool.write_place(place, data)
@@ -195,7 +203,7 @@ class KVFile:
         """The conversation in the cache, if it has the tokens that the file knows."""
         held = self.cache.conversations.get(saved.name)
         tokens = held.tokens if held else tokens_of(saved.name)
-        if tokens is None or digest(tokens[:saved.length].tobytes()) != saved.tokens:
+        if tokens is None or not saved.begins(tokens):
             return None
         if not held:
             held = self.cache.open(saved.name, tokens)
@@ -223,7 +231,7 @@ class KVFile:
         if trusted and self.finished and self.weights:
             self._save()
         else:
-            self._say("left as it was")
+            self._say("not written, since it was not read to its end, or the engine has failed")
 
     def _save(self):
         """To a new file, which then takes the place of the old one."""

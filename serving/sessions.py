@@ -264,14 +264,14 @@ class Sessions:
         self.history = history
 
     def _settled_tokens(self, conversation: str) -> array | None:
-        """Its tokens in the history. None if it is not there, or if a turn has it, whose commit may
-        be on its way."""
+        """Its tokens in the history; none if it is not there. None if a turn has it, whose commit
+        may be on its way."""
         if conversation in self.turns:
             return None
         with suppress(StaleTurn):                   # deleted at this moment
-            head = self.history.head(conversation)
-            return head and self.history.tokens(head.id)
-        return None
+            if head := self.history.head(conversation):
+                return self.history.tokens(head.id)
+        return array("i")
 
     def start(self) -> "Sessions":
         """From now on one thread steps the engine, and another one writes the history."""
