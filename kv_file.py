@@ -258,8 +258,8 @@ class KVFile:
 
     def _worthiest(self) -> list[Chunk]:
         cache, now = self.cache, self.engine.clock()
-        chunks = dict.fromkeys(chunk for one in cache.conversations.values() if not one.one_off
-                               for chunk in one.chunks if chunk.filled and one in chunk.users)
+        chunks = dict.fromkeys(chunk for one in cache.conversations.values() for chunk in one.chunks
+                               if chunk.filled and one in chunk.users)      # not those of the prefix
 
         def value(chunk: Chunk) -> float:
             return worth(cache.policy, cache.member(chunk, "drop"), now)

@@ -260,6 +260,33 @@ def test_a_conversation_that_is_deleted_while_it_loads(model, path, monkeypatch)
     assert opened(path, engine, contexts).restored == 0 and not engine.cache.conversations
 
 
+def test_a_conversation_that_restarts_while_it_loads(model, path):
+    """A turn has it, with other tokens already."""
+    contexts, engine = write(model, path, dict(a=90)), make_engine(model)
+    restarted = {}
+    say(engine, restarted, "a", ids(60, 9))
+    file = KVFile(path, engine)
+    file.load(lambda name: None)
+    file.loader.join()
+    before = restarted["a"]
+    reply = say(engine, restarted, "a", contexts["a"][len(before):80])
+    assert file.restored == 0
+    assert_exact(model[1], before + contexts["a"][len(before):80], reply.token_ids)
+
+
+def test_idle_time_goes_on(model, path):
+    engine, contexts = make_engine(model), {}
+    file = opened(path, engine, {})
+    for name in "ab":
+        say(engine, contexts, name, ids(20))
+    engine.cache.conversations["a"].last_active -= 100
+    stop(file)
+    engine = make_engine(model)
+    opened(path, engine, contexts)
+    a, b = (engine.clock() - engine.cache.conversations[name].last_active for name in "ab")
+    assert 99 < a - b < 101 and 0 < b < 30
+
+
 def test_users_do_not_come_to_share_by_the_file(model, path):
     """Two of one owner find each other's beginnings after a restart, as before it; another one does not."""
     engine, contexts, prompt = make_engine(model), {}, ids(40)
