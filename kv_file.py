@@ -27,6 +27,7 @@ import threading
 import time
 import zlib
 from array import array
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -41,6 +42,7 @@ from engine import Engine
 from eviction import worth
 from kv_cache import Chunk, Conversation
 from parallel import Leader
+from sharing import common_length
 
 MARK = b'{"__metadata__": {"format": "KV of nano-pensieve", '  # the header begins with it
 MOST_HEADER = 2**28     # bytes
@@ -108,15 +110,19 @@ class SavedKV:
 class KVFile:
     """Belongs to one engine. `load` at the start, `close` at the end."""
 
-    def __init__(self, path: str | os.PathLike, engine: Engine):
-        """ValueError if this engine's KV cannot be kept in this file."""
+    def __init__(self, path: str | os.PathLike, engine: Engine,
+                 tokens_of: Callable[[str], array | None]):
+        """tokens_of: the tokens of a conversation, from any thread; none if there is no such
+        conversation, None while a turn is about to change them.
+
+        ValueError if this engine's KV cannot be kept in this file."""
         require(engine.directory and not engine.config.stateless
                 and not isinstance(engine.worker, Leader), "kv_file",
                 "left out with random weights, with --stateless, and under torchrun", str(path))
         self.path, self.engine, self.cache = Path(path), engine, engine.cache
         require(self.path.parent.is_dir() and not self.path.is_dir(), "kv_file",
                 "a file in a directory that exists", str(path))
-        self.pool = engine.worker.pool
+        self.pool, self.tokens_of = engine.worker.pool, tokens_of
         self.layout = layout_of(engine)
         self.weights: str | None = None         # their digest, once the thread has read them
         self.saved: SavedKV | None = None       # the file of the last stop, if we can use it
@@ -134,19 +140,18 @@ class KVFile:
 
     # ---- at the start
 
-    def load(self, tokens_of: Callable[[str], array | None]):
-        """Begin to load. tokens_of: the tokens of a conversation, from any thread; none if there is
-        no such conversation, None while a turn is about to change them."""
+    def load(self):
+        """Begin to load."""
         try:
             self.saved = SavedKV(self.path, self.layout, self.pool.chunk_bytes)
         except FileNotFoundError:
             self._say("there is none yet")
         except (OSError, ValueError) as error:
             self._say(f"not used, {error}")
-        self.loader = threading.Thread(target=self._load, args=(tokens_of,), daemon=True)
+        self.loader = threading.Thread(target=self._load, daemon=True)
         self.loader.start()
 
-    def _load(self, tokens_of: Callable[[str], array | None]):
+    def _load(self):
         """The thread. It hashes the weights in any case: `close` notes them."""
         begin, saved = time.monotonic(), self.saved
         try:
@@ -154,7 +159,7 @@ class KVFile:
             if saved and not self.stopping:
                 if saved.weights != self.weights:
                     raise ValueError("it is of other weights")
-                self._load_chunks(saved, tokens_of)
+                self._load_chunks(saved)
                 self._say(f"{self.restored:,} of {len(saved.chunks):,} chunks are back after "
                           f"{time.monotonic() - begin:.1f} s")
         except Exception as error:
@@ -172,10 +177,10 @@ class KVFile:
                     found.update(block)
         return found.hexdigest()
 
-    def _load_chunks(self, saved: SavedKV, tokens_of: Callable[[str], array | None]):
+    def _load_chunks(self, saved: SavedKV):
         """As many as there are free places, and have not been deleted while we did not run."""
         for one in saved.conversations:
-            tokens = tokens_of(one.name)
+            tokens = self.tokens_of(one.name)
             if tokens is not None and not one.begins(tokens):
                 saved.erase(one.name)
         for start in range(0, len(saved.chunks), PORTION):
@@ -183,13 +188,12 @@ class KVFile:
             portion = [(saved.chunks[number], saved.read(number)) for number in numbers]
             if self.stopping or not self.cache.free_places:
                 break
-            self.engine.call(partial(self._restore, saved, portion, tokens_of))
+            self.engine.call(partial(self._restore, saved, portion))
         self.engine.call(self._file_beginnings)
 
-    def _restore(self, saved: SavedKV, portion: list[tuple[SavedChunk, bytearray | None]],
-                 tokens_of: Callable[[str], array | None]):
+    def _restore(self, saved: SavedKV, portion: list[tuple[SavedChunk, bytearray | None]]):
         """The engine's owner takes over some chunks."""
-        users = {number: self._open(saved.conversations[number], tokens_of)
+        users = {number: self._open(saved.conversations[number])
                  for chunk, _ in portion for number in chunk.users}
         for chunk, data in portion:
             present = [user for number in chunk.users if (user := users[number])]
@@ -198,11 +202,10 @@ class KVFile:
                 self.pool.write_place(place, data)
                 self.restored += 1
 
-    def _open(self, saved: SavedConversation, tokens_of: Callable[[str], array | None]
-              ) -> Conversation | None:
+    def _open(self, saved: SavedConversation) -> Conversation | None:
         """The conversation in the cache, if it has the tokens that the file knows."""
         held = self.cache.conversations.get(saved.name)
-        tokens = held.tokens if held else tokens_of(saved.name)
+        tokens = held.tokens if held else self.tokens_of(saved.name)
         if tokens is None or not saved.begins(tokens):
             return None
         if not held:
@@ -247,35 +250,43 @@ class KVFile:
                 self._write(file, chunks)
                 file.flush()
                 os.fsync(private)
-                size = file.tell()
             os.replace(new, self.path)
-            self._say(f"{len(chunks):,} chunks, {size / 2**20:,.1f} MiB, written in "
-                      f"{time.monotonic() - begin:.1f} s")
+            self._say(f"{len(chunks):,} chunks, {self.path.stat().st_size / 2**20:,.1f} MiB, written "
+                      f"in {time.monotonic() - begin:.1f} s")
         except (OSError, ValueError) as error:
             self._say(f"not written, {error}")
         finally:
             new.unlink(missing_ok=True)
 
-    def _worthiest(self) -> list[Chunk]:
+    def _worthiest(self) -> dict[Chunk, list[Conversation]]:
+        """The chunks, and of each one the users whose history has all of its tokens: a client may
+        have asked us to store nothing. (The designated prefix is no conversation.)"""
         cache, now = self.cache, self.engine.clock()
-        chunks = dict.fromkeys(chunk for one in cache.conversations.values() for chunk in one.chunks
-                               if chunk.filled and one in chunk.users)      # not those of the prefix
+        users: dict[Chunk, list[Conversation]] = defaultdict(list)
+        for one in cache.conversations.values():
+            stored = common_length(one.tokens, self.tokens_of(str(one.name)) or ())
+            for chunk in one.chunks:
+                if chunk.filled and one in chunk.users and self._end(chunk) <= stored:
+                    users[chunk].append(one)
 
         def value(chunk: Chunk) -> float:
             return worth(cache.policy, cache.member(chunk, "drop"), now)
-        return sorted(chunks, key=value, reverse=True)[:cache.num_places]
+        worthiest = sorted(users, key=value, reverse=True)[:cache.num_places]
+        return {chunk: users[chunk] for chunk in worthiest}
 
-    def _write(self, file: IO[bytes], chunks: list[Chunk]):
-        """The header is written twice: before the chunks, so that these have their place, and again
-        when we know all checksums."""
+    def _end(self, chunk: Chunk) -> int:
+        return chunk.index * self.pool.chunk_size + chunk.filled
+
+    def _write(self, file: IO[bytes], chunks: dict[Chunk, list[Conversation]]):
+        """The header is written twice: first so that the chunks have their place, then again when
+        all checksums are known."""
         lengths: dict[Conversation, int] = {}
-        for chunk in chunks:
-            end = chunk.index * self.pool.chunk_size + chunk.filled
-            lengths |= {user: max(end, lengths.get(user, 0)) for user in chunk.users}
+        for chunk, users in chunks.items():
+            lengths |= {user: max(self._end(chunk), lengths.get(user, 0)) for user in users}
         numbers = {user: number for number, user in enumerate(lengths)}
         conversations = [self._describe(*item) for item in lengths.items()]
-        saved = [SavedChunk(chunk.index, chunk.filled, [numbers[user] for user in chunk.users],
-                            checksum(b"")) for chunk in chunks]
+        saved = [SavedChunk(chunk.index, chunk.filled, [numbers[user] for user in users],
+                            checksum(b"")) for chunk, users in chunks.items()]
         file.write(self._header(conversations, saved))
         for number, chunk in enumerate(chunks):
             data = self.pool.read_chunk(chunk)
@@ -283,10 +294,8 @@ class KVFile:
             file.write(data)
         header = self._header(conversations, saved)
         file.write(hashlib.sha256(header).digest())
-        end = file.tell()
         file.seek(0)
         file.write(header)
-        file.seek(end)
 
     def _describe(self, one: Conversation, length: int) -> SavedConversation:
         idle = self.engine.clock() - one.last_active

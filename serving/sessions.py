@@ -239,7 +239,7 @@ class Sessions:
         else:
             self.engine = Engine(engine, **flags)
         try:
-            self.kv_file = KVFile(kv_file, self.engine) if kv_file else None
+            self.kv_file = kv_file and KVFile(kv_file, self.engine, self._settled_tokens)
             self._open(history, system_prompt)
         except BaseException:
             if self.engine is not engine:           # nobody else could close it
@@ -252,7 +252,7 @@ class Sessions:
         self.engine.forgets_cold = True             # since the history has the tokens
         self.clock_offset = time.time() - time.monotonic()  # at the start; later the clock may jump
         if self.kv_file:
-            self.kv_file.load(self._settled_tokens)
+            self.kv_file.load()
 
     def _open(self, history: History | str | Path | None, system_prompt: str | None):
         """The tokenizer, the system prompt and the history. The history last: a prompt that cannot

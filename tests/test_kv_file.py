@@ -22,6 +22,7 @@ from engine import Engine
 from eviction import RecomputeCost
 from kv_file import KVFile, SavedKV, layout_of
 from parallel import Leader
+from server import open_server, parse_flags
 from serving.sessions import Sessions
 from test_exactness import assert_exact
 
@@ -56,8 +57,8 @@ def make_engine(model, **flags):
 
 def opened(path, engine, contexts):
     """The file, all loaded. contexts: the tokens that we have of each conversation."""
-    file = KVFile(path, engine)
-    file.load(lambda name: array("i", contexts.get(name, ())))
+    file = KVFile(path, engine, lambda name: array("i", contexts.get(name, ())))
+    file.load()
     file.loader.join()
     return file
 
@@ -82,7 +83,7 @@ def ids(n, seed=0):
 def write(model, path, lengths, **flags):
     """A file with conversations of so many tokens; their contexts."""
     engine, contexts = make_engine(model, **flags), {}
-    file = opened(path, engine, {})
+    file = opened(path, engine, contexts)
     for number, (name, length) in enumerate(lengths.items()):
         say(engine, contexts, name, ids(length - 6, number))
     stop(file)
@@ -147,7 +148,7 @@ def test_answers_are_exact_over_restarts(model, path, tmp_path, flags, depth):
 def test_what_was_dropped_is_recomputed_and_nothing_else(model, path):
     """The leading chunks are worth least: they leave first, and what is behind them comes back."""
     engine, contexts = make_engine(model, gpu_cache_tokens=128, cpu_cache_tokens=64), {}
-    file = opened(path, engine, {})
+    file = opened(path, engine, contexts)
     say(engine, contexts, "a", ids(90))
     say(engine, contexts, "b", ids(90, 1))
     chunks = [chunk.filled for chunk in engine.cache.conversations["a"].chunks]
@@ -265,8 +266,8 @@ def test_a_conversation_that_restarts_while_it_loads(model, path):
     contexts, engine = write(model, path, dict(a=90)), make_engine(model)
     restarted = {}
     say(engine, restarted, "a", ids(60, 9))
-    file = KVFile(path, engine)
-    file.load(lambda name: None)
+    file = KVFile(path, engine, lambda name: None)
+    file.load()
     file.loader.join()
     before = restarted["a"]
     reply = say(engine, restarted, "a", contexts["a"][len(before):80])
@@ -276,7 +277,7 @@ def test_a_conversation_that_restarts_while_it_loads(model, path):
 
 def test_idle_time_goes_on(model, path):
     engine, contexts = make_engine(model), {}
-    file = opened(path, engine, {})
+    file = opened(path, engine, contexts)
     for name in "ab":
         say(engine, contexts, name, ids(20))
     engine.cache.conversations["a"].last_active -= 100
@@ -290,7 +291,7 @@ def test_idle_time_goes_on(model, path):
 def test_users_do_not_come_to_share_by_the_file(model, path):
     """Two of one owner find each other's beginnings after a restart, as before it; another one does not."""
     engine, contexts, prompt = make_engine(model), {}, ids(40)
-    file = opened(path, engine, {})
+    file = opened(path, engine, contexts)
     for name in ("ada1", "ada2", "bob1"):
         say(engine, contexts, name, prompt + ids(20, len(contexts)), owner=name[:-1])
     shared = [chunk for chunk in engine.cache.conversations["ada2"].chunks if len(chunk.users) > 1]
@@ -314,7 +315,7 @@ def test_the_system_prompt_stays_shared(model, path):
     prompt, contexts = ids(32), {}
     engine = make_engine(model)
     engine.designate(prompt)
-    file = opened(path, engine, {})
+    file = opened(path, engine, contexts)
     for name in "ab":
         say(engine, contexts, name, prompt + ids(20, ord(name)))
     stop(file)
@@ -327,6 +328,19 @@ def test_the_system_prompt_stays_shared(model, path):
         assert reply.usage["recomputed"] == (32 if name == "a" else 0)
         assert_exact(model[1], before + [5], reply.token_ids)
     assert engine.cache.conversations["b"].chunks[:4] == engine.cache.designated.chunks
+
+
+def test_what_the_history_does_not_know_is_not_written(checkpoint, path):
+    """A client that has nothing stored: its context stays cached, but its words come to no disk."""
+    sessions = Sessions(checkpoint, kv_file=path, gpu_cache_tokens=1024, cpu_cache_tokens=1024, cost=COST)
+    sessions.chat("Tell me of the sea. " * 5, "stored", max_tokens=8)
+    sessions.respond([user("Tell me of the sky. " * 5)], hint="session", keep=False, max_tokens=8).result()
+    assert any(name.startswith("unstored") for name in sessions.engine.cache.conversations)
+    sessions.kv_file.loader.join()
+    sessions.close()
+    with safe_open(path, "pt") as file:
+        content = json.loads(file.metadata()["content"])
+    assert [conversation[0] for conversation in content["conversations"]] == ["stored"]
 
 
 # ---- a file that cannot be used
@@ -424,7 +438,6 @@ def test_a_file_of_others_is_left_alone(model, path, capsys):
     path.write_bytes(b"somebody's work")
     engine = make_engine(model)
     file = opened(path, engine, {})
-    say(engine, {}, "a", ids(20))
     stop(file)
     assert path.read_bytes() == b"somebody's work" and os.listdir(path.parent) == [path.name]
     assert [line.split(": ", 1)[1] for line in lines(capsys)] == [
@@ -467,8 +480,8 @@ def test_a_stop_while_it_loads_keeps_the_file(model, path, monkeypatch, capsys):
     monkeypatch.setattr(SavedKV, "read", lambda self, number, read=SavedKV.read:
                         begun.set() or go_on.wait(30) and read(self, number))
     engine = make_engine(model).start()
-    file = KVFile(path, engine)
-    file.load(lambda name: array("i", contexts[name]))
+    file = KVFile(path, engine, lambda name: array("i", contexts[name]))
+    file.load()
     assert begun.wait(30)
     reply = say(engine, {}, "c", ids(20))               # the engine answers meanwhile
     assert len(reply.token_ids) == 6
@@ -498,7 +511,7 @@ def test_after_a_failure_nothing_is_written(model, path, tmp_path, monkeypatch):
 def test_engines_whose_kv_is_not_kept(path, change):
     engine = dict(directory="model", config=SimpleNamespace(stateless=False), worker=None, cache=None)
     with pytest.raises(ValueError, match="kv_file must be left out with random weights, .*torchrun"):
-        KVFile(path, SimpleNamespace(**engine | change))
+        KVFile(path, SimpleNamespace(**engine | change), None)
 
 
 def test_a_file_in_no_directory(model, path, tmp_path):
@@ -511,6 +524,16 @@ def test_a_file_in_no_directory(model, path, tmp_path):
 
 # ---- the program
 
+def test_the_flag(checkpoint, path):
+    server = open_server(parse_flags(["--model", str(checkpoint), "--history", ":memory:", "--port", "0",
+                                      "--gpu-cache-tokens", "2048", "--kv-file", str(path)]))
+    server.sessions.kv_file.loader.join()
+    server.server_close()
+    server.sessions.close()
+    assert path.exists()
+
+
+@pytest.mark.slow
 def test_stop_start_and_kill(checkpoint, zygote, tmp_path):
     """SIGTERM writes the file, and the next server has the KV. It is killed: so has the one after it."""
     path, messages = tmp_path / "kv", [user("Tell me of the sea. " * 20)]
