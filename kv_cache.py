@@ -605,11 +605,11 @@ class KVCache:
         return not (conversation.pinned or conversation.waiting or cached)
 
     def restore(self, users: Iterable[Conversation], index: int, filled: int) -> int | None:
-        """A chunk that conversations share comes from a file (kv_file.py), in state CPU. Returns its
-        place, where the caller puts the KV before anybody runs.
+        """Chunk `index` of these conversations comes back from a file (kv_file.py). They share it,
+        in state CPU. Returns its place, where the caller puts the KV before the next step.
 
-        A user that runs, or has something there already, does without it. If nobody is left, or no
-        place is free, None."""
+        Who runs, or has that chunk in a tier already, does without. None if nobody is left, or if
+        no place is free."""
         lacking = []
         for user in users:
             if not user.pinned:

@@ -2,18 +2,15 @@
 
     stop     both tiers -> the worthiest chunks, as many as the CPU tier has places -> FILE
     start    FILE -> CPU tier, while the server already answers: a thread reads and checks, and
-             between two steps the engine takes over the few chunks that the thread has ready
+             between two steps the engine takes over a few chunks
 
-    FILE, a safetensors file:
-        header    the `layout` (what the bytes of KV mean) and a digest of the weights;
-                  of each conversation its name and a digest of its tokens;
-                  of each chunk its number, how many tokens, its users, and the crc32 of its bytes
-        kv        [n, layers, 2, chunk_size, H_kv, D], the worthiest chunk first
-        sha256    of the header
+    FILE, of safetensors:    header | kv [n, layers, 2, chunk_size, H_kv, D] | sha256 of the header
+        The header names the layout (what the bytes of KV mean) and the weights; the conversations,
+        with a digest of their tokens; and for each chunk its users and the crc32 of its bytes.
 
-The file stays when it has been loaded. So a server that is killed finds it again, as old as the
-last clean stop. If a conversation is deleted meanwhile, its bytes are overwritten (`erase`). If it
-was changed, and its tokens up to its last chunk in the file are others now, it is treated alike.
+The file stays after it was loaded: a server that is killed finds it again. But a conversation that
+is deleted must not live on in it. So we overwrite its chunks at once (`erase`), or at the next
+start if we did not run. We never write tokens that the history does not have.
 
 Invariant: a chunk comes into the CPU tier only if this version of the program has computed it, with
 these weights, for these tokens, and if its bytes are those. Any other is recomputed as usual.
@@ -127,7 +124,7 @@ class KVFile:
         self.weights: str | None = None         # their digest, once the thread has read them
         self.saved: SavedKV | None = None       # the file of the last stop, if we can use it
         self.restored = 0                       # chunks
-        self.stopping, self.finished = False, False         # for the thread, and by the thread
+        self.stopping, self.finished = False, False         # we tell the thread; it tells us
         self.loader: threading.Thread | None = None
 
     def erase(self, conversation: str):
@@ -152,7 +149,7 @@ class KVFile:
         self.loader.start()
 
     def _load(self):
-        """The thread. It hashes the weights in any case: `close` notes them."""
+        """What the thread does. (It hashes the weights in any case, since `close` needs that.)"""
         begin, saved = time.monotonic(), self.saved
         try:
             self.weights = self._digest_weights()
@@ -178,8 +175,8 @@ class KVFile:
         return found.hexdigest()
 
     def _load_chunks(self, saved: SavedKV):
-        """As many as there are free places, and have not been deleted while we did not run."""
-        for one in saved.conversations:
+        """As many as there are free places."""
+        for one in saved.conversations:             # deleted or changed since the file was written?
             tokens = self.tokens_of(one.name)
             if tokens is not None and not one.begins(tokens):
                 saved.erase(one.name)
@@ -225,8 +222,8 @@ class KVFile:
     # ---- at the stop
 
     def close(self, trusted: bool):
-        """Write the file, after the engine has closed. Not trusted: the engine had failed. Then the
-        file stays as it was, and so it does if it is not loaded to its end."""
+        """Write the file, after the engine has closed. It stays as it was if it has not been read to
+        its end yet, and if the KV is not to be trusted, because the engine has failed."""
         self.stopping = True
         self.loader.join()
         if self.saved:

@@ -492,16 +492,22 @@ def test_a_stop_while_it_loads_keeps_the_file(model, path, monkeypatch, capsys):
     go_on.set()
     closing.join()
     assert path.read_bytes() == before and "not written" in lines(capsys)[-1]
+    assert file.restored == 0                           # it does not go on for long
 
 
 def test_after_a_failure_nothing_is_written(model, path, tmp_path, monkeypatch):
-    write(model, path, dict(a=60))
-    before = path.read_bytes()
-    sessions = Sessions(make_engine(model), history=tmp_path / "history", kv_file=path)
-    monkeypatch.setattr(sessions.engine.worker, "execute", lambda batch: 1 / 0)
+    def sessions():
+        opened = Sessions(make_engine(model), history=tmp_path / "history", kv_file=path)
+        opened.kv_file.loader.join()
+        return opened
+    first = sessions()
+    first.generate(ids(60), "a", max_tokens=4)
+    first.close()
+    before, second = path.read_bytes(), sessions()
+    monkeypatch.setattr(second.engine.worker, "execute", lambda batch: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        sessions.generate([5], "a")
-    sessions.close()
+        second.generate([5], "a")
+    second.close()
     assert path.read_bytes() == before
 
 
