@@ -57,6 +57,8 @@ COUNTERS = {
     "prompt_tokens_recomputed": "Prompt tokens whose KV had been dropped and was computed again.",
     "prompt_tokens_new": "Prompt tokens that were computed for the first time.",
     "generated_tokens": "Tokens sampled.",
+    "guesses": "Tokens that were guessed ahead and computed.",
+    "right_guesses": "Of these, those that proved right.",
     "suspensions": "Times that a running request was taken out, because slots ran short.",
     "finished": 'Turns that ended with "stop" or "length".',
     "cancelled": "Turns that were cancelled or failed.",
