@@ -1,21 +1,19 @@
 """Several tokens of a reply in one step: guesses, read off the conversation itself, then verified.
 
-Replies often copy: a name, a text that is edited, code. A decode reads all weights to compute one
-position, and a few more positions cost little. So a decode takes guesses along, as a longer span:
+Replies often copy. A decode reads all weights to compute one position, and a few more positions
+cost little. So a decode takes guesses along, as a longer span:
 
-    a's context    The old pier is shut . ... The old pier          the last 3 tokens stood there
+    a's context    The old pier is shut . ... The old pier          these 3 tokens stood there
     the span       a[31:34]  pier  is    shut                       a decode with two guesses
     sampled                  is    open  !                          for positions 32, 33, 34
     a's context    The old pier is shut . ... The old pier is open
 
 The guess `is` was right, so `open` was sampled behind the true context. The guess `shut` was wrong,
-so `!` means nothing. A step gives the token that a decode gives, and one more for each right guess.
-The noise of sampling depends on seed and position alone, so this holds for drawn tokens, too.
+so `!` means nothing. The books know nothing of a guess that has not proved right: its KV lies behind
+what counts as filled, in a slot that the conversation has anyway. The next step overwrites it.
 
-The books know nothing of a guess that has not proved right. Its KV lies behind what counts as
-filled, in a slot that the conversation has anyway, and the next step overwrites it.
-
-Invariant: guesses never change a token, up to rounding.
+Invariant: guesses never change a token, greedy or drawn (noise depends on seed and position alone),
+but for rounding: a longer span may sum in another order.
 """
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -26,8 +24,8 @@ from kv_cache import Conversation
 from scheduler import PLACEHOLDER, Batch, Request, Result, Scheduler
 
 WINDOW = 8192           # we look for copies among so many tokens, the last ones of the context
-GAIN = 4                # a right guess allows a request so many further guesses
-PATIENCE = 32           # so many tokens of a reply allow one
+GAIN = 2                # a right guess allows a request so many others
+PATIENCE = 32           # so many tokens of its reply allow it one
 
 
 def copied(tokens: Sequence[int], most: int) -> list[int]:
@@ -103,7 +101,7 @@ class GuessingScheduler(Scheduler):
                 batch.guesses.append(Guess(request, end, guess))
                 batch.budget -= len(guess)
         guessing = {guess.request for guess in batch.guesses}
-        batch.spans.sort(key=lambda span: span.request in guessing)
+        batch.spans.sort(key=lambda span: span.request in guessing)     # keeps their order
         return batch
 
     def account(self, batch: Batch, result: Result, now: float) -> list[Request]:

@@ -1,5 +1,6 @@
 """Guesses change how many steps a reply takes, and nothing else."""
-import random
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -7,7 +8,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import test_properties
-from checkpoint import PRESETS, gpt
 from engine import Engine
 from eviction import RecomputeCost
 from fakes import World, answer
@@ -136,10 +136,10 @@ def test_guesses_take_only_what_is_left(guessing):
     # The slots of its last chunk. (When slots are rare, grow gives one at a time.)
     world, request = turn(prompt=12)
     assert str(world.step()) == "step 1  a[12:13] | guess a[13:16]"
-    world, request = turn(slots=32)
-    world.submit("b", 16)
-    world.step()
-    assert str(world.step()) == "step 2  a[15:16] b[16:17]"
+    world, request = turn(prompt=12, max_tokens=6, slots=24, chunk=8)
+    world.submit("b", 5)
+    assert str(world.step()) == "step 1  b[0:5] a[12:13] | guess a[13:16]"
+    assert str(world.step()) == "step 2  a[16:17] b[5:6] | guess a[17:17] b[6:6]"
 
 
 def test_one_step_ahead_the_host_settles_before_it_guesses(guessing):
@@ -158,7 +158,7 @@ def test_penalties_do_not_guess(guessing):
     assert str(world.step()) == "step 1  a[5:6]"
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(test_properties.worlds, test_properties.actions, st.sampled_from([1, 3, 8]),
        st.randoms(use_true_random=False))
 def test_anything_in_any_order(world, actions, guesses, chance):
@@ -174,48 +174,54 @@ def test_anything_in_any_order(world, actions, guesses, chance):
             dict(world, guesses=guesses), actions, chance)
 
 
-# ---- a real model, one that repeats itself
+# ---- a real model
 
-SWITCHES = [dict(), dict(gpu_cache_tokens=70, cpu_cache_tokens=32, reserve=0.0),
-            dict(max_batch_tokens=5), dict(separate_phases=True), dict(chunk_size=16)]
-SAMPLINGS = [dict(), dict(temperature=0.7, top_p=0.95), dict(logprobs=2), dict(presence_penalty=0.5),
-             dict(logit_bias={3: 1.0})]
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("switches", SWITCHES, ids=str)
-def test_replies_are_the_same(switches, depth, monkeypatch):
-    """Turns of several conversations, some cancelled, with all kinds of sampling."""
-    monkeypatch.setitem(PRESETS, "tiny", gpt(layers=2, heads=4, width=32, context=256))
-    outcomes = []
-    for guesses in (0, 6):
-        engine = Engine("tiny", random_weights=True, device="cpu", cost=COST, debug=True, guesses=guesses,
-                        **dict(gpu_cache_tokens=256, cpu_cache_tokens=64, chunk_size=4,
-                               max_batch_tokens=32) | switches)
-        engine.depth = depth
-        engine.worker.model.tokens.weight.mul_(20)
-        chance, replies = random.Random(1), []
-        for _ in range(2):
-            handles = []
-            for seed, sampling in enumerate(SAMPLINGS):
-                prompt = [chance.randrange(99) for _ in range(9)]
-                handles.append(engine.submit(prompt, str(seed), max_tokens=18, ignore_eos=True, seed=seed,
-                                             **sampling))
-            next(iter(handles[1]))
-            handles[1].cancel()
-            replies += [handle.result() for handle in handles if handle is not handles[1]]
-        outcomes.append([(reply.token_ids, reply.finish_reason, reply.usage) for reply in replies])
-        logprobs = [[own for own, _ in reply.logprobs] for reply in replies if reply.logprobs]
-        outcomes.append(logprobs)
-        right = engine.stats().get("right_guesses", 0)
-        engine.close()
-    assert outcomes[0] == outcomes[2]
-    for some, others in zip(outcomes[1], outcomes[3], strict=True):
-        assert others == pytest.approx(some, abs=1e-4)
-    assert right > 20, right
+STARVED = dict(gpu_cache_tokens=150, cpu_cache_tokens=32)
+CASES = [(dict(), 0), (dict(), 1), (STARVED, 0), (STARVED, 1), (dict(max_batch_tokens=8), 0),
+         (dict(separate_phases=True), 1), (dict(chunk_size=32, stateless=True), 1)]
+SAMPLINGS = [dict(), dict(temperature=0.8, top_p=0.95), dict(logprobs=2), dict(presence_penalty=0.5),
+             dict(temperature=0.4, logit_bias={3: 1.0}), dict()]
 
 
-def test_without_guesses_nothing_of_them_runs():
-    engine = Engine("tiny_chat", cost=COST, gpu_cache_tokens=64, cpu_cache_tokens=0)
-    assert type(engine.scheduler) is Scheduler and "guesses" not in engine.stats()
+def converse(depth=0, **flags):
+    """Two turns of several conversations, the last of which is cancelled. Returns what must not depend on
+    guesses, log probabilities, which may differ by rounding, and the engine's stats."""
+    engine = Engine("tiny_chat", cost=COST, debug=True,
+                    **dict(gpu_cache_tokens=1024, cpu_cache_tokens=64, chunk_size=8) | flags)
+    engine.depth, replies = depth, []
+    for line in ("one two three, one two three, one two", " three, one two three. Say it again: one"):
+        handles = [engine.submit(list(line.encode()), str(seed), max_tokens=30, ignore_eos=True, seed=seed,
+                                 **sampling) for seed, sampling in enumerate(SAMPLINGS)]
+        next(iter(handles[-1]))
+        handles.pop().cancel()
+        replies += [handle.result() for handle in handles]
+    stats = engine.stats()
+    engine.close()
+    return ([(reply.token_ids, reply.finish_reason, reply.usage["prompt_tokens"]) for reply in replies],
+            [own for reply in replies for own, _ in reply.logprobs or ()], stats)
+
+
+@pytest.fixture(scope="module")
+def without_guesses():
+    return converse()
+
+
+@pytest.mark.parametrize("switches, depth", CASES, ids=str)
+def test_replies_are_the_same(switches, depth, without_guesses):
+    replies, logprobs, stats = converse(depth, guesses=6, **switches)
+    assert replies == without_guesses[0] and logprobs == pytest.approx(without_guesses[1], abs=1e-4)
+    assert 20 < stats["right_guesses"] < stats["guesses"], stats
+    assert (stats["suspensions"] > 0) == (switches == STARVED), stats
+
+
+@pytest.mark.parametrize("guesses", [0, 4])
+def test_without_guesses_nothing_of_them_runs(guesses):
+    """A step is then what it would be if guesses.py were not there."""
+    engine = Engine("tiny_chat", cost=COST, gpu_cache_tokens=64, cpu_cache_tokens=0, guesses=guesses)
+    calls = []
+    sys.setprofile(lambda frame, event, _: calls.append(Path(frame.f_code.co_filename).name == "guesses.py"))
+    engine.generate([65, 66, 65, 66, 65], max_tokens=8, ignore_eos=True)
+    sys.setprofile(None)
+    assert any(calls) == bool(guesses) and (type(engine.scheduler) is Scheduler) == (not guesses)
+    assert ("right_guesses" in engine.stats()) == bool(guesses)
     engine.close()
