@@ -9,7 +9,7 @@ cost little. So a decode takes guesses along, as a longer span:
     a's context    The old pier is shut . ... The old pier is open
 
 The guess `is` was right, so `open` was sampled behind the true context. The guess `shut` was wrong,
-so `!` means nothing. The books know nothing of a guess that has not proved right: its KV lies behind
+so `!` means nothing. The books know nothing of a guess that has not proved right: its KV is behind
 what counts as filled, in a slot that the conversation has anyway. The next step overwrites it.
 
 Invariant: guesses never change a token, greedy or drawn (noise depends on seed and position alone),

@@ -129,10 +129,10 @@ def test_guesses_take_only_what_is_left(guessing):
     world.submit("b", 9)
     assert str(world.step()) == "step 1  b[0:9] a[5:6] | guess a[6:8]"
     # The budget that an earlier request leaves.
-    world, request = turn(max_batch_tokens=12)
+    world, request = turn(max_batch_tokens=8)
     world.submit("b", 3, 20)
-    assert str(world.step()) == "step 1  b[0:3] a[5:6] | guess a[6:14]"
-    assert str(world.step()) == "step 2  a[14:15] b[3:4] | guess a[15:16] b[4:12]"
+    assert str(world.step()) == "step 1  b[0:3] a[5:6] | guess a[6:10]"
+    assert str(world.step()) == "step 2  a[10:11] b[3:4] | guess a[11:16] b[4:5]"
     # The slots of its last chunk. (When slots are rare, grow gives one at a time.)
     world, request = turn(prompt=12)
     assert str(world.step()) == "step 1  a[12:13] | guess a[13:16]"
@@ -140,6 +140,16 @@ def test_guesses_take_only_what_is_left(guessing):
     world.submit("b", 5)
     assert str(world.step()) == "step 1  b[0:5] a[12:13] | guess a[13:16]"
     assert str(world.step()) == "step 2  a[16:17] b[5:6] | guess a[17:17] b[6:6]"
+
+
+def test_wrong_guesses_soon_end_and_right_ones_allow_more(guessing):
+    guessing(lambda tokens: [99] * 8 if len(tokens) < 30 else right(tokens, 8))
+    world, request = turn(max_tokens=31)
+    world.run()
+    assert world.scheduler.stats["guesses"] == 8 and request.generated == expected(request)
+    world, request = turn(max_tokens=50)
+    world.run()                     # the reply's token 32 allows one guess, this one two, these two four
+    assert world.scheduler.stats["right_guesses"] > 7 and request.generated == expected(request)
 
 
 def test_one_step_ahead_the_host_settles_before_it_guesses(guessing):
