@@ -727,7 +727,10 @@ class Sessions:
         head = self.history.head(conversation)
         if head is None:                            # it has no turn yet
             return nothing_to_do()
-        context = self.history.tokens(head.id)
+        try:
+            context = self.history.tokens(head.id)
+        except StaleTurn:                           # deleted at this moment
+            raise KeyError(conversation) from None
         owner = prefix + json.loads(head.note).get("salt", "")
 
         def warm() -> dict[str, int]:
