@@ -216,8 +216,7 @@ class KVFile:
     def _file_beginnings(self):
         """Let new conversations of an owner find what those of the same owner have."""
         for one in self.cache.conversations.values():
-            if not one.pinned:                      # `release` will do it
-                self.cache.beginnings.file(one, one.known)
+            self.cache.beginnings.file(one, one.known)
 
     # ---- at the stop
 

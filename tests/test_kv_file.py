@@ -175,6 +175,49 @@ def test_the_worthiest_come_back_if_the_tier_is_smaller_now(model, path):
         assert ("b", 11) in worthiest and ("a", 0) not in worthiest
 
 
+def test_a_file_is_no_larger_than_the_tier(model, path):
+    write(model, path, dict(a=90, b=90), cpu_cache_tokens=24)           # on the GPU tier is all of it
+    with safe_open(path, "pt") as file:
+        assert len(file.get_tensor("kv")) == 3
+
+
+def test_who_runs_gets_nothing(model):
+    cache = make_engine(model).cache
+    one = cache.open("a", ids(60))
+    one.pinned = True
+    assert cache.restore([one], 2, 8) is None and cache.restore([], 2, 8) is None
+    one.pinned = False
+    assert cache.restore([one], 2, 8) == 0 and cache.restore([one], 2, 8) is None
+    cache.check_integrity()
+    cache = make_engine(model, cpu_cache_tokens=0).cache
+    assert cache.restore([cache.open("a", ids(60))], 2, 8) is None
+
+
+def test_a_reply_that_a_stop_string_has_cut(model, path):
+    """Then the last token has KV, too."""
+    contexts, engine = {}, make_engine(model)
+    file = opened(path, engine, contexts)
+    say(engine, contexts, "a", ids(60))
+    engine.shorten("a", 62)
+    del contexts["a"][62:]
+    stop(file)
+    engine, before = make_engine(model), contexts["a"]
+    opened(path, engine, contexts)
+    reply = say(engine, contexts, "a", [5])
+    assert reply.usage["cpu"] == 62
+    assert_exact(model[1], before + [5], reply.token_ids)
+
+
+def test_beginnings_are_filed_beside_a_turn_that_runs(model, path):
+    """At depth 1 the host does not know the last token when it launches: no key may stand for that."""
+    contexts, engine = write(model, path, dict(a=60)), make_engine(model)
+    engine.depth, file = 1, opened(path, engine, contexts)
+    handle = engine.submit(ids(20), "b", owner="ada", max_tokens=30, ignore_eos=True)
+    while not handle.reply:
+        engine.step()                                           # with debug=True it checks all keys
+        file._file_beginnings()
+
+
 # ---- what is not the same any more
 
 def test_a_conversation_that_has_changed(model, path):
@@ -321,7 +364,8 @@ def test_the_system_prompt_stays_shared(model, path):
     stop(file)
     engine = make_engine(model)
     engine.designate(prompt)
-    assert opened(path, engine, contexts).restored == 2 * 4
+    file = opened(path, engine, contexts)
+    assert file.restored == len(file.saved.chunks) == 2 * 4
     for name in "ab":
         before = contexts[name]
         reply = say(engine, contexts, name, [5])
@@ -341,6 +385,24 @@ def test_what_the_history_does_not_know_is_not_written(checkpoint, path):
     with safe_open(path, "pt") as file:
         content = json.loads(file.metadata()["content"])
     assert [conversation[0] for conversation in content["conversations"]] == ["stored"]
+
+
+def test_tokens_beyond_the_history_are_not_written(model, path):
+    contexts, engine = {}, make_engine(model)
+    file = opened(path, engine, contexts)
+    say(engine, contexts, "a", ids(60))
+    del contexts["a"][30:]
+    stop(file)
+    assert opened(path, make_engine(model), contexts).restored == 3
+
+
+def test_a_system_prompt_that_was_none_before(model, path):
+    """Its chunks stay its own: what the file has of them is left out."""
+    contexts = write(model, path, dict(a=60))
+    engine = make_engine(model)
+    engine.designate(contexts["a"][:32])
+    assert opened(path, engine, contexts).restored == 4
+    assert engine.cache.conversations["a"].chunks[:4] == engine.cache.designated.chunks
 
 
 # ---- a file that cannot be used
