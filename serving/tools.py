@@ -247,7 +247,7 @@ def calls_in(value: Any, names: Collection[str]) -> list[tuple[str, dict]]:
 def is_object(value: Any) -> bool:
     """Is it an object that JSON can write (so without NaN and half characters), nested less deeply
     than a function can call itself?"""
-    level = [value] if isinstance(value, dict) else []
+    level: list = [value] if isinstance(value, dict) else []
     for _ in range(MOST_DEEP):
         level = [member for outer in level
                  for member in (outer.values() if isinstance(outer, dict) else outer)
