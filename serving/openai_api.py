@@ -492,7 +492,7 @@ def message_id(item_id: str) -> str:
 
 def part_of(message: dict, item_id: str) -> dict | None:
     """The part of a message that is this item: one of its calls, or all but its calls."""
-    if item_id != message["id"]:        # its text comes first, if it has one: so we pair from the end
+    if item_id != message["id"]:    # its text comes first, if it has one: we pair from the end
         called = [call for item, call in zip(reversed(items_of(message)),
                                              reversed(message.get("tool_calls", [])))
                   if item["id"] == item_id]
