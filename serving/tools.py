@@ -223,9 +223,7 @@ def split(form: Form, text: str, names: Collection[str]) -> tuple[str, list[tupl
     calls, around, start = [], [], 0
     closing = re.compile(rf"\s*{re.escape(form.end)}" if form.end else "")
     for mark in re.finditer(re.escape(form.mark), text):
-        if mark.start() < start:
-            continue                                    # it stands within a call
-        with suppress(*BROKEN):
+        with suppress(*BROKEN):         # of a mark within a call, too: its quotes have a backslash
             value, end = DECODER.raw_decode(text, BLANKS.match(text, mark.end()).end())
             calls += calls_in(value, names)
             around.append(text[start:mark.start()])

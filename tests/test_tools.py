@@ -220,6 +220,7 @@ READ = [
      [("add", dict(a=1))]),
     (tools.HERMES, "<tool_call>" + hermes(a=1), "<tool_call>", [("add", dict(a=1))]),
     (tools.HERMES, hermes(b="</think>"), "", [("add", dict(b="</think>"))]),
+    (tools.HERMES, hermes(b=hermes(a=1)) + "x", "x", [("add", dict(b=hermes(a=1)))]),
     (THINKS, f"Or {hermes(a=0)}?</think>{hermes(a=1)}", f"Or {hermes(a=0)}?</think>", [("add", dict(a=1))]),
     (THINKS, hermes(a=1), "", [("add", dict(a=1))]),
     (tools.LLAMA, '<think>{</think>\n{"name": "add", "parameters": {"a": 1}}', "<think>{</think>",
@@ -288,6 +289,10 @@ def test_text_is_held_back_only_where_a_call_may_begin():
     assert given == ["Let me", " see.", "", " <tools>", "", "\n\nx", "", ""]
     before = tools.TextBefore(tools.LLAMA, ["add"])
     assert [before.push(piece) for piece in (" ", "So ", "{", " ")] == ["", " So ", "{", " "]
+    before = tools.TextBefore(tools.LLAMA, ["add"])
+    pieces = "<think>x</", "think>", " {", "}"
+    assert [before.push(piece) for piece in pieces] == ["<think>x", "", "", ""]
+    assert tools.TextBefore(tools.LLAMA, ["add"]).push("<think>x</think>{") == "<think>x"
     assert tools.TextBefore(tools.HERMES, []).push("<tool_call>") == "<tool_call>"
 
 
