@@ -78,7 +78,7 @@ class Grammars:
 
     def of_schema(self, schema: dict) -> Grammar:
         """JSON that a JSON schema describes; members come in its order. Unusable if it cannot be
-        served as it stands."""
+        served as it stands. (A name that a reply repeats counts twice for minProperties.)"""
         matcher, text = self._library.LLMatcher, written(schema)
         refuse_large(text)
         try:

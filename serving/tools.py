@@ -138,24 +138,26 @@ def form_of(render: Callable[[list[dict], list[dict]], str]) -> Form:
             return render(messages, tools)
         return ""
 
-    def reads(form: Form, text: str) -> bool:
-        if not form.mark:               # then the call is the first object
-            begin = text.find("{")
-            with suppress(*BROKEN):
-                text = text[begin:DECODER.raw_decode(text, begin)[1]]
-        return split(form, text, [name])[1] == [(name, arguments)]
-
     offer = shown([question], tools)
     thinks = offer.rstrip().endswith(THOUGHT)
     if name in offer:
         called = shown(calling, tools)
         behind = called[len(commonprefix([offer, called])):]        # what both show is the offer
         for form in MISTRAL, HERMES, LLAMA:
-            if reads(form, behind):
+            if reads_back(form, behind, name, arguments):
                 return form._replace(thinks=thinks)
     system = [dict(role="system", content="a")]
     takes_system = name in shown(in_words(system + [question], tools, "system"), [])
     return HERMES._replace(words="system" if takes_system else "user", thinks=thinks)
+
+
+def reads_back(form: Form, shown: str, name: str, arguments: dict) -> bool:
+    """Can we read this one call in what a template has shown?"""
+    if not form.mark:               # then the call is the first object
+        begin = shown.find("{")
+        with suppress(*BROKEN):
+            shown = shown[begin:DECODER.raw_decode(shown, begin)[1]]
+    return split(form, shown, [name])[1] == [(name, arguments)]
 
 
 # ---- what the model must say
@@ -221,9 +223,7 @@ def split(form: Form, text: str, names: Collection[str]) -> tuple[str, list[tupl
     calls, around, start = [], [], 0
     closing = re.compile(rf"\s*{re.escape(form.end)}" if form.end else "")
     for mark in re.finditer(re.escape(form.mark), text):
-        if mark.start() < start:
-            continue                                    # it stands within a call
-        with suppress(*BROKEN):
+        with suppress(*BROKEN):         # of a mark within a call, too: its quotes have a backslash
             value, end = DECODER.raw_decode(text, BLANKS.match(text, mark.end()).end())
             calls += calls_in(value, names)
             around.append(text[start:mark.start()])
@@ -265,7 +265,7 @@ class TextBefore:
     """
 
     def __init__(self, form: Form | None, names: Collection[str]):
-        """names: of the functions that the reply may call. If there are none, all text is certain."""
+        """names: of the functions that the reply may call. Without any, all text is certain."""
         self.form, self.length = form if names else None, 0     # length: of what was given out
         self._held, self._over = [], False      # _over: the rest is read when it is complete
 
