@@ -57,7 +57,7 @@ def make_engine(model, **flags):
 
 def opened(path, engine, contexts):
     """The file, all loaded. contexts: the tokens that we have of each conversation."""
-    file = KVFile(path, engine, lambda name: array("i", contexts.get(name, ())))
+    file = KVFile(path, engine, "history", lambda name: array("i", contexts.get(name, ())))
     file.load()
     file.loader.join()
     return file
@@ -65,7 +65,7 @@ def opened(path, engine, contexts):
 
 def stop(file):
     file.engine.close()
-    file.close(trusted=True)
+    file.close()
 
 
 def say(engine, contexts, name, prompt, n=6, **options):
@@ -309,7 +309,7 @@ def test_a_conversation_that_restarts_while_it_loads(model, path):
     contexts, engine = write(model, path, dict(a=90)), make_engine(model)
     restarted = {}
     say(engine, restarted, "a", ids(60, 9))
-    file = KVFile(path, engine, lambda name: None)
+    file = KVFile(path, engine, "history", lambda name: None)
     file.load()
     file.loader.join()
     before = restarted["a"]
@@ -376,7 +376,8 @@ def test_the_system_prompt_stays_shared(model, path):
 
 def test_what_the_history_does_not_know_is_not_written(checkpoint, path):
     """A client that has nothing stored: its context stays cached, but its words come to no disk."""
-    sessions = Sessions(checkpoint, kv_file=path, gpu_cache_tokens=1024, cpu_cache_tokens=1024, cost=COST)
+    sessions = Sessions(checkpoint, history=path.with_name("history"), kv_file=path, gpu_cache_tokens=1024,
+                        cpu_cache_tokens=1024, cost=COST)
     sessions.chat("Tell me of the sea. " * 5, "stored", max_tokens=8)
     sessions.respond([user("Tell me of the sky. " * 5)], hint="session", keep=False, max_tokens=8).result()
     assert any(name.startswith("unstored") for name in sessions.engine.cache.conversations)
@@ -503,8 +504,8 @@ def test_a_file_of_others_is_left_alone(model, path, capsys):
     stop(file)
     assert path.read_bytes() == b"somebody's work" and os.listdir(path.parent) == [path.name]
     assert [line.split(": ", 1)[1] for line in lines(capsys)] == [
-        "not used, it is no KV file: delete it, or name another one",
-        "not written, it is no KV file: delete it, or name another one"]
+        "not used, it is no KV file of this history: delete it, or name another one",
+        "not written, it is no KV file of this history: delete it, or name another one"]
 
 
 # ---- the stop
@@ -527,8 +528,9 @@ def test_a_disk_that_is_full(model, path, capsys, monkeypatch):
 
 
 def test_the_file_is_its_owners_alone_and_a_safetensors_file(model, path):
-    path.with_name(path.name + ".new").touch(0o644)             # left by a server that was killed
+    KVFile(path, make_engine(model), "history", None).new.touch(0o644)  # left by a server that was killed
     write(model, path, dict(a=60))
+    assert os.listdir(path.parent) == [path.name]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with safe_open(path, "pt") as file:
         assert file.get_tensor("kv").shape == (8, 2, 2, 8, 2, 12)
@@ -542,13 +544,13 @@ def test_a_stop_while_it_loads_keeps_the_file(model, path, monkeypatch, capsys):
     monkeypatch.setattr(SavedKV, "read", lambda self, number, read=SavedKV.read:
                         begun.set() or go_on.wait(30) and read(self, number))
     engine = make_engine(model).start()
-    file = KVFile(path, engine, lambda name: array("i", contexts[name]))
+    file = KVFile(path, engine, "history", lambda name: array("i", contexts[name]))
     file.load()
     assert begun.wait(30)
     reply = say(engine, {}, "c", ids(20))               # the engine answers meanwhile
     assert len(reply.token_ids) == 6
     engine.close()
-    closing = threading.Thread(target=file.close, args=(True,))
+    closing = threading.Thread(target=file.close)
     closing.start()
     eventually(lambda: file.stopping)
     go_on.set()
@@ -579,7 +581,7 @@ def test_after_a_failure_nothing_is_written(model, path, tmp_path, monkeypatch):
 def test_engines_whose_kv_is_not_kept(path, change):
     engine = dict(directory="model", config=SimpleNamespace(stateless=False), worker=None, cache=None)
     with pytest.raises(ValueError, match="kv_file must be left out with random weights, .*torchrun"):
-        KVFile(path, SimpleNamespace(**engine | change), None)
+        KVFile(path, SimpleNamespace(**engine | change), "history", None)
 
 
 def test_a_file_in_no_directory(model, path, tmp_path):
@@ -593,12 +595,14 @@ def test_a_file_in_no_directory(model, path, tmp_path):
 # ---- the program
 
 def test_the_flag(checkpoint, path):
-    server = open_server(parse_flags(["--model", str(checkpoint), "--history", ":memory:", "--port", "0",
-                                      "--gpu-cache-tokens", "2048", "--kv-file", str(path)]))
+    flags = ["--model", str(checkpoint), "--port", "0", "--gpu-cache-tokens", "2048", "--kv-file", str(path)]
+    server = open_server(parse_flags([*flags, "--history", str(path.with_name("history"))]))
     server.sessions.kv_file.loader.join()
     server.server_close()
     server.sessions.close()
     assert path.exists()
+    with pytest.raises(ValueError, match="left out .* with a history in memory"):
+        open_server(parse_flags([*flags, "--history", ":memory:"]))
 
 
 @pytest.mark.slow
