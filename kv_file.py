@@ -61,7 +61,7 @@ class SavedConversation(NamedTuple):
     def begins(self, tokens: array) -> bool:
         """Do the tokens begin with those of the file?"""
         beginning = tokens[:self.length]
-        return len(beginning) == self.length and digest(beginning.tobytes()) == self.tokens
+        return len(beginning) == self.length and sha256_hex(beginning.tobytes()) == self.tokens
 
 
 class SavedChunk(NamedTuple):
@@ -113,7 +113,7 @@ class SavedKV:
 
 
 class KVFile:
-    """Belongs to one engine. `load` at the start, `close` at the end."""
+    """What one engine does with the file: `load` at the start, `erase`, `close` at the end."""
 
     def __init__(self, path: str | os.PathLike, engine: Engine,
                  history: str | os.PathLike, tokens_of: Callable[[str], array | None]):
@@ -132,7 +132,7 @@ class KVFile:
         self.engine, self.cache = engine, engine.cache
         # The header begins with it. The name of the new file has it, too: nobody else uses that.
         self.mark = dict(format="KV of nano-pensieve",
-                         history=digest(bytes(Path(history).resolve())))
+                         history=sha256_hex(bytes(Path(history).resolve())))
         self.new = self.path.with_name(f"{self.path.name}.{self.mark['history'][:16]}.new")
         self.pool, self.tokens_of = engine.worker.pool, tokens_of
         self.layout = layout_of(engine)
@@ -294,7 +294,7 @@ class KVFile:
 
     def _worthiest(self) -> dict[Chunk, list[Conversation]]:
         """The chunks, and of each one the users whose history has all of its tokens: a client may
-        have asked us to store nothing. (The designated prefix is no conversation.)"""
+        have asked us to store nothing. (No conversation is a user of the designated prefix.)"""
         cache, now = self.cache, self.engine.clock()
         users: dict[Chunk, list[Conversation]] = defaultdict(list)
         for one in cache.conversations.values():
@@ -334,7 +334,7 @@ class KVFile:
     def _describe(self, one: Conversation, length: int) -> SavedConversation:
         idle = self.engine.clock() - one.last_active
         root = self.cache.beginnings.roots.get(one, b"").hex()
-        return SavedConversation(str(one.name), length, digest(one.tokens[:length].tobytes()),
+        return SavedConversation(str(one.name), length, sha256_hex(one.tokens[:length].tobytes()),
                                  time.time() - idle, root)
 
     def _header(self, conversations: list[SavedConversation], chunks: list[SavedChunk]) -> bytes:
@@ -367,13 +367,13 @@ def layout_of(engine: Engine) -> str:
     changes by itself: with the model's configuration (its positions included), with dtypes and
     sizes, and with any source file of this program."""
     model, pool = engine.worker.model, engine.worker.pool
-    config = json.dumps(asdict(model.config), default=sorted)       # sets have no order of their own
+    config = json.dumps(asdict(model.config), default=sorted)   # sets have no order
     settings = [config, str(model), engine.config.dtype, str(pool.cpu.dtype), str(pool.chunk_shape)]
     sources = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
-    return digest(json.dumps(settings).encode() + b"".join(sources))
+    return sha256_hex(json.dumps(settings).encode() + b"".join(sources))
 
 
-def digest(content: bytes) -> str:
+def sha256_hex(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 

@@ -272,8 +272,8 @@ class Sessions:
         self.history = history
 
     def _settled_tokens(self, conversation: str) -> array | None:
-        """Its tokens in the history; an empty array if it is not there. None if a turn has it, whose
-        commit may be on its way."""
+        """Its tokens in the history; an empty array if it is not there. None if a turn has it:
+        its commit may be on its way."""
         if conversation in self.turns:
             return None
         with suppress(StaleTurn):                   # deleted at this moment
