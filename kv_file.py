@@ -145,9 +145,9 @@ class KVFile:
 
     def erase(self, conversation: str):
         """The conversation was deleted: the file forgets it, too."""
-        if self.saved:
+        if saved := self.saved:                     # the thread may set it to None meanwhile
             try:
-                self.saved.erase(conversation)
+                saved.erase(conversation)
             except OSError as error:
                 self._discard(error)
 
