@@ -1,8 +1,6 @@
 """Lab 2: what is missing, what a batch takes, who runs, who gives way. Chunks of 4 tokens, at most 16 tokens
 a step, unless a test says otherwise."""
-import json
 import random
-import sys
 
 import pytest
 
@@ -252,8 +250,12 @@ def test_a_suspended_request_returns_to_its_place_in_the_queue():
 # ---- all of it
 
 @points(4, "all together")
-def test_the_trace_of_a_random_load(expected, progress):
-    same_lines(expected, random_load(SEED), lambda text: progress(f"{text} in the trace of a random load"))
+def test_the_trace_of_a_random_load(compare):
+    traces = []
+    try:
+        traces.extend(random_load(SEED))
+    finally:
+        compare(traces)
 
 
 def random_load(seed):
@@ -270,8 +272,4 @@ def random_load(seed):
 
 
 def reference(seed):
-    return list(random_load(seed))
-
-
-if __name__ == "__main__":
-    print(json.dumps(reference(int(sys.argv[1]))))
+    return {"test_the_trace_of_a_random_load": list(random_load(seed))}
