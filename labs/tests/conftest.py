@@ -23,6 +23,21 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "seconds(number): the test's time limit")
 
 
+def pytest_assertrepr_compare(op, left, right):
+    """What a failed `assert yours == reference` tells."""
+    if op == "==":
+        return ["they differ", f"yours     {words(left)}", f"reference {words(right)}"]
+
+
+def words(value) -> str:
+    """A list of tickets as in_a[0:4], all else as Python prints it."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(words, value))}]"
+    if hasattr(value, "direction"):
+        return f"{value.direction} {value.conversation.name}[{value.start}:{value.end}]"
+    return getattr(value, "name", None) or repr(value)
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_call(item):
     """A wrong loop may never end. (CPU time, so that a busy machine changes nothing. Windows has no

@@ -85,14 +85,17 @@ def trace(expected: list[str], found: list[str]):
 
 
 def turns(expected: dict, found: dict):
-    """traces, and the sources of each turn."""
+    """traces, the sources of each turn, and the statistics."""
     def totals(turns):
         return " / ".join(str(sum(turn[source] for turn in turns)) for source in SOURCES)
     wanted, its = expected["turns"], found["turns"]
     right = sum(one == other for one, other in zip(wanted, its))
     progress = (f"gpu / cpu / recomputed / new are right in {right} of {len(wanted)} turns: "
                 f"{totals(its)} tokens in all, expected {totals(wanted)}")
-    return first_difference(expected["traces"], found["traces"]), progress
+    counted = [f"{name} is {found['stats'].get(name)}, the reference's {count}"
+               for name, count in expected["stats"].items() if found["stats"].get(name) != count]
+    difference = first_difference(expected["traces"], found["traces"])
+    return difference or "\n".join(["the statistics differ", *counted] * bool(counted)), progress
 
 
 def shares(expected: dict, found: dict):
