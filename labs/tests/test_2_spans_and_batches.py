@@ -78,7 +78,7 @@ def test_nothing_is_missing():
     assert list(admitted(12, [4, 4, 4]).missing()) == []
 
 
-@points(2, "Request.missing")
+@points(3, "Request.missing")
 def test_300_random_contexts():
     rng = random.Random(SEED)
     for _ in range(300):
@@ -101,26 +101,26 @@ def taken(budget, *requests):
     return [(span.start, span.end) for span in batch.spans], batch.budget
 
 
-@points(3, "Batch.take")
+@points(2, "Batch.take")
 def test_take_everything_that_fits():
     assert taken(20, admitted(21, [0, 0, 4, 0, 2, 0])) == ([(0, 8), (12, 16), (18, 21)], 5)
 
 
-@points(3, "Batch.take")
+@points(2, "Batch.take")
 def test_the_last_span_stops_early():
     request = admitted(21, [0, 0, 4, 0, 2, 0])
     assert taken(13, request) == ([(0, 8), (12, 16), (18, 19)], 0)
     assert taken(3, request) == ([(0, 3)], 0)
 
 
-@points(3, "Batch.take")
+@points(2, "Batch.take")
 def test_no_span_is_empty():
     request = admitted(21, [0, 0, 4, 0, 2, 0])
     assert taken(8, request) == ([(0, 8)], 0)
     assert taken(0, request) == ([], 0)
 
 
-@points(3, "Batch.take")
+@points(2, "Batch.take")
 def test_a_second_request_takes_what_is_left():
     assert taken(7, admitted(4, [2]), admitted(9, [0, 0, 0])) == ([(2, 4), (0, 5)], 0)
 
@@ -244,14 +244,14 @@ def crowded():
     return world, world.submit("a", 6, 8), world.submit("b", 6, 8)
 
 
-@points(3, "Scheduler.give_way")
+@points(2, "Scheduler.give_way")
 def test_the_latest_arrival_gives_way():
     world, a, b = crowded()
     assert traces(world, 4) == ["a[0:6] b[0:6]", "a[6:7] b[6:7]", "a[7:8] b[7:8]", "a[8:9]"]
     assert world.scheduler.running == [a]
 
 
-@points(3, "Scheduler.give_way")
+@points(2, "Scheduler.give_way")
 def test_arrival_counts_not_the_order_of_admission():
     world = World(slots=24, places=0, swap_threshold=0, reserve=0)
     requests = [world.submit(name, 4, 6) for name in "abc"]
@@ -262,7 +262,7 @@ def test_arrival_counts_not_the_order_of_admission():
     assert world.scheduler.running == requests[:2]
 
 
-@points(4, "Scheduler.suspend")
+@points(3, "Scheduler.suspend")
 def test_nothing_generated_is_lost():
     world, a, b = crowded()
     traces(world)
@@ -272,7 +272,7 @@ def test_nothing_generated_is_lost():
         assert request.generated == [answer(tokens[:6 + count]) for count in range(8)]
 
 
-@points(4, "Scheduler.suspend")
+@points(10, "Scheduler.suspend")
 def test_a_suspended_request_returns_to_its_place_in_the_queue():
     world = World(slots=64, rows=2)
     world.submit("a", 3, 9)

@@ -196,7 +196,7 @@ def needless_wait(earlier, later) -> str | None:
     for one in earlier:
         for other in later:
             if one.before(other):
-                return f"{told(other)}\n  waits, without need, until {told(one)}"
+                return f"a wait without need:\n  {told(one)}\n  before {told(other)}"
     return None
 
 
@@ -309,12 +309,12 @@ def a_copy_out_starts_when_the_copies_in_have_ended():
 
 def a_copy_out_does_not_wait_for_the_step_that_computes():
     recorder = a_step_with_copies_both_ways()
-    return needless_wait(recorder.labelled(f"layer {LAYERS - 1}"), recorder.labelled("copy out"))
+    return needless_wait(recorder.labelled(f"layer {LAYERS - 1}"), copies(recorder, "out"))
 
 
 def the_next_step_does_not_wait_for_a_copy_out():
     recorder = a_step_with_copies_both_ways()
-    return needless_wait(recorder.labelled("copy out"), recorder.labelled("next step"))
+    return needless_wait(copies(recorder, "out"), recorder.labelled("next step"))
 
 
 def the_host_never_waits():
