@@ -91,6 +91,8 @@ def new_imports(submitted: str, solved: str) -> list[str]:
 # ---- in the process of a test
 
 def answer(pipe: Connection, key: str, task, code: Path, arguments: tuple):
+    os.closerange(3, pipe.fileno())         # else a student's code could reach the fork server
+    os.closerange(pipe.fileno() + 1, 4096)
     os.chdir(TESTS)
     project = str(TESTS.parents[1])
     others = [path for path in sys.path if "site-packages" in path or not path.startswith(project)]

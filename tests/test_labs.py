@@ -2,7 +2,6 @@
 solutions that are wrong but plausible lose points, for a reason that is named. Every command of a handout
 runs. Who cheats the grader in an easy way gets nothing."""
 import json
-import multiprocessing
 import os
 import re
 import runpy
@@ -18,7 +17,6 @@ WRONG = sorted((ROOT / "tests" / "wrong_solutions").glob("*.txt"))
 
 
 sys.path.append(str(ROOT / "labs"))
-import given  # noqa: E402
 import grader  # noqa: E402
 import lab  # noqa: E402
 
@@ -140,13 +138,15 @@ def test_a_starter_differs_in_bodies_alone(number, starters):
 
 @every_lab
 def test_a_starter_shows_no_body_of_this_lab_or_a_later_one(number, starters):
-    """Whoever greps it for the longest line of one finds nothing."""
+    """Whoever greps it for the longest line that only the body has finds nothing."""
     everything = "\n".join(path.read_text(errors="ignore") for path in starters[number].rglob("*")
                            if path.suffix in (".py", ".md", ".json", ".txt", ".html"))
     for file, name in [each for later in lab.LABS for each in lab.LABS[later].hidden() if later >= number]:
-        function = lab.find((ROOT / file).read_text(), name)
-        lines = (ROOT / file).read_text().splitlines()[function.body[0].end_lineno:function.end_lineno]
-        longest = max((line.partition("  #")[0].strip() for line in lines), key=len)
+        source = (ROOT / file).read_text()
+        function = lab.find(source, name)
+        lines = source.splitlines()[function.body[0].end_lineno:function.end_lineno]
+        lines = [line.partition("  #")[0].strip() for line in lines]
+        longest = max((line for line in lines if source.count(line) == 1), key=len)
         assert longest not in everything, f"{name}: {longest}"
 
 
@@ -168,7 +168,7 @@ def test_a_given_kernel_works(starters):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "labs/tests/test_6_triton.py", "-k", "split_and_merged"],
         cwd=starters[1], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"})
-    assert "1 passed" in done.stdout, done.stdout
+    assert done.stdout.startswith("."), done.stdout        # one test has passed
 
 
 def test_start_writes_into_no_directory_that_is_in_use(tmp_path):
@@ -303,7 +303,8 @@ def test_a_crash_costs_one_test(tmp_path):
     written = ('def value(self, key, idle):\n'
                '    """V."""\n'
                '    import ctypes\n'
-               '    return ctypes.string_at(0) if key == 15 else self.cost((key + 1) * self.chunk_size) / idle\n')
+               '    crash = ctypes.string_at(0) if key == 15 else None\n'
+               '    return self.cost((key + 1) * self.chunk_size) / idle\n')
     (directory / "eviction.py").write_text(lab.replaced(source, "RetentionValue.value", written))
     graded = lab.grade(4, directory)
     failed = [test for test in graded.tests if not test["passed"]]

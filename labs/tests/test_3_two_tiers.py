@@ -372,7 +372,8 @@ def test_the_case_of_the_handout():
     same_lines(handout, [line.strip() for line in small_case()])
 
 
-LOADS = {       # how probable it is that a copy ends in a step, or that a turn is cancelled; a World's arguments
+# How probable it is that a copy ends in a step, and that a turn is cancelled; a World's arguments.
+LOADS = {
     "copies_end_soon": (0.6, 0, dict(slots=64, places=10)),
     "copies_end_late": (0.1, 0.1, dict(slots=56, places=12)),
     "launched_ahead": (0.2, 0.05, dict(slots=64, places=8, depth=1)),
