@@ -170,8 +170,8 @@ class Engine:
                             waits while that one computes it (sharing.py: follow)
             owner           a text; the turn uses what any conversation with the same owner has
                             cached of its context (None: it neither uses nor offers anything; a fork
-                            has its parent's owner). Not with prompt_logprobs: what others have
-                            computed has left no logits
+                            has its parent's owner). With prompt_logprobs it uses nothing: what
+                            others have computed has left no logits
             reached_stop    whoever steps the engine calls it with each token that does not end the
                             reply as a stop token; True ends it
             on_end          whoever steps the engine calls it when the turn has ended
@@ -203,7 +203,7 @@ class Engine:
             request.conversation = self._open(handle.conversation, context, parent)
             if request.sampling.prompt_logprobs is not None:
                 self.cache.keep_apart(request.conversation)
-            elif owner is not None and not self.config.stateless:
+            if owner is not None and not self.config.stateless:
                 self.cache.own(request.conversation, owner)
             if like and like.request.conversation:
                 self.cache.follow(request.conversation, like.request.conversation)

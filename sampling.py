@@ -60,7 +60,9 @@ class Sampling:
     logit_bias: dict[int, float] = field(default_factory=dict)      # token id -> added to its logit
     logprobs: int | None = None         # k: report the token's log probability, and the k largest
     prompt_logprobs: int | None = None  # the same of the prompt's tokens, see scoring.py
-    grammar: Any = None     # its constraint().mask(reply) says which tokens may follow a reply
+    # Of serving/schemas.py: which tokens may follow. It has a state for each reply, so two requests
+    # must not share a Sampling that has a grammar.
+    grammar: Any = None
 
     @cached_property
     def looks_back(self) -> bool:
@@ -70,7 +72,7 @@ class Sampling:
 
     @cached_property
     def constraint(self):
-        """Of this one reply: it has a state."""
+        """constraint.mask(reply) says which tokens may follow this request's reply so far."""
         return self.grammar.constraint()
 
     def __post_init__(self):

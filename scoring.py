@@ -40,7 +40,10 @@ class Scored(NamedTuple):
 
 
 def scored_tokens(spans: list[Span]) -> Iterator[Scored]:
-    """Those whose position before is in one of the spans, which lie one behind another."""
+    """Those whose position before is in one of the spans, which lie one behind another.
+
+    A prompt at [100, 104) and the span [100, 102): the hidden states at 100 and 101 tell about the
+    tokens at 101 and 102. The span that ended at 100 has told about the token at 100."""
     first = 0
     for request, start, end in spans:
         if request.sampling.prompt_logprobs is not None:
@@ -52,22 +55,19 @@ def scored_tokens(spans: list[Span]) -> Iterator[Scored]:
         first += end - start
 
 
-def nothing():
-    """To note."""
-
-
-def score_prompts(model: Model, hidden: Tensor, spans: list[Span]) -> Callable[[], None]:
+def score_prompts(model: Model, hidden: Tensor, spans: list[Span]) -> Callable[[], None] | None:
     """Let the device compute what the spans tell about the prompts; hidden [T, width]. Returns a
-    function that notes it in the requests: to be called once the device is done.
+    function that notes it in the requests: to be called once the device is done. None if no prompt
+    of the batch is scored.
 
     A report is (log probability, [(token id, log probability), ...] of the most likely tokens), as
     those of a reply's tokens. It is noted by the token's index in the prompt."""
     scored = list(scored_tokens(spans))
     if not scored:
-        return nothing
+        return None
     top = max(each.request.sampling.prompt_logprobs for each in scored)
-    told = [np.array([each.row for each in scored]), np.array([each.token for each in scored])]
-    rows, tokens = upload(told, hidden.device)                                  # [n] each
+    asked = [np.array([each.row for each in scored]), np.array([each.token for each in scored])]
+    rows, tokens = upload(asked, hidden.device)                                 # [n] each
     pieces = [log_probabilities(model.logits(hidden[some]).log_softmax(-1), its_tokens.long(), top)
               for some, its_tokens in zip(rows.split(ROWS_AT_ONCE), tokens.split(ROWS_AT_ONCE))]
     on_host = [torch.cat(parts).to("cpu", non_blocking=True) for parts in zip(*pieces)]

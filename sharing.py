@@ -101,8 +101,8 @@ class SharingCache(KVCache):
         self.beginnings.own(conversation, owner)
 
     def keep_apart(self, conversation: Conversation):
-        """The conversation begins with nobody else's chunks, not even with the designated prefix,
-        so all of its positions are computed for it. (Others may share what it has computed.)"""
+        """From now on its turns share nothing of what others have computed, not even the designated
+        prefix. (Others may share what it has computed.)"""
         self.apart.add(conversation)
 
     def extend(self, conversation: Conversation, prompt: Sequence[int]) -> bool:
@@ -120,6 +120,8 @@ class SharingCache(KVCache):
         not."""
         origin, prompt = self._origin(conversation), array("i", prompt)
         shareable = (conversation.tokens + prompt)[:-1]
+        if conversation in self.apart:
+            origin, shareable = None, shareable[:0]
         if origin and runs(origin) and origin.known < common_length(shareable, origin.tokens):
             return False
         prefix, found = self._in_common(conversation, shareable, self.designated), []
@@ -142,10 +144,8 @@ class SharingCache(KVCache):
     def _in_common(self, conversation: Conversation, tokens: Sequence[int],
                    origin: Conversation) -> list[Chunk]:
         """The full chunks that `tokens`, the context of the conversation, have in common with the
-        first `known` tokens of the origin. Empty if the conversation has a chunk of its own, or is
-        kept apart."""
-        if (conversation in self.apart
-                or conversation.chunks != origin.chunks[:len(conversation.chunks)]):
+        first `known` tokens of the origin. Empty if the conversation has a chunk of its own."""
+        if conversation.chunks != origin.chunks[:len(conversation.chunks)]:
             return []
         common = common_length(tokens, origin.tokens[:origin.known])
         return origin.chunks[:common // self.chunk_size]
@@ -189,7 +189,7 @@ class SharingCache(KVCache):
         self.beginnings.file(conversation, total - 1)
         origin = self._origin(conversation) or self._nearest(conversation)
         self.origins.pop(conversation.order, None)
-        if origin:
+        if origin and conversation not in self.apart:
             self._copy_tail(conversation, origin)
         return swap_in
 

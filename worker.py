@@ -39,7 +39,7 @@ from recompute_cost import measure_recompute_cost
 from rotary_store import rotate_and_store
 from sampling import read, sample
 from scheduler import PLACEHOLDER, Batch, Request, Result, Span
-from scoring import nothing, score_prompts
+from scoring import score_prompts
 
 
 class Packed(NamedTuple):
@@ -140,8 +140,8 @@ class Worker:
                                              batch.swap_out)
         if not batch.spans:
             return lambda: Result([], self.pool.landed(wait=True))
-        note_scores = nothing
-        if len(packed.tokens) > len(packed.sample_at):      # second day: there may be prompts
+        note_scores = None      # second day: prompts, if not every position is sampled at
+        if len(packed.tokens) > len(packed.sample_at):
             note_scores = score_prompts(self.model, hidden, batch.spans)
         sampled = sample(logits, packed.sampling_requests)      # [tokens [N], maybe logprobs]
         # NOT_FINITE is -1, which has no embedding. A step already launched behind must read
@@ -152,7 +152,8 @@ class Worker:
 
         def wait() -> Result:
             done.synchronize()
-            note_scores()
+            if note_scores:
+                note_scores()
             tokens, logprobs = read(packed.sampling_requests, *on_host)
             return Result(tokens, self.pool.landed(wait=False), logprobs)
         return wait
@@ -163,8 +164,8 @@ class Worker:
                swap_in: list[Ticket], swap_out: list[Ticket]
                ) -> tuple[Inputs, Tensor | None, Tensor | None]:
         """All of a step but the sampling. (parallel.py sends the numbers in these arguments to
-        other processes.) Returns the inputs, and the logits [N, vocab] and hidden states [T, width]:
-        None if there is no span.
+        other processes.) Returns the inputs, the logits [N, vocab] and the hidden states [T, width];
+        both are None if there is no span.
 
         The upload of the inputs comes first: behind the copies of KV it would wait for the bus
         between CPU and GPU."""

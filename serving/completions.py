@@ -1,18 +1,17 @@
 """/v1/completions: a prompt that no template has written, continued. Nothing of it is remembered.
 
-    text or ids --> ids --> LiveTurn, without a conversation in the history --> text, log probabilities
+    text or ids --> ids --> LiveTurn, of which the history knows nothing --> text, log probabilities
 
 Evaluations use it, such as lm-evaluation-harness: with `echo` and `logprobs` they read how likely
 the tokens of the prompt itself are. The cache cannot tell that (scoring.py), so such a prompt is
 computed as a whole. Every other prompt uses what earlier ones of the same client began with: in
-a few-shot task the examples are computed once. For that the KV of the latest KEPT prompts stays in
-the cache, as long as there is room, and no longer than their server runs.
+a few-shot task the examples are computed once. For that the cache keeps the KV of the latest
+prompts: see Sessions.keep_cached.
 
 Invariant: the history has no trace of a completion.
 """
 import codecs
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -23,15 +22,12 @@ from serving.operations import APIError, CompletionBody
 from serving.sessions import Answer, LiveTurn, Plan, Sessions
 from serving.tokenizer import TextStream
 
-KEPT = 64           # prompts whose KV may stay
-
 
 class Completions:
     """Begins the turns of completions."""
 
     def __init__(self, sessions: Sessions):
         self.sessions, self.engine = sessions, sessions.engine
-        self.kept: deque[str] = deque()     # names in the cache, which the engine's owner alone changes
 
     def begin(self, prefix: str, body: CompletionBody, options_of_each: list[dict]
               ) -> list[LiveTurn]:
@@ -41,10 +37,10 @@ class Completions:
             raise APIError(400, "this model has no tokenizer, so it cannot answer with text")
         turns: list[LiveTurn] = []
         try:
-            for prompt in body.prompt:
+            for index, prompt in enumerate(body.prompt):
                 ids = tokenizer.as_written(prompt) if isinstance(prompt, str) else prompt
                 if not ids:
-                    raise APIError(400, "a prompt should have at least one token", "prompt")
+                    raise APIError(400, f"prompt[{index}] should have at least one token", "prompt")
                 first = self._submit(prefix, body, ids, options_of_each[0])
                 turns.append(first)
                 turns += [self._submit(prefix, body, ids, options, like=first.handle)
@@ -57,22 +53,25 @@ class Completions:
 
     def _submit(self, prefix: str, body: CompletionBody, ids: list[int], options: dict,
                 like: Handle | None = None) -> LiveTurn:
-        """like: of the first choice of this prompt. The others keep nothing, and ask for no log
-        probabilities of the prompt."""
+        """like: the first choice of this prompt. The others keep nothing, and ask for no log
+        probabilities of the prompt.
+
+        The engine samples a token in any case. If max_tokens is 0, we do not show it."""
         stop = options.get("stop") or []
         live = LiveTurn(self.sessions.new_id(), self.engine, self.sessions.tokenizer, stop)
         live.stream = TextStream(live.tokenizer, stop, goes_on=True)
-        live.plan = Plan(ids, [], None, None, dict(salt=body.cache_salt))
+        live.plan = Plan(prompt=ids, messages=[], after=None, carried=None,
+                         note=dict(salt=body.cache_salt))
         live.min_tokens = options.get("min_tokens") or 0
         scores = body.logprobs if body.echo and not like else None
-        # What a scored prompt leaves is of use to its other choices alone.
+        # Without a name the cache forgets it at once. A scored prompt's other choices may need it.
         kept = not like and (scores is None or body.n > 1)
         name = f"{prefix}cmpl-{live.id}" if kept else None
-        others = {key: value for key, value in options.items() if key != "stop"}
+        rest = {key: value for key, value in options.items() if key != "stop"}
         live.handle = self.engine.submit(
             ids, name, owner=prefix + body.cache_salt, like=like, prompt_logprobs=scores,
             logprobs=body.logprobs, max_tokens=body.max_tokens or 1, reached_stop=live.add,
-            on_end=partial(self._settle, live), **others)
+            on_end=partial(self._settle, live), **rest)
         return live
 
     def _settle(self, live: LiveTurn, handle: Handle):
@@ -85,9 +84,7 @@ class Completions:
             live.error = error
         live.texts.close()
         if handle.conversation and live.reply:
-            self.kept.append(handle.conversation)
-            while len(self.kept) > KEPT:
-                self.engine.forget(self.kept.popleft())
+            self.sessions.keep_cached(handle.conversation)
 
 
 class CompletionWriter:
@@ -101,24 +98,24 @@ class CompletionWriter:
     def whole(self, replies: list[Answer]) -> dict:
         choices = []
         for index, (turn, reply) in enumerate(zip(self.turns, replies)):
-            told = self._told(index)
-            text = told.begin() + told.more(reply.text)
+            sent = self._text_of(index)
+            text = sent.begin() + sent.more(reply.text)
             choices.append(dict(index=index, text=text, finish_reason=finish_reason(reply),
-                                logprobs=told.last()))
+                                logprobs=sent.last()))
         return dict(self.envelope, choices=choices, usage=self.usage())
 
     def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str]:
         """All choices are generated at once, but sent one after another."""
         for index, turn in enumerate(self.turns):
-            told = self._told(index)
+            sent = self._text_of(index)
             if self.body.echo:
                 turn.handle.tokens.wait_beyond(0)       # by then the prompt is computed
-                yield self.chunk(index, told.begin(), told.logprobs())
+                yield self.chunk(index, sent.begin(), sent.logprobs())
             for text, _ in turn.progress():
-                if text := told.more(text):
-                    yield self.chunk(index, text, told.logprobs())
+                if text := sent.more(text):
+                    yield self.chunk(index, text, sent.logprobs())
             reason = finish_reason(finish(turn))
-            yield self.chunk(index, "", told.last(), reason)
+            yield self.chunk(index, "", sent.last(), reason)
         if self.body.stream_options.include_usage:
             yield dict(self.envelope, choices=[], usage=self.usage())
         yield "[DONE]"
@@ -141,13 +138,16 @@ class CompletionWriter:
         return dict(prompt_tokens=prompt, completion_tokens=generated,
                     total_tokens=prompt + generated, prompt_tokens_details=prompt_details(sources))
 
-    def _told(self, index: int) -> "ChoiceText":
+    def _text_of(self, index: int) -> "ChoiceText":
         nth, n = index // self.body.n, self.body.n
         return ChoiceText(self.turns[index], self.turns[nth * n], self.body.prompt[nth], self.body)
 
 
 class ChoiceText:
-    """The text of one choice as it is sent, and the log probabilities of its tokens."""
+    """The text of one choice as it is sent, and the log probabilities of its tokens.
+
+    Call begin() first, then more() for each piece of the reply, last() at the end. logprobs() gives
+    those of the tokens in what was sent so far: it may follow begin() or more()."""
 
     def __init__(self, turn: LiveTurn, first: LiveTurn, prompt: str | list[int],
                  body: CompletionBody):
@@ -158,9 +158,9 @@ class ChoiceText:
         self.reports = Reports(turn.tokenizer, turn.handle)
         self.reports.stream = TextStream(turn.tokenizer, goes_on=True)
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self.offset = 0                         # of the next token in the text
-        self.characters = 0                     # of the reply
-        self.unsent: list[tuple] = []           # reports of the prompt
+        self.offset = 0                         # where in the text the next report's token begins
+        self.characters = 0                     # of the reply that were sent
+        self.unsent: list[tuple] = []           # the prompt's reports that were not sent
 
     def begin(self) -> str:
         """The prompt, if the client wants it back. Its first choice has computed it."""
@@ -184,14 +184,14 @@ class ChoiceText:
 
     def logprobs(self) -> dict | None:
         """Of the tokens whose text begins in what was sent, and is not told yet."""
-        return self._told(self.reports.before(self.characters))
+        return self._as_json(self.reports.before(self.characters))
 
     def last(self) -> dict | None:
         """Of all others."""
         rest = self.reports.last(self.turn.text, self.turn.stream.stopped)
-        return self._told(rest if self.body.max_tokens else [])
+        return self._as_json(rest if self.body.max_tokens else [])
 
-    def _told(self, reports: list[Report]) -> dict | None:
+    def _as_json(self, reports: list[Report]) -> dict | None:
         """In OpenAI's old form."""
         if self.body.logprobs is None:
             return None
@@ -201,7 +201,7 @@ class ChoiceText:
         offsets += [self._place(self.tokenizer.pieces.get(token, b"")) for token, *_ in reports]
         told = of_prompt + reports
         return dict(tokens=[self._name(token) for token, *_ in told],
-                    token_logprobs=[logprob and max(logprob, LEAST) for _, logprob, _ in told],
+                    token_logprobs=[logprob and max(LEAST, logprob) for _, logprob, _ in told],
                     top_logprobs=[self._most_likely(*report) for report in told],
                     text_offset=offsets)
 
@@ -216,10 +216,10 @@ class ChoiceText:
         with one text the likelier one counts."""
         if logprob is None:
             return None
-        told: dict[str, float] = {}
+        by_text: dict[str, float] = {}
         for one, value in [*others, (token, logprob)]:
-            told.setdefault(self._name(one), max(value, LEAST))
-        return told
+            by_text.setdefault(self._name(one), max(LEAST, value))
+        return by_text
 
     def _name(self, token: int) -> str:
         """Its text. Bytes that are no whole characters are written as OpenAI does: bytes:\\xf0."""

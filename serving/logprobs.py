@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from handles import Handle
 from serving.tokenizer import TextStream, Tokenizer
 
-LEAST = -9999.0         # JSON has no infinity
+LEAST = -9999.0         # JSON has no infinity, and no NaN: max(LEAST, nan) is LEAST
 # (token id, its log probability, [(token id, log probability), ...] of the most likely tokens)
 Report = tuple[int, float, list]
 
@@ -57,7 +57,7 @@ def entries(tokenizer: Tokenizer, reports: Iterable[Report]) -> list[dict]:
     """In OpenAI's form."""
     def entry(token: int, logprob: float) -> dict:
         text = tokenizer.spelled(token)
-        return dict(token=text.decode(errors="replace"), logprob=max(logprob, LEAST),
+        return dict(token=text.decode(errors="replace"), logprob=max(LEAST, logprob),
                     bytes=list(text))
     return [dict(entry(token, logprob), top_logprobs=[entry(*other) for other in most_likely])
             for token, logprob, most_likely in reports]

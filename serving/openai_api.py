@@ -49,6 +49,7 @@ from serving.schemas import Grammar, Grammars, Unusable
 from serving.sessions import Answer, Busy, LiveTurn, Sessions
 
 LOGPROBS = "message.output_text.logprobs"       # in `include`
+MOST_CALLS = 8          # of a reply that must call: a weak model would not stop by itself
 
 
 class API:
@@ -74,7 +75,8 @@ class API:
         self.retrieve_model(prefix, body.model)
         options = self._options(body)
         options["max_tokens"] = body.max_completion_tokens or body.max_tokens
-        options["grammar"] = self._grammar(body.response_format.asked, "response_format")
+        options["grammar"] = self._grammar(body, body.response_format.asked,
+                                           "response_format")
         if body.logprobs:
             options["logprobs"] = body.top_logprobs or 0
         elif body.top_logprobs:
@@ -105,7 +107,7 @@ class API:
                         gone: Callable[[], bool]) -> "ResponseWriter":
         """gone: has the client hung up?"""
         options = self._options(body)
-        options["grammar"] = self._grammar(body.text.format.asked, "text.format")
+        options["grammar"] = self._grammar(body, body.text.format.asked, "text.format")
         note = body.model_dump(include=set(ECHOED), exclude_unset=True, by_alias=True) | note_of(body)
         if LOGPROBS in body.include or body.top_logprobs:
             options["logprobs"] = body.top_logprobs or 0
@@ -233,9 +235,16 @@ class API:
                            "logit_bias")
         return options
 
-    def _grammar(self, schema: dict | None, field: str) -> Grammar | None:
-        """What the reply must be. None: it may be any text."""
+    def _grammar(self, body: ChatBody | ResponseBody, schema: dict | None,
+                 field: str) -> Grammar | None:
+        """What the reply must be. None: it may be any text. schema: of JSON, from that field."""
+        functions, must_call = callable_by(body), body.tool_choice.mode == "required"
+        one = body.parallel_tool_calls is False or body.tool_choice.type == "function"
+        if must_call:
+            schema, field = None, "tool_choice"
         try:
+            if must_call or schema is not None and functions:
+                return self.grammars.of_calls(functions, 1 if one else MOST_CALLS, schema)
             return None if schema is None else self.grammars.of_schema(schema)
         except Unusable as error:
             raise APIError(400, f"{field} cannot be served: {error}", field) from error
@@ -420,13 +429,29 @@ def template_options(body: ChatBody | ResponseBody) -> dict:
     return dict(body.chat_template_kwargs or {}, tools=offer)
 
 
+def callable_by(body: ChatBody | ResponseBody) -> list[dict]:
+    """The functions that the reply may call. APIError if it must call one that is not offered."""
+    choice, functions = body.tool_choice, template_options(body)["tools"]
+    if choice.mode == "none":
+        return []
+    if choice.tools is not None:
+        offered = {tool["function"]["name"]: tool for tool in functions}
+        chosen = list(dict.fromkeys(function.name for function in choice.tools))
+        if unknown := [name for name in chosen if name not in offered]:
+            raise APIError(400, f"tool_choice names {unknown[0]!r}, which is not in tools",
+                           "tool_choice")
+        functions = [offered[name] for name in chosen]
+    if choice.mode == "required" and not functions:
+        raise APIError(400, "tool_choice is 'required', but there are no tools", "tool_choice")
+    return functions
+
+
 def note_of(body: ChatBody | ResponseBody) -> dict:
     """What a turn's note says of its tools: see Sessions.respond."""
     if not body.tools:
         return {}
-    names = [tool["function"]["name"] for tool in template_options(body)["tools"]]
-    return dict(callable=names if body.tool_choice != "none" else [],
-                tool_choice=body.tool_choice or "auto",
+    return dict(callable=[tool["function"]["name"] for tool in callable_by(body)],
+                tool_choice=body.tool_choice.told(),
                 parallel_tool_calls=body.parallel_tool_calls is not False)
 
 

@@ -33,7 +33,7 @@ from urllib.parse import unquote
 
 from pydantic import (AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field,
                       GetCoreSchemaHandler, Tag, ValidationError, ValidationInfo, field_validator,
-                      model_validator)
+                      model_serializer, model_validator)
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from pydantic_core import ErrorDetails, PydanticCustomError, core_schema
 
@@ -197,6 +197,7 @@ Value = Annotated[str, Field(max_length=512)]
 OrText = OrString("a list of parts", lambda text: [dict(type="text", text=text)])
 OrMessage = OrString("a list", lambda text: [dict(role="user", content=text)])
 OneStop = OrString("a list", lambda text: [text])
+OneMode = OrString("an object", lambda mode: dict(mode=mode))
 OrId = OrString("an object with an id", lambda id: dict(id=id))
 TopK = Annotated[int, BeforeValidator(lambda given: 0 if given == -1 else whole(given))]
 Option = Annotated[bool | int | float | Value, BeforeValidator(simple)]
@@ -224,7 +225,8 @@ class TextPart(ItemPart):
 
 
 class Function(Fields):
-    """What the model may call. strict: we show the model what to write, and force nothing."""
+    """What the model may call. strict: while the model is free to call or not (tool_choice "auto"),
+    we show it what to write, and force nothing. If it must call, its arguments are always valid."""
     name: FunctionName
     description: Text = None
     parameters: JSONObject = None
@@ -239,6 +241,51 @@ class FunctionTool(Function):
 class ChatTool(Fields):
     type: Literal["function"]
     function: Function
+
+
+class ChosenFunction(Fields):
+    """Of a response; chat completions have {"type": "function", "function": {"name": "add"}}."""
+    type: Literal["function"]
+    name: FunctionName
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, given: Any) -> Any:
+        return unwrapped(given, "function")
+
+
+class ToolChoice(Fields):
+    """May the reply call functions, or must it? A client also writes
+
+        "required"                              for  {"mode": "required"}
+        {"type": "function", "name": "add"}     the same, but add alone, and once
+    """
+    type: Literal["function", "allowed_tools"] = "allowed_tools"
+    mode: Literal["none", "auto", "required"]
+    tools: Annotated[list[ChosenFunction], members(1000, least=1)] = None       # None: all
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("type") == "function":
+            return dict(type="function", mode="required", tools=[given])
+        return unwrapped(given, "allowed_tools")
+
+    @model_serializer
+    def told(self) -> str | dict:
+        """As the response repeats it."""
+        if self.tools is None:
+            return self.mode
+        functions = [function.model_dump() for function in self.tools]
+        return functions[0] if self.type == "function" else dict(
+            type=self.type, mode=self.mode, tools=functions)
+
+
+def unwrapped(given: Any, name: str) -> Any:
+    """{"type": ..., name: {...}} -> {"type": ..., ...}"""
+    if isinstance(given, dict) and isinstance(inner := given.get(name), dict):
+        return {key: value for key, value in given.items() if key != name} | inner
+    return given
 
 
 class CalledFunction(Fields):
@@ -494,7 +541,8 @@ class ReplyBody(GeneratingBody):
 
     chat_template_kwargs: TemplateOptions = None    # vLLM's, such as {"enable_thinking": false}
 
-    tool_choice: Literal["auto", "none"] = None     # "none": the model sees the tools all the same
+    # Whatever it is, the model sees all tools: so the context stays cached.
+    tool_choice: Annotated[ToolChoice, OneMode] = ToolChoice(mode="auto")
     parallel_tool_calls: bool = None                # False: we give out a reply's first call alone
 
     # These change no reply here, where all turns are served alike.

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from serving import tools
 from serving.tokenizer import Tokenizer
 
 MOST_CHARACTERS = 2**16     # of a schema; it compiles within about a second
@@ -77,21 +78,28 @@ class Grammars:
     def of_schema(self, schema: dict) -> Grammar:
         """JSON that a JSON schema describes; members come in its order. Unusable if it cannot be
         served as it stands."""
-        matcher = self._library.LLMatcher
+        matcher, text = self._library.LLMatcher, written(schema)
+        refuse_large(text)
         try:
-            text = json.dumps(schema)
-            refuse_large(text)
             grammar = matcher.grammar_from_json_schema(text, overrides=OPTIONS)
-        except RecursionError as error:
-            raise Unusable("it is nested too deeply") from error
         except ValueError as error:
             raise Unusable(str(error)) from error
         return self._compile(grammar)
 
     def of_lark(self, text: str) -> Grammar:
         """A language that a grammar in llguidance's form of Lark describes. Unusable if it is not
-        valid."""
+        valid, or too large."""
+        refuse_large(text)
         return self._compile(self._library.LLMatcher.grammar_from_lark(text))
+
+    def of_calls(self, functions: list[dict], most: int, answer: dict | None = None) -> Grammar:
+        """One to `most` calls of functions, which are as in tools.offered; or else JSON that the
+        schema `answer` describes, unless it is None. Unusable if it cannot be served as it stands.
+        """
+        tokenizer = self._text_tokenizer()
+        calls = tools.language(tokenizer.tool_form, functions, most, tokenizer.special, inline)
+        either = "calls" if answer is None else f"calls | {inline(answer)}"
+        return self.of_lark(f"start: {either}\n{calls}")
 
     def _compile_anew(self, text: str) -> Grammar:
         limits = self._library.LLParserLimits(verbose_errors=False)     # else they show the schema
@@ -102,9 +110,15 @@ class Grammars:
             mask: Any = trial.mask(reply)
             allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")
             if not allowed.any():
-                raise Unusable(trial.matcher.get_error().removesuffix("<non-verbose/>").strip())
+                raise Unusable(cause(trial.matcher.get_error()))
             reply.append(int(allowed.argmax()))
         return grammar
+
+    def _text_tokenizer(self) -> Tokenizer:
+        if not (self.tokenizer and self.stop_ids):
+            raise Unusable("this model has no tokenizer or no end token, so its replies cannot be "
+                           "constrained")
+        return self.tokenizer
 
     @cached_property
     def _library(self) -> Any:
@@ -118,12 +132,27 @@ class Grammars:
     @cached_property
     def _tokens(self):
         """Our vocabulary, as the library knows it."""
-        if not (self.tokenizer and self.stop_ids):
-            raise Unusable("this model has no tokenizer or no end token, so its replies cannot be "
-                           "constrained")
-        tokens = Vocabulary(self.tokenizer, self.vocab_size, min(self.stop_ids))
+        tokens = Vocabulary(self._text_tokenizer(), self.vocab_size, min(self.stop_ids))
         make, wrapped = self._library.LLTokenizer, self._library.TokenizerWrapper(tokens)
         return make(wrapped, self.vocab_size, sorted(self.stop_ids), make.json_slices())
+
+
+def inline(schema: dict) -> str:
+    """The Lark of what a JSON schema describes."""
+    return f"%json {written(schema | {'x-guidance': OPTIONS})}"
+
+
+def written(schema: dict) -> str:
+    try:
+        return json.dumps(schema)
+    except RecursionError as error:
+        raise Unusable("it is nested too deeply") from error
+
+
+def cause(error: str) -> str:
+    """What the library says, without the text of the grammar and the state of its stack."""
+    said = re.split(r"\n +\d+ \||\n<backtrace>|<non-verbose/>", error)[0]
+    return re.sub("^at .*: failed to compile JSON schema: ", "", said).strip()
 
 
 def refuse_large(schema: str):

@@ -55,6 +55,7 @@ import threading
 import time
 import traceback
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -73,6 +74,7 @@ from serving.tokenizer import Rendering, Rewritten, TextStream, Tokenizer, load_
 from sharing import common_length
 
 MOST_PRUNED = 1000      # conversations, at once
+MOST_UNSTORED = 64      # contexts in the cache that the history does not know
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ class LiveTurn:
         self.id = id                                # of the turn in the history, too
         self.begun = time.time()
         self.conversation: str | None = None        # the name of the one that it has claimed
+        self.unstored: str | None = None            # its name in the cache, if it has claimed none
         self.plan: Plan | None = None
         self.branches = False                       # is it the first turn of a new branch?
         self.handle: Handle | None = None           # since it was submitted to the engine
@@ -240,6 +243,7 @@ class Sessions:
             raise
         self.turns: dict[str, LiveTurn] = {}    # by the conversation that each of them has claimed
         self.claiming = threading.Lock()
+        self.unstored: deque[str] = deque()     # see `keep_cached`; the engine's owner changes it
         self.writer: ThreadPoolExecutor | None = None       # the writing thread
         self.engine.forgets_cold = True             # since the history has the tokens
         self.clock_offset = time.time() - time.monotonic()  # at the start; later the clock may jump
@@ -321,7 +325,8 @@ class Sessions:
         prefix: the names of this client's conversations begin with it; we see no others.
         salt: a new conversation shares nothing with those that began with another salt.
         keep: False: the history keeps nothing of this turn, though the turn may go on from what is
-            kept. Only without `conversation`.
+            kept. Only without `conversation`. With a hint its KV stays in the cache: the client
+            will come back (see `keep_cached`).
         instructions: the system message of this turn alone; by default the system prompt.
         truncate: True: drop the oldest messages until max_tokens (by default a quarter of the
             limit) are left for the reply.
@@ -339,7 +344,9 @@ class Sessions:
                              prefix=prefix, salt=salt, note=note, instructions=instructions,
                              truncate=truncate, gone=gone, max_tokens=max_tokens,
                              template_options=template_options)
-            if conversation is None and keep:
+            if hint and not keep:
+                live.unstored = f"{prefix}unstored_{live.id}"
+            elif conversation is None and keep:
                 self._claim_after(live, plan.after, hint, prefix)
             return self._submit(live, plan, max_tokens=max_tokens,
                                 owner=prefix + plan.salt, **options)
@@ -579,7 +586,7 @@ class Sessions:
         new = live.conversation is not None and self.history.head(live.conversation) is None
         live.branches = new and plan.after is not None
         live.handle = self.engine.submit(
-            prompt, live.conversation, context=context, parent=parent, like=like,
+            prompt, live.conversation or live.unstored, context=context, parent=parent, like=like,
             reached_stop=live.add, on_end=partial(self._ended, live), **options)
         if live.cancelled:
             live.handle.cancel()
@@ -615,10 +622,21 @@ class Sessions:
             # have. (After a failure we forget the conversation's KV as well.)
             if not (agree or self.engine.failure):
                 self.engine.forget(live.conversation)
+            if live.unstored:
+                self.keep_cached(live.unstored)
         finally:
             self._release(live, answer, error)
         if error and not isinstance(error, Exception):
             raise error
+
+    def keep_cached(self, name: str):
+        """For the engine's owner. The cache keeps this context, which the history does not know,
+        as long as there is room and no more than MOST_UNSTORED come after it. Other turns of its
+        owner that begin alike use it: an agent that has nothing stored resends all it has said."""
+        if name in self.engine.cache.conversations:     # not if the turn was cancelled
+            self.unstored.append(name)
+        while len(self.unstored) > MOST_UNSTORED:
+            self.engine.forget(self.unstored.popleft())
 
     def _continues(self, live: LiveTurn) -> bool:
         """Does the turn continue the context that its conversation has in the history? Not if it

@@ -170,8 +170,7 @@ class Tokenizer:
         return next(names, "").encode()
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the ids, without special tokens and unknown ids. Broken UTF-8 becomes
-        U+FFFD."""
+        """The text of the ids, those in `pieces` alone. Broken UTF-8 becomes U+FFFD."""
         stream = TextStream(self)
         return "".join(map(stream.push, ids)) + stream.finish()
 
@@ -220,7 +219,7 @@ class Tokenizer:
                             "exactly once, so this conversation cannot go on from its raw "
                             "tokens: send its messages as a new one")
         said = reply["content"]
-        if "tool_calls" in reply:       # the model's own letters stand for the template's
+        if "tool_calls" in reply:       # what the template writes for them; the model's ids stay
             said = text.removeprefix(earlier.rstrip()).removesuffix(rest[0].lstrip())
         return Rendering(text, earlier, said, *rest)
 

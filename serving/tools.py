@@ -41,11 +41,17 @@ class Form(NamedTuple):
     """How a call stands in a reply's text."""
     mark: str                   # what a call begins with; "": the whole reply is the call
     end: str = ""
+    # What stands before the calls, between two of them and behind them, in the grammar of
+    # `language`; between: "": there is one alone.
+    frame: tuple[str, str, str] = '{mark} "\\n"', '"\\n" {end} "\\n" {mark} "\\n"', '"\\n" {end}'
+    arguments: str = "arguments"    # the name of a call's arguments
     # The role of the message in which we offer the tools. None: the template offers them.
     words: str | None = None
 
 
-HERMES, LLAMA, MISTRAL = Form("<tool_call>", "</tool_call>"), Form(""), Form("[TOOL_CALLS]")
+HERMES = Form("<tool_call>", "</tool_call>")
+LLAMA = Form("", frame=("", "", ""), arguments="parameters")
+MISTRAL = Form("[TOOL_CALLS]", frame=('{mark} " "? "["', '", "', '"]"'))
 MARKS = HERMES.mark, HERMES.end, MISTRAL.mark     # we show them even if they are special tokens
 
 
@@ -129,6 +135,39 @@ def form_of(render: Callable[[list[dict], list[dict]], str]) -> Form:
     system = [dict(role="system", content="a")]
     takes_system = name in shown(in_words(system + [question], tools, "system"), [])
     return HERMES._replace(words="system" if takes_system else "user")
+
+
+# ---- what the model must say
+
+def language(form: Form, functions: list[dict], most: int, special: dict[str, int],
+             of_schema: Callable[[dict], str]) -> str:
+    """A grammar in llguidance's form of Lark: `calls` is one to `most` calls of the functions,
+    which are as in `offered`.
+
+    special: the id of each special token; a model has learned to write that instead of its
+    letters. of_schema: the Lark of what a JSON schema describes."""
+    def literal(text: str) -> str:
+        return f"<[{special[text]}]>" if text in special else json.dumps(text)
+
+    rules = []
+    for tool in functions:
+        function = tool["function"]
+        begin = f'{{"name": "{function["name"]}", "{form.arguments}": '
+        arguments = of_schema(closed(function["parameters"]))
+        rules.append(f'call{len(rules)}: {json.dumps(begin)} {arguments} "}}"')
+    before, between, behind = (part.format(mark=literal(form.mark), end=literal(form.end))
+                               for part in form.frame)
+    more = f"({between} call){{0,{most - 1}}}" if between and most > 1 else ""
+    any_call = " | ".join(f"call{i}" for i in range(len(rules)))
+    return "\n".join([f"calls: {before} call {more} {behind}", f"call: {any_call}", *rules])
+
+
+def closed(parameters: dict) -> dict:
+    """The schema of an object that has the named members alone, unless it says otherwise: a weak
+    model would add others without an end."""
+    composed = parameters.keys() & {"$ref", "allOf", "anyOf", "oneOf"}  # they may name more members
+    default = {} if composed else dict(additionalProperties=False)
+    return default | parameters | dict(type="object")
 
 
 # ---- what the model has said

@@ -170,16 +170,37 @@ def test_prompts_in_flight_share_what_they_begin_with(complete):
 
 def test_a_scored_prompt_is_computed_once_for_all_choices(server, complete):
     computed = server.engine.stats()["prompt_tokens_new"]
-    complete(PROMPT, n=3, max_tokens=1, logprobs=1, echo=True)
+    complete("?" + PROMPT, n=3, max_tokens=1, logprobs=1, echo=True)
     assert server.engine.stats()["prompt_tokens_new"] - computed < 1.5 * len(PROMPT)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_scored_turn_of_a_conversation_uses_nothing_of_others(checkpoint, depth):
+    """Others of its owner have computed what it goes on with, and left no logits."""
+    engine = Engine(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0, debug=True)
+    engine.depth = depth
+    try:
+        first, new = ids_of(PROMPT)[:40], ids_of(PROMPT)[40:]
+        said = engine.generate(first, "b", owner="o", max_tokens=4, ignore_eos=True).token_ids
+        engine.generate(first + said + new, "c", owner="o", max_tokens=1)
+        handle = engine.submit(new, "b", owner="o", max_tokens=1, prompt_logprobs=1)
+        handle.result()
+        assert None not in handle.prompt_logprobs
+    finally:
+        engine.close()
+
+
 def test_nothing_is_stored_and_the_latest_prompts_stay_cached_alone(server, complete, monkeypatch):
-    monkeypatch.setattr("serving.completions.KEPT", 3)
+    monkeypatch.setattr("serving.sessions.MOST_UNSTORED", 3)
     stored = server.sessions.history.conversations()
     for number in range(6):
         complete(f"prompt {number}", max_tokens=1)
     complete([PROMPT] * 2, max_tokens=1, n=2, logprobs=0, echo=True)
+    for _ in range(4):                                  # who hangs up pushes nobody out
+        stream = complete(PROMPT, max_tokens=CONTEXT - 200, stream=True, extra_body=dict(ignore_eos=True))
+        next(iter(stream))
+        stream.close()
+        eventually(lambda: not server.at_work)
     assert server.sessions.history.conversations() == stored
     names = [name for name in server.engine.cache.conversations if str(name).startswith("cmpl-")]
     assert len(names) == 3

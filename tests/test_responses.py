@@ -174,6 +174,22 @@ def test_what_is_not_stored_leaves_nothing(client, server):
     assert respond(client, "go on", previous_response_id=first.id).conversation.id == first.conversation.id
 
 
+def test_what_is_not_stored_stays_cached(empty, monkeypatch):
+    """If the client names its session. It resends all, as codex does; its last 2 contexts stay cached."""
+    monkeypatch.setattr("serving.sessions.MOST_UNSTORED", 2)
+    client, server, _ = empty
+    told, before = [], 0
+    for turn in range(4):
+        told.append(user(f"Message {turn}, which is a little longer"))
+        made = respond(client, told, store=False, prompt_cache_key="mine")
+        assert before - 1 <= cached(made) and (cached(made) > 0) == (turn > 0)
+        told.append(made.output[0].to_dict())
+        before = made.usage.input_tokens
+    assert len(server.engine.cache.conversations) == 2
+    salted = dict(cache_salt="of somebody else", ignore_eos=True)
+    assert cached(respond(client, told, store=False, extra_body=salted)) == 0
+
+
 def test_a_resent_history_is_recognised(client, server):
     """Whether it was told through responses or through a chat, with the instructions or as a message."""
     first = respond(client, "once", instructions="Be brief.")

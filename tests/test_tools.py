@@ -3,6 +3,7 @@
 A model's letters are random here, so clients.Script puts our own in their place."""
 import json
 import random
+import sys
 from contextlib import closing, contextmanager
 
 import pytest
@@ -17,9 +18,11 @@ from serving.tokenizer import load_tokenizer
 from test_templates import byte_level
 
 openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
+jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema (requirements-dev.txt)")
 
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>", "[TOOL_CALLS]"]
 CONTEXT = 4096
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 ASKS = "{{ '<|assistant|>' if add_generation_prompt }}"
 # Each shows tools, calls and results as the models do that it is named after.
 TEMPLATES = dict(
@@ -512,9 +515,175 @@ def chat_chunks(client):
     return dict(content=text), chunks[-1].choices[0].finish_reason, None
 
 
-# ---- what agents send
+# ---- a reply that must call
 
-CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+# Arguments that end soon, whatever the weights; one schema refers to its own definitions.
+BOUND = [
+    dict(name="add", strict=True, parameters=dict(
+        type="object", required=["a", "b"], additionalProperties=False, properties=dict(
+            a=dict(type="integer", minimum=-9, maximum=99),
+            b=dict(enum=["é", 'quo"te', "</tool_call>", "]"])))),
+    dict(name="find-it.2", parameters={
+        "$defs": dict(word=dict(type="string", maxLength=3)), "required": ["words"], "properties": dict(
+            words=dict(type="array", maxItems=2, items={"$ref": "#/$defs/word"}))}),
+    dict(name="stop")]
+MORE = {"11": 2, "198": 2}       # biases of the comma and the line break that stand between two calls
+FORCED = dict(required=None, named=["find-it.2"], allowed=["add", "stop"])
+
+
+@pytest.fixture(scope="module")
+def free(directory):
+    """A server whose model says what it likes."""
+    pytest.importorskip("llguidance", reason="needs llguidance (requirements-dev.txt)")
+    with serving(Sessions(directory, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0)) as server:
+        yield server
+
+
+def function(path, **fields):
+    return dict(type="function", function=fields) if path == CHAT else dict(type="function", **fields)
+
+
+def tools_for(path):
+    """BOUND, and the choices of FORCED, as this path has them."""
+    allowed = dict(mode="required", tools=[function(path, name=name) for name in FORCED["allowed"]])
+    return [function(path, **each) for each in BOUND], dict(
+        required="required", named=function(path, name="find-it.2"),
+        allowed=dict(type="allowed_tools", **(dict(allowed_tools=allowed) if path == CHAT else allowed)))
+
+
+def calls_of(answer):
+    """(name, arguments) of each, and whether there is nothing else."""
+    if "choices" in answer:
+        message, = [choice["message"] for choice in answer["choices"]]
+        return [(call["function"]["name"], json.loads(call["function"]["arguments"]))
+                for call in message["tool_calls"]], message["content"] is None
+    calls = [item for item in answer["output"] if item["type"] == "function_call"]
+    return [(call["name"], json.loads(call["arguments"])) for call in calls], calls == answer["output"]
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+@pytest.mark.parametrize("choice", FORCED)
+def test_a_reply_that_must_call_does(free, template, path, choice):
+    offer, choices = tools_for(path)
+    names, seen = FORCED[choice] or [each["name"] for each in BOUND], []
+    for seed in range(2):
+        text = f"Do it, {choice} {seed}"
+        asked = dict(messages=[user(text)]) if path == CHAT else dict(input=text)
+        one = dict(parallel_tool_calls=False) if seed % 2 else dict(logit_bias=MORE)
+        status, answer = fetch(free, "POST", path, asked | one | dict(
+            tools=offer, tool_choice=choices[choice], temperature=seed / 3, seed=seed))
+        assert status == 200, answer
+        calls, alone = calls_of(answer)
+        assert alone and 1 <= len(calls) <= (1 if seed % 2 or choice == "named" else 8)
+        seen.append(len(calls))
+        for name, arguments in calls:
+            schema = next(each for each in BOUND if each["name"] == name).get("parameters", {})
+            jsonschema.validate(arguments, schema)
+            assert name in names and (schema or arguments == {})
+        if path == CHAT:
+            assert answer["choices"][0]["finish_reason"] == "tool_calls"
+        else:
+            assert answer["status"] == "completed" and answer["tool_choice"] == choices[choice]
+    assert template == "llama" or choice == "named" or max(seen) > 1
+
+
+def test_a_marker_that_is_one_token_is_written_as_one(free, template):
+    offer, _ = tools_for(CHAT)
+    _, answer = fetch(free, "POST", CHAT, dict(messages=[user("Mark it")], tools=offer, logprobs=True,
+                                               tool_choice="required", parallel_tool_calls=False))
+    first, second, *_ = answer["choices"][0]["logprobs"]["content"]
+    assert first["token"] == dict(mistral="[TOOL_CALLS]", llama="{").get(template, "<") and second["token"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+def test_a_call_that_a_limit_cuts_is_text(free, template, stream):
+    offer, _ = tools_for(CHAT)
+    options = dict(messages=[user("Be short")], tools=offer, tool_choice="required", max_tokens=15)
+    with closing(connect(free.url)) as client:
+        message, reason, _ = chat(client, **options)
+        if stream:
+            chunks = list(client.chat.completions.create(model=client.models.list().data[0].id, **options,
+                                                         stream=True))
+            assert chunks[-1].choices[0].finish_reason == reason
+            assert "".join(chunk.choices[0].delta.content for chunk in chunks[:-1]) == message["content"]
+    assert reason == "length" and len(message["content"]) >= 15 and "tool_calls" not in message
+    assert '{"name"'.startswith(message["content"].replace(FORMS[template].mark, "").strip(" \n[")[:7])
+
+
+def test_an_agent_that_must_call_finds_its_context(free, template):
+    offer, _ = tools_for(CHAT)
+    messages, length = [user("Go on")], 0
+    with closing(connect(free.url)) as client:
+        for step in range(3):
+            message, reason, usage = chat(client, messages, tools=offer, temperature=1, seed=step,
+                                          tool_choice="required", parallel_tool_calls=False)
+            if step:
+                assert usage.prompt_tokens_details.cached_tokens == length - 1
+            call, length = message["tool_calls"][0], usage.total_tokens
+            messages += [dict(role="assistant", content=None, tool_calls=rewritten([call])),
+                         dict(role="tool", tool_call_id=call["id"], content="4")]
+
+
+@pytest.mark.parametrize("calls, likely", [(True, '<"n'), (False, "{s")])
+def test_who_asks_for_json_may_get_a_call_first(free, template, calls, likely):
+    """Beside tools, the schema is for the reply that calls none of them."""
+    offer, _ = tools_for(CHAT)
+    answer = dict(type="object", properties=dict(sum=dict(enum=[1, 2])), required=["sum"],
+                  additionalProperties=False)
+    marks = [261] if calls and template == "mistral" else []
+    body = dict(messages=[user("Sum")], tools=offer, parallel_tool_calls=False,
+                logit_bias={str(token): 50 for token in marks + [ord(letter) - 33 for letter in likely]},
+                response_format=dict(type="json_schema", json_schema=dict(name="sum", schema=answer)))
+    for options, called in ((dict(), calls), (dict(tool_choice="none"), False)):
+        message = fetch(free, "POST", CHAT, body | options)[1]["choices"][0]["message"]
+        assert ("tool_calls" in message) == called
+        if not called:
+            jsonschema.validate(json.loads(message["content"]), answer)
+
+
+BAD = dict(type="object", properties=dict(a=dict(type="foo")))
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+@pytest.mark.parametrize("fields, problem", [
+    (dict(tool_choice="required", tools=[]), "tool_choice is 'required', but there are no tools"),
+    (dict(tool_choice="maybe"), "tool_choice.mode should be 'none', 'auto' or 'required', got 'maybe'"),
+    (dict(tool_choice=5), "tool_choice should be a string or an object"),
+    (dict(tool_choice=dict(type="web_search")), "tool_choice.type should be 'function' or 'allowed_tools'"),
+    (dict(tool_choice=dict(type="function")), "tool_choice.tools[0].name is missing"),
+    (dict(tool_choice=dict(type="function", name="mul")), "tool_choice names 'mul', which is not in tools"),
+    (dict(tool_choice=dict(type="allowed_tools", mode="auto", tools=[dict(type="function", name="mul")])),
+     "tool_choice names 'mul', which is not in tools"),
+    (dict(tool_choice="required", parameters=BAD), "tool_choice cannot be served: Invalid type: foo"),
+    (dict(tool_choice="required", parameters=dict(enum=["x" * 2**16])),
+     "tool_choice cannot be served: it has 658")])
+def test_a_choice_that_is_refused(free, template, path, fields, problem):
+    if template != "hermes":
+        pytest.skip("it is the same for all")
+    fields = dict(fields)
+    offer = [function(path, name="add", parameters=fields.pop("parameters", {}))]
+    asked = dict(messages=[user("Hi")]) if path == CHAT else dict(input="Hi")
+    status, answer = fetch(free, "POST", path, asked | dict(tools=offer) | fields)
+    assert status == 400 and answer["error"]["message"].startswith(problem), answer
+    assert answer["error"]["param"].startswith("tool_choice") and "\n" not in answer["error"]["message"]
+
+
+def test_without_the_package_nobody_must_call(server, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    body = dict(messages=[user("Hi")], tools=CHAT_TOOLS, tool_choice="required")
+    status, answer = fetch(server, "POST", CHAT, body)
+    assert status == 400 and "pip install llguidance" in answer["error"]["message"]
+    assert answer["error"]["param"] == "tool_choice"
+
+
+def test_a_function_has_no_other_members_unless_it_says_so():
+    named = dict(properties=dict(a={}))
+    assert tools.closed(named) == named | dict(type="object", additionalProperties=False)
+    assert tools.closed(dict(additionalProperties=True)) == dict(additionalProperties=True, type="object")
+    assert tools.closed(dict(anyOf=[named])) == dict(anyOf=[named], type="object")
+
+
+# ---- what agents send
 
 
 def silent(arguments="{}", **fields):
@@ -537,10 +706,6 @@ def test_what_agents_send(server, template, path, body):
 
 
 @pytest.mark.parametrize("path, fields, place", [
-    (CHAT, dict(tool_choice="required"), "tool_choice"),
-    (CHAT, dict(tool_choice=dict(type="function", function=dict(name="add"))), "tool_choice"),
-    (RESPONSES, dict(tool_choice="required"), "tool_choice"),
-    (RESPONSES, dict(tool_choice=dict(type="function", name="add")), "tool_choice"),
     (RESPONSES, dict(tools=[dict(type="web_search")]), "tools[0].name"),
     (RESPONSES, dict(reasoning=dict(effort="low", summary="auto")), "reasoning.effort"),
     (CHAT, dict(messages=[user("Hi"), silent("[1]")]), "messages[1].tool_calls[0].function.arguments"),
