@@ -98,6 +98,9 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         "compared at a latency, only some of them are played")
     add("--think", type=think, metavar="SECONDS",
         help="mean think time; or \"reading\": 100 ms per token of the reply, at least 5 s")
+    add("--warm", type=positive, metavar="SECONDS",
+        help="compare Pensieve with itself when its users give a hint so many seconds before each "
+             "turn: for figures that play systems under rising load, such as fig15")
     add("--seconds", type=positive, default=1500.0,
         help="length of a run, of which the first third only fills the caches; the embedded "
              "model's own load and a trace with times end by themselves (default: 1500)")
@@ -128,6 +131,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("hardware", "gpus", "cpu_gb"):
         if getattr(options, name) and not options.simulate:
             parser.error(f"--{name.replace('_', '-')} needs --simulate: add --simulate")
+    if options.simulate and options.guesses:
+        parser.error("--guesses: simulated tokens are all the same, so guesses would all be right")
     if options.trace and options.dataset:
         parser.error("--trace and --dataset are two loads: give one of them")
     for file in filter(None, (options.json, options.plot)):

@@ -25,6 +25,7 @@ from typing import Any
 from checkpoint import find_checkpoint
 from config import Config, require
 from eviction import POLICIES, RecomputeCost
+from guesses import GuessingScheduler
 from handles import Handle, Reply
 from kv_cache import Conversation
 from owner import Owner
@@ -32,6 +33,7 @@ from parallel import Leader, open_worker
 from sampling import Sampling
 from scheduler import Batch, Request, Result, Scheduler, too_long
 from sharing import SharingCache
+from warm import Hints, nothing_to_do
 
 MAX_FAILURES = 3            # failures of the worker in a row, then the engine stops
 
@@ -62,9 +64,12 @@ class Engine:
         # A KVCache whose conversations may share chunks:
         self.cache = SharingCache(worker.num_slots, worker.num_places, config.chunk_size,
                                   config.max_running, worker.max_context, policy)
-        self.scheduler = Scheduler(self.cache, min(worker.max_context, worker.num_slots),
-                                   config.max_batch_tokens, config.swap_threshold, config.reserve,
-                                   config.stateless, config.separate_phases)
+        # With guesses, a Scheduler that takes them along:
+        make_scheduler = partial(GuessingScheduler, config.guesses) if config.guesses else Scheduler
+        self.scheduler = make_scheduler(self.cache, min(worker.max_context, worker.num_slots),
+                                        config.max_batch_tokens, config.swap_threshold,
+                                        config.reserve, config.stateless, config.separate_phases)
+        self.hints = Hints(self.scheduler)              # second day: warm.py
         # Second day: forget idle conversations without KV? (Sessions keep their tokens elsewhere.)
         self.forgets_cold = False
         # `step` calls them with each new batch, even an empty one, before its launch. They must not
@@ -94,6 +99,8 @@ class Engine:
         with self.owner.owning():                       # a lock
             self.owner.take_inbox()                     # runs what was posted
             batch = self.scheduler.schedule(self.clock())
+            if self.hints:                              # second day: warm.py
+                self.hints.fill(batch, self.clock())
             for watcher in self.watchers:
                 watcher(batch)
             # An empty batch makes the worker wait for a copy. It gets one only if there is nothing
@@ -107,7 +114,8 @@ class Engine:
             self.owner.tell_ended()                     # closes the handles of ended requests
             if self.forgets_cold:
                 for conversation in self.cache.cold_conversations():
-                    self.cache.forget(conversation)
+                    if conversation not in self.hints:
+                        self.cache.forget(conversation)
             if self.debug:
                 self.cache.check_integrity()
             return batch
@@ -125,12 +133,13 @@ class Engine:
             return
         self.unsettled.append((batch, wait))
         self.scheduler.launched(batch)
+        self.hints.release()                            # second day
 
     def _ahead(self, batch: Batch) -> int:
         """How many batches may stay unsettled after this step: `depth`. But 0 if the batch computes
         nothing, or if the host must know its tokens before the next launch (for example, penalties
-        count earlier tokens)."""
-        if not self.depth or not batch.spans:
+        count earlier tokens, and guesses go on from them)."""
+        if not self.depth or not batch.spans or batch.guesses:
             return 0
         looks_back = any(span.request.sampling.looks_back for span in batch.spans)
         return 0 if looks_back else self.depth
@@ -238,7 +247,29 @@ class Engine:
         """Why the engine has stopped."""
         return self.owner.failure
 
-    # ---- second day: checks, a thread of its own, forget, designate, stats, close, failures
+    # ---- second day: warm, checks, a thread of its own, forget, designate, stats, close, failures
+
+    def warm(self, conversation: str, context: Sequence[int] = (),
+             owner: str | None = None) -> dict[str, int]:
+        """A turn of this conversation is likely soon: bring back what its KV has lost, as far as
+        nobody else wants the device or the slots. No reply depends on it. (Without `start`,
+        somebody must step.) context, owner: see `submit`.
+
+        Returns at once what is to happen: see Hints.give. KeyError if the engine does not hold the
+        conversation and gets no context."""
+        context = list(context)
+        self._check([0], context, conversation, None, None, Sampling())
+
+        def warm() -> dict[str, int]:
+            if not context and conversation not in self.cache.conversations:
+                raise KeyError(conversation)
+            if self.config.stateless:
+                return nothing_to_do()
+            held = self.cache.open(conversation, context)
+            if owner is not None:
+                self.cache.own(held, owner)
+            return self.hints.give(held, self.clock())
+        return self.call(warm)
 
     def _check(self, prompt, context, conversation, max_tokens, min_tokens, sampling: Sampling):
         vocabulary = self.worker.vocab_size
@@ -320,7 +351,8 @@ class Engine:
         cache, scheduler = self.cache, self.scheduler
         running, turns = len(scheduler.running), sum(map(len, scheduler.unfinished.values()))
         of_worker = getattr(self.worker, "stats", dict)()       # a simulated worker has none
-        return dict(**scheduler.stats, **cache.stats, **of_worker, steps=scheduler.steps,
+        return dict(**scheduler.stats, **cache.stats, **self.hints.stats, **of_worker,
+                    steps=scheduler.steps,
                     slots_total=cache.num_slots, slots_free=len(cache.free_slots),
                     cpu_chunks_total=cache.num_places, cpu_chunks_free=len(cache.free_places),
                     running=running, waiting=turns - running,
@@ -347,6 +379,7 @@ class Engine:
             raise error                                 # `owning` stops the engine
         traceback.print_exception(error)
         self._drain_copies()
+        self.hints.give_up()
         lost = [batch, *(unsettled for unsettled, _ in self.unsettled)]
         self.unsettled.clear()
         why = f"the worker has failed: {error!r}"

@@ -57,6 +57,7 @@ def sweep(systems: tuple[str, ...], simulated: list[Panel], measured: list[Panel
           options) -> Found:
     """Run every system in every panel. Ratios compare the last system with each of the others.
 
+    With --warm the systems are Pensieve without and with hints; then all rates are played.
     simulated, measured: the panels at the paper's scale, and those of this machine.
     ValueError: the figure has no panels at the scale that the flags ask for."""
     panels = simulated if at_scale(options) else measured
@@ -64,6 +65,9 @@ def sweep(systems: tuple[str, ...], simulated: list[Panel], measured: list[Panel
         raise ValueError("this figure is of one machine: leave --simulate out, add --hardware with "
                          "its profile, or name one of the paper's figures, such as fig10")
     panels = adapted(panels, options)
+    if options.warm:                    # Pensieve beside itself, at every rate
+        systems = "pensieve", "pensieve, hinted"
+        panels = [panel._replace(at_ms=None, latency="mean_ttft_ms") for panel in panels]
     tasks = [(panel, system, options) for panel in panels for system in systems]
     curves = {task[:2]: curve
               for task, curve in zip(tasks, mapped(play_curve, tasks, "curve", options))}

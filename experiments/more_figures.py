@@ -1,7 +1,7 @@
 """The other figures: of this machine and its parts, of a running server, of many servers, of
 memory.
 
-    default, turns, profile, check                  the embedded model on this machine
+    default, turns, hints, profile, check           the embedded model on this machine
     fig12, kernel, swap, step, scheduling           parts of the engine (microbench.py)
     serve, chats                                    a server that runs already
     fleet, waste, sharing                           simulated, or only counted
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from engine import Engine
-from experiments import chats, memory, microbench
+from experiments import chats, hints, memory, microbench
 from experiments.curves import Figure, Found, adapted, mapped, ratio, sweep
 from experiments.figures import costs
 from experiments.fleet import ROUTERS, play_fleet
@@ -132,6 +132,11 @@ def first_token_seconds(engine: Engine, prompt: list[int]) -> float:
     seconds = engine.clock() - begin
     handle.result()
     return seconds
+
+
+def hinted(options) -> Found:
+    only_measured(options)
+    return hints.play(options)
 
 
 def profile(options) -> Found:
@@ -247,6 +252,10 @@ MORE = {
         partial(of_memory, memory.sharing),
         "slots that several replies to a prompt save together (20 s)",
         "replies", "saved", ("system", "dataset", "chunk", "replies", "saved")),
+    "hints": Figure(
+        hinted,
+        "a first token behind evicted KV, with and without a hint, measured here (1 minute)",
+        "ttft_ms", "ttft_ms", ("system", "ttft_ms", "p95_step_ms"), bars=("ttft_ms",)),
     "serve": Figure(
         serve,
         "a running server (--url), for clients that resend their history or need not (1 minute)",

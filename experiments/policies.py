@@ -80,7 +80,7 @@ class ReuseByCategory(Policy):
     def returned(self, conversation, now):
         if conversation.turns:                          # its first turn is no return
             self.returns[conversation.turns] += 1
-            self.waited[conversation.turns] += now - conversation.last_active
+            self.waited[conversation.turns] += max(now - conversation.last_active, 0.0)
 
     def key(self, conversation, index):
         return conversation.turns

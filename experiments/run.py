@@ -42,6 +42,7 @@ from experiments.workload import (SHAPES, PlannedConversation, exponential_think
                                   reading_think,
                                   synthetic, under_way, with_arrivals, within_context)
 from scheduler import SOURCES
+from warm import WarmUp
 
 
 # ---- the experiment loop
@@ -61,8 +62,10 @@ class Users:
     of its conversation, its index in that conversation)."""
 
     def __init__(self, engine, conversations: list[PlannedConversation], seed: int,
-                 foresee: Callable | None):
+                 foresee: Callable | None, warm: float):
         self.engine, self.conversations, self.foresee = engine, conversations, foresee
+        self.warm = warm
+        self.hints: list[tuple[float, str]] = []        # a heap: when a hint is due, and for whom
         self.rng = np.random.default_rng([seed, 2])     # the load draws from other streams
         self.due = [(conversation.arrival, number, 0)
                     for number, conversation in enumerate(conversations)]
@@ -70,7 +73,18 @@ class Users:
         self.serving: dict[object, tuple] = {}          # handle -> the turn that is served
         self.ended: list = []                           # of these, those that are complete
 
-    def submit_due(self, now: float):
+    @property
+    def next_due(self) -> float:
+        """When the next turn or hint is due."""
+        return min(heap[0][0] for heap in (self.due, self.hints) if heap)
+
+    def submit_due(self, now: float) -> bool:
+        """Submit the turns that are due, and give the hints. True if there was a hint: then the
+        engine has something to do."""
+        hinted = False
+        while self.hints and self.hints[0][0] <= now:
+            hinted = True
+            self.engine.warm(heapq.heappop(self.hints)[1])
         while self.due and self.due[0][0] <= now:
             _, number, index = turn = heapq.heappop(self.due)
             name, turns, _ = self.conversations[number]
@@ -82,6 +96,7 @@ class Users:
             handle = self.engine.submit(prompt, name, max_tokens=turns[index].output_tokens,
                                         ignore_eos=True, on_end=self.ended.append)
             self.serving[handle] = turn
+        return hinted
 
     def read_replies(self, now: float) -> Iterator[tuple[str, float, object]]:
         """Yield (conversation, due time, handle) of each reply that is complete. Its user begins
@@ -91,29 +106,35 @@ class Users:
             due, number, index = self.serving.pop(handle)
             name, turns, _ = self.conversations[number]
             if index + 1 < len(turns):
-                heapq.heappush(self.due, (now + turns[index + 1].think_seconds, number, index + 1))
+                think = turns[index + 1].think_seconds
+                heapq.heappush(self.due, (now + think, number, index + 1))
+                if self.warm:
+                    heapq.heappush(self.hints, (now + max(think - self.warm, 0.0), name))
             yield name, due, handle
 
 
 def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Callable = time.sleep,
-          until: float = math.inf, foresee: Callable | None = None) -> list[Served]:
+          until: float = math.inf, foresee: Callable | None = None,
+          warm: float = 0.0) -> list[Served]:
     """Play every turn of every conversation at its time. Returns the
     turns that ended, in that order.
 
     Steps the engine in this thread. Ends when all turns have ended, or `until` seconds after the
     start. engine: an Engine or a RemoteEngine. sleep(seconds): how to wait for the next turn.
     foresee(name, seconds): is told, with every turn, how long its user will think about the reply.
+    warm: so many seconds before a turn its user gives a hint (Engine.warm); 0: no user does.
     """
-    users, served = Users(engine, conversations, seed, foresee), []
+    users, served = Users(engine, conversations, seed, foresee, warm), []
     recomputed = watch_recomputation(engine) if isinstance(engine, Engine) else {}
     begin, now, batch = engine.clock(), 0.0, None
     with progress_bar(conversations, until) as progress:
         while (users.due or users.serving) and now < until:
-            users.submit_due(now)
-            if users.serving or batch:  # as in Engine._run: copies begin after the last reply, too
+            hinted = users.submit_due(now)
+            # as in Engine._run: copies begin after the last reply, too
+            if users.serving or batch or hinted:
                 batch = engine.step()
             else:
-                sleep(min(users.due[0][0], until) - now)
+                sleep(min(users.next_due, until) - now)
             now = engine.clock() - begin
             for name, due, handle in users.read_replies(now):
                 reply, first_token = handle.result(), handle.request.times[0] - begin
@@ -140,7 +161,10 @@ def watch_recomputation(engine: Engine) -> dict[str, float]:
         for request, start, end in batch.spans:
             if not request.prefilling:
                 continue
-            seen = request.usage["gpu"] + request.usage["cpu"] + request.usage["recomputed"]
+            if isinstance(request, WarmUp):
+                seen = request.end
+            else:
+                seen = sum(request.usage[source] for source in ("gpu", "cpu", "recomputed"))
             if start < seen:
                 before, after = np.interp([start, min(end, seen)], ends, cost_up_to)
                 name = request.conversation.name
@@ -209,6 +233,7 @@ def summary(served: list[Served], begin: float = 0.0) -> dict:
 class System(NamedTuple):
     flags: dict = {}                # of Engine
     operators: str = "eager"        # of a simulation: a key of OPERATORS
+    hinted: bool = False            # do its users give hints, --warm seconds before their turns?
 
 
 STATELESS = dict(stateless=True, cpu_cache_tokens=0)
@@ -220,6 +245,7 @@ SYSTEMS = {
     "stateless, fused": System(STATELESS, "fused"),     # stands for TensorRT-LLM
     "gpu cache": System(dict(cpu_cache_tokens=0)),      # no CPU tier: evicted chunks are recomputed
     "pensieve": System(),
+    "pensieve, hinted": System(hinted=True),
     "separate phases": System(dict(separate_phases=True)),
     # evicts as the paper's draft did
     "draft": System(dict(policy="trailing-half", swap_threshold=0.5)),
@@ -325,7 +351,8 @@ def play(name: str, panel: Panel, rate: float | None, options) -> dict:
                              "give --gpu-cache-tokens a larger number")
         sleep = engine.clock.sleep if options.simulate else time.sleep
         foresee = policy.foresee if isinstance(policy, Oracle) else None
-        served = drive(engine, conversations, options.seed, sleep, until, foresee)
+        warm = options.warm if SYSTEMS[name].hinted else 0.0
+        served = drive(engine, conversations, options.seed, sleep, until, foresee, warm)
         results, stats = outcome(engine, served, begin, until), engine.stats()
 
     row = dict(system=name, policy=name if name in EXPERIMENTS else engine.config.policy,

@@ -93,6 +93,16 @@ class Deleted(Shape):
     deleted: Literal[True]
 
 
+class Warmed(Shape):
+    """Tokens of a conversation that are on the GPU, and those that return to it before the turn.
+    All are 0 if nothing is to happen."""
+    id: str
+    object: Literal["conversation.warmed"]
+    gpu: int
+    cpu: int
+    recomputed: int
+
+
 # ---- replies
 
 class Sources(Shape):

@@ -25,7 +25,7 @@ SWITCHES = [
     dict(policy="trailing-half", swap_threshold=0.0, chunk_size=5),
     dict(policy="conversation", cpu_cache_tokens=8, max_batch_tokens=7),
     dict(policy="trailing", stateless=True),
-    dict(cpu_cache_tokens=0)]
+    dict(cpu_cache_tokens=0, guesses=4)]
 PRESSURE = dict(gpu_cache_tokens=200, cpu_cache_tokens=160, max_batch_tokens=24, reserve=0.0,
                 swap_threshold=0.1)
 SAMPLED = [dict(temperature=1.0, seed=1), dict(temperature=0.8, top_k=20, top_p=0.9, seed=2, logprobs=3),
@@ -46,6 +46,11 @@ def replies(engine, depth=0):
     replies to one prompt. [(context, reply)], [a sampled reply, or its log probabilities]"""
     engine.depth, chance, histories, turns = depth, random.Random(1), {}, []
     for _ in range(3):
+        for name, context in histories.items():     # a hint brings back what it has lost
+            if name == "a":
+                engine.forget(name)
+            engine.warm(name, context)
+            engine.step()
         prompts = {name: [chance.randrange(2, 97) for _ in range(chance.randint(1, 12))] for name in "abc"}
         handles = {name: engine.submit(prompt, name, max_tokens=7, ignore_eos=True)
                    for name, prompt in prompts.items()}
@@ -59,6 +64,7 @@ def replies(engine, depth=0):
     sampled = [choice.result().token_ids for choice in choices]
     stats = engine.stats()
     assert stats["chunks_swapped_in"] and stats["chunks_swapped_out"], stats
+    assert stats["warmed_tokens_cpu"] and stats["warmed_tokens_recomputed"], stats
     engine.close()
     return turns, sampled, [[round(own, 3) for own, _ in choice.logprobs or []] for choice in choices]
 

@@ -111,6 +111,17 @@ TRACE = [dict(timestamp=1000 * n, input_length=600 + 300 * (n // 3), output_leng
          for n in range(9)]         # three conversations of three turns
 
 
+def test_pensieve_beside_itself_with_hints(tmp_path, monkeypatch):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(record) + "\n" for record in TRACE))
+    figure = run_bench(tmp_path, monkeypatch, f"fig15 --simulate --trace {trace} --gpu-cache-tokens 2048 "
+                                              "--cpu-cache-tokens 1024 --warm 5")
+    without, hinted = figure["rows"]
+    assert (without["hints"], hinted["hints"]) == (0, 6)
+    assert hinted["prompt_tokens_gpu"] > without["prompt_tokens_gpu"]
+    assert figure["ratios"][0]["ours"] == hinted["mean_ttft_ms"] / without["mean_ttft_ms"]
+
+
 def test_policies_on_a_trace(tmp_path, monkeypatch):
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(record) + "\n" for record in TRACE))
@@ -334,6 +345,7 @@ def test_every_figure_can_be_plotted():
     (["fig10", "--json", "no/such/directory/figure.json"], "no/such/directory"),
     (["fig10", "--plot", "/"], "/ cannot be written"),
     (["fig10", "--gpus", "2"], "add --simulate"),
+    (["fig10", "--simulate", "--guesses", "4"], "would all be right"),
     (["fig10", "--trace", "trace.jsonl", "--dataset", "sharegpt"], "give one of them")])
 def test_a_flag_that_cannot_work_fails_before_anything_runs(monkeypatch, capsys, flags, message):
     monkeypatch.setitem(sys.modules, "matplotlib", None)        # as if it were not installed

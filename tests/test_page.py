@@ -57,6 +57,10 @@ for (const hidden of [true, false]) {       // look away and back: the page asks
     Object.defineProperty(document, "hidden", {value: hidden, configurable: true});
     document.dispatchEvent(new Event("visibilitychange"));
 }"""
+# What is typed is no hint any more: for a test that wants to see how turns find evicted chunks.
+NO_HINTS = """
+const fetch = window.fetch;
+window.fetch = (path, options) => path.endsWith("/warm") ? Promise.reject() : fetch(path, options);"""
 # Pauses take no time, but are noted.
 HURRY = """
 const later = setTimeout;
@@ -178,6 +182,7 @@ class Page:
 
 def test_ten_turns_in_two_conversations(page, url):
     page.open(url)
+    page.run(NO_HINTS)
     page.find("#start")[0].click()
     seen = []
     for number in range(5):
@@ -238,6 +243,33 @@ def test_what_was_saved(page, url):
         f"{cached} of {tokens} tokens were cached, {tokens - cached} computed. First token after "
         f"{usage['first_token_ms']:,} ms.")
     assert not page.find("#compare")[0].is_displayed()          # there is no other engine
+
+
+def test_fetched_while_you_typed(page, url):
+    """The first keystroke of a message is a hint, once, and not in a new chat."""
+    hints = "return performance.getEntriesByType('resource').filter(e => e.name.endsWith('/warm')).length"
+    page.open(url)
+    for text in FACTS[0]:
+        page.say(0, text)
+    sent = page.run(hints)
+    assert sent == len(FACTS[0]) - 1                            # the first message began the chat
+    page.find("#start")[0].click()
+    for text in FACTS[1]:
+        page.say(1, text)
+    eventually(lambda: "." in page.strips()["Chat 1"])
+    box, sent = page.find("textarea", page.chats()[0])[0], page.run(hints)
+    box.send_keys("Who")
+    eventually(lambda: set(page.strips()["Chat 1"]) <= set("GB"))
+    box.send_keys(" am I", Keys.BACKSPACE)
+    assert page.run(hints) == sent + 1
+    page.say(0, "I?")
+    usage = page.get("/cache")["turns"][-1]
+    assert usage["cpu"] == usage["recomputed"] == 0
+    sentence = page.find(".ours .source p", page.chats()[0])[-1].text
+    all_fetched, copied, recomputed = map(int, re.search(
+        r"computed\. (\d+) were fetched while you typed: (\d+) copied from the CPU, (\d+) recomputed\. First",
+        sentence).groups())
+    assert copied + recomputed == all_fetched < usage["gpu"] and recomputed > 0
 
 
 def test_half_speed(page, url):

@@ -792,6 +792,23 @@ def test_where_a_conversation_is_has_one_shape(client, server):
         Portrait.model_validate(state)
 
 
+def test_a_hint_brings_a_conversation_back(client, server):
+    """A hint for one that nobody knows is a 404, and one for a conversation without a turn does nothing."""
+    made = client.conversations.create().id
+    path = f"/v1/conversations/{made}/warm"
+    nothing = dict(id=made, object="conversation.warmed", gpu=0, cpu=0, recomputed=0)
+    assert fetch(server, "POST", path, {}) == (200, nothing)
+    respond(client, "Hello", conversation=made)
+    server.engine.forget(made)
+    status, hint = fetch(server, "POST", path)
+    assert (status, hint["gpu"], hint["cpu"]) == (200, 0, 0)
+    eventually(lambda: client.conversations.retrieve(made).cache["gpu"] == hint["recomputed"])
+    details = respond(client, "Hello", conversation=made).usage.input_tokens_details
+    assert (details.cached_tokens, details.gpu) == (hint["recomputed"], hint["recomputed"])
+    assert fetch(server, "POST", path.replace(made, "conv_x"))[0] == 404
+    assert "nano_pensieve:warmed_tokens_recomputed_total{" in fetch(server, "GET", "/metrics")[1]
+
+
 def test_a_conversation_exists_as_soon_as_its_first_turn_is_accepted(empty):
     """Though the history has it only when that turn is done."""
     client, server, nothing_left = empty

@@ -168,6 +168,19 @@ def test_copies_begin_while_nobody_waits_for_a_reply():
     assert b.first_token - b.due < 512e-6
 
 
+@pytest.mark.parametrize("warm, recomputed", [(0.0, 36), (5.0, 0)])
+def test_a_hint_before_the_turn_saves_its_user_the_recomputation(warm, recomputed):
+    """b's turn takes 52 of 64 slots, and there is no CPU tier; a returns 100 s later."""
+    sim = SimulatedWorker(SHAPE, ROUND, IDEAL, VirtualClock(), 64, 0, 64, chunk_size=4)
+    engine = Engine(worker=sim, clock=sim.clock, chunk_size=4)
+    users = [PlannedConversation("a", [PlannedTurn(44, 4), PlannedTurn(4, 4, think_seconds=100.0)]),
+             PlannedConversation("b", [PlannedTurn(48, 4)], 10.0)]
+    _, _, a = drive(engine, users, seed=0, sleep=sim.clock.sleep, warm=warm)
+    assert (a.usage["recomputed"], a.usage["gpu"]) == (recomputed, 47 - recomputed)
+    assert a.recomputed_seconds > 0                     # with the hint as well: before the turn
+    assert engine.stats()["hints"] == bool(warm)
+
+
 def test_a_context_shorter_than_a_chunk_has_a_cost():
     short = SimulatedWorker(SHAPE, ROUND, IDEAL, VirtualClock(), 64, 8, max_context=3, chunk_size=4)
     assert short.profile()(3) > 0

@@ -1,0 +1,431 @@
+"""Hints: what a conversation has lost is back before its turn, and nobody else waits for that."""
+import random
+import threading
+from itertools import count
+
+import pytest
+from fakes import World
+from test_exactness import CONTEXT, SWITCHES, VOCAB, assert_exact, checkpoint  # noqa: F401
+
+from engine import Engine
+from eviction import RecomputeCost
+from scheduler import PLACEHOLDER
+from serving import sessions as sessions_file
+from serving.sessions import Sessions
+from warm import SECONDS, Hints
+
+COST = RecomputeCost({4: 1.0, 32: 8.0}, rest=1.0)
+NOTHING = dict(gpu=0, cpu=0, recomputed=0)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        self.now += 1e-6
+        return self.now
+
+
+def small(clock=None, **flags):
+    """32 slots and 4 CPU places of 4 tokens, as in `python engine.py`."""
+    tiers = dict(gpu_cache_tokens=32, cpu_cache_tokens=16, chunk_size=4, max_batch_tokens=16, reserve=0.0)
+    return Engine("tiny_chat", debug=True, cost=COST, clock=clock or Clock(), **tiers | flags)
+
+
+def ids(length, first=65):
+    return list(range(first, first + length))
+
+
+def turns(engine, **lengths):
+    """A turn of each of these conversations, side by side -> their replies."""
+    handles = {name: engine.submit(ids(length), name, max_tokens=3, ignore_eos=True)
+               for name, length in lengths.items()}
+    return {name: handle.result() for name, handle in handles.items()}
+
+
+def settle(engine):
+    """Step until a hint has done its work; returns the batches that did something."""
+    batches = []
+    for _ in range(40):
+        if (batch := engine.step()):
+            batches.append(str(batch).partition("  ")[2])
+    return batches
+
+
+def a_has_lost(engine):
+    """Of a's 13 tokens with KV, 5 are on the GPU, 4 on the CPU, and 4 are dropped."""
+    turns(engine, a=11, b=11)
+    turns(engine, c=11)
+    return engine
+
+
+# ---- what a hint does
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_what_was_lost_is_on_the_gpu_when_the_turn_comes(depth):
+    expected = turns(a_has_lost(small()), a=4)["a"]
+    engine = a_has_lost(small())
+    engine.depth = depth
+    assert engine.warm("a") == dict(gpu=5, cpu=4, recomputed=4)
+    assert settle(engine)[0].startswith("a[0:4] | in a[4:8]")
+    reply = turns(engine, a=4)["a"]
+    assert reply.token_ids == expected.token_ids
+    assert expected.sources == "gpu 5 · cpu 4 · recomputed 4 · new 5"
+    assert reply.sources == "gpu 13 · cpu 0 · recomputed 0 · new 5"
+    stats = engine.stats()
+    assert [stats[name] for name in ("hints", "warmed_tokens_cpu", "warmed_tokens_recomputed")] == [1, 4, 4]
+
+
+def test_a_hint_computes_no_more_than_there_was():
+    """A reply's last token has had no KV, unless the conversation was shortened just behind it. Then its KV
+    may be kept, but is not computed again: a step that computes it would sample."""
+    for length, known in ((14, 13), (12, 12), (10, 10)):
+        engine = small(cpu_cache_tokens=0)
+        turns(engine, a=11)
+        engine.shorten("a", length)
+        a = engine.cache.conversations["a"]
+        assert (len(a.tokens), a.known) == (length, known)
+        engine.cache.drop_all(a)
+        engine.warm("a")
+        settle(engine)
+        assert a.sources() == (min(known, length - 1), 0) and len(a.tokens) == length
+
+
+def test_beside_running_requests_a_hint_gets_an_eighth_of_the_budget():
+    engine = a_has_lost(small(gpu_cache_tokens=48, cpu_cache_tokens=0, max_batch_tokens=16))
+    engine.forget("b"), engine.forget("c")
+    engine.cache.drop_all(engine.cache.conversations["a"])
+    d = engine.submit(ids(4), "d", max_tokens=9, ignore_eos=True)
+    engine.step()
+    engine.warm("a")
+    spans = [str(engine.step()).partition("  ")[2] for _ in range(3)]
+    assert spans == ["d[4:5] a[0:2]", "d[5:6] a[2:4]", "d[6:7] a[4:6]"]
+    d.result()
+    assert settle(engine) == ["a[12:13]"] or engine.cache.conversations["a"].sources() == (13, 0)
+
+
+def test_a_hint_waits_while_somebody_waits():
+    """For the queue, and for those who are starved."""
+    engine = a_has_lost(small(cpu_cache_tokens=0))
+    first = engine.submit(ids(20), "d", max_tokens=9, ignore_eos=True)
+    second = engine.submit(ids(20), "e", max_tokens=3, ignore_eos=True)       # does not fit beside d
+    engine.step()
+    engine.warm("a")
+    while not first.reply:
+        assert " a[" not in str(engine.step())
+    second.result()
+
+
+def test_a_hint_leaves_the_reserve():
+    engine = a_has_lost(small(gpu_cache_tokens=40, cpu_cache_tokens=0, reserve=0.5))
+    a = engine.cache.conversations["a"]
+    engine.cache.drop_all(a), engine.forget("b")
+    d = engine.submit(ids(10), "d", max_tokens=9, ignore_eos=True)
+    engine.step()
+    before = engine.cache.conversations["c"].sources()
+    engine.warm("a")
+    assert settle_until(engine, d) == [] and engine.cache.conversations["c"].sources() == before
+    settle(engine)                                          # 13 tokens and 20 slots of reserve: alone it fits
+    assert a.sources() == (13, 0)
+
+
+def settle_until(engine, handle):
+    """Traces of a, as long as the other turn runs."""
+    found = []
+    while not handle.reply:
+        found += [part for part in str(engine.step()).split() if part.startswith("a[")]
+    return found
+
+
+def test_separate_phases_keep_hints_apart_from_decodes():
+    engine = a_has_lost(small(gpu_cache_tokens=48, separate_phases=True))
+    engine.cache.drop_all(engine.cache.conversations["a"])
+    d = engine.submit(ids(4), "d", max_tokens=5, ignore_eos=True)
+    engine.step()
+    engine.warm("a")
+    assert settle_until(engine, d) == []
+    settle(engine)
+    assert engine.cache.conversations["a"].sources() == (13, 0)
+
+
+# ---- how long it holds
+
+def test_for_30_seconds_the_conversation_leaves_last():
+    """Then it begins to be idle."""
+    def next_to_leave(seconds):
+        clock = Clock()
+        engine = small(clock, gpu_cache_tokens=64, cpu_cache_tokens=0)
+        turns(engine, a=11)
+        clock.now += 100
+        turns(engine, b=11)
+        clock.now += 1
+        engine.warm("a")
+        clock.now += seconds
+        if seconds > SECONDS:
+            turns(engine, b=1)
+        clock.now += 100 * (seconds > SECONDS)
+        return engine.cache.next_to_leave(clock()).users[0].name
+    assert [next_to_leave(seconds) for seconds in (0, SECONDS - 1, SECONDS + 1)] == ["b", "b", "a"]
+
+
+def test_nothing_is_pinned_and_the_next_turn_takes_the_slots():
+    """Of everybody's slots: right behind the hint a turn of another conversation needs all of them."""
+    engine = a_has_lost(small(cpu_cache_tokens=0))
+    engine.warm("a")
+    engine.step()
+    assert turns(engine, d=28)["d"].finish_reason == "length"
+    assert turns(engine, a=4)["a"].usage["recomputed"] > 0
+
+
+def test_a_hint_whose_time_is_over_does_nothing():
+    clock = Clock()
+    engine = a_has_lost(small(clock))
+    engine.warm("a")
+    clock.now += SECONDS
+    assert settle(engine) == [] and not engine.hints
+
+
+def test_a_hint_is_served_once():
+    """A second one, while the first holds, changes nothing: nor does a conversation that loses it again get
+    it back (two that do not fit side by side would take turns for 30 seconds)."""
+    engine = a_has_lost(small())
+    engine.warm("a")
+    assert settle(engine) and engine.warm("a") == NOTHING
+    engine.cache.drop_all(engine.cache.conversations["a"])
+    assert settle(engine) == [] and engine.stats()["hints"] == 1
+
+
+def test_the_turn_takes_over_at_once():
+    expected = turns(a_has_lost(small()), a=4)["a"].token_ids
+    for steps in range(3):
+        engine = a_has_lost(small())
+        engine.warm("a")
+        for _ in range(steps):
+            engine.step()
+        assert turns(engine, a=4)["a"].token_ids == expected
+        assert not engine.hints
+
+
+def test_no_hint_for_a_turn_that_is_here():
+    engine = a_has_lost(small())
+    running = engine.submit(ids(4), "a", max_tokens=3, ignore_eos=True)
+    assert engine.warm("a") == NOTHING                      # it has just come
+    engine.step()
+    assert engine.warm("a") == NOTHING and not engine.hints
+    running.result()
+    with pytest.raises(KeyError):
+        engine.warm("never heard of")
+    assert small(stateless=True).warm("x", [1, 2, 3]) == NOTHING
+
+
+def test_no_hint_for_what_can_never_fit():
+    """31 tokens of 32: no prompt fits behind them with a reply. And with a reserve of half of the slots a
+    conversation of 20 never gets in ahead of its turn: nobody has to make room for it."""
+    engine = small()
+    engine.generate(ids(28), "a", max_tokens=3, ignore_eos=True)
+    assert engine.warm("a") == NOTHING
+    engine = small(reserve=0.5, cpu_cache_tokens=0)
+    engine.generate(ids(17), "a", max_tokens=3, ignore_eos=True)
+    engine.cache.drop_all(engine.cache.conversations["a"])
+    turns(engine, b=5)
+    engine.warm("a")
+    assert settle(engine) == [] and engine.cache.conversations["b"].sources() == (7, 0)
+
+
+def test_forgotten_and_shortened_while_the_hint_is_served():
+    for change in (lambda engine: engine.forget("a"), lambda engine: engine.shorten("a", 6)):
+        engine = a_has_lost(small(max_batch_tokens=2, cpu_cache_tokens=0))
+        engine.depth = 1
+        engine.warm("a")
+        engine.step()
+        change(engine)
+        settle(engine)
+    assert engine.cache.conversations["a"].sources() == (5, 0)
+
+
+def test_a_worker_that_fails_takes_the_hints_with_it():
+    """Else the hint would make it fail again, until the engine stops."""
+    engine = a_has_lost(small())
+    launch, failures = engine.worker.execute, []
+
+    def fails(batch):
+        if any(span.request.finish_reason == "warmed" for span in batch.spans):
+            failures.append(str(batch))
+            raise RuntimeError("out of memory")
+        return launch(batch)
+    engine.worker.execute = fails
+    engine.warm("a")
+    settle(engine)
+    assert len(failures) == 1 and not engine.hints
+    assert turns(engine, a=4)["a"].usage["recomputed"] == 13
+
+
+# ---- nobody waits for a hint
+
+class Typing(World):
+    """A World whose users send hints."""
+
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        self.hints = Hints(self.scheduler)
+        schedule, launched = self.scheduler.schedule, self.scheduler.launched
+        self.available = []                         # (before the warm-ups of a step, behind its launch)
+
+        def schedule_and_fill(now):
+            batch, before = schedule(now), self.cache.available
+            self.hints.fill(batch, now)
+            self.warmed = before if self.hints.in_batch else None
+            return batch
+
+        def launched_and_released(batch):
+            launched(batch)
+            self.hints.release()
+            if self.warmed is not None:
+                arriving = sum(ticket.filled for ticket in batch.swap_in)
+                self.available.append((self.warmed, self.cache.available + arriving))
+        self.scheduler.schedule, self.scheduler.launched = schedule_and_fill, launched_and_released
+
+
+@pytest.mark.parametrize("places", [0, 4, 16])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_hint_takes_no_slot_from_the_next_step(depth, places, seed):
+    """Behind each step with a warm-up as many slots are available as before it. (Those to which KV is copied
+    count: they are available when the copy has ended.) The fake worker checks what every span reads."""
+    world, rng = Typing(slots=48, places=places, chunk=4, depth=depth, seed=seed), random.Random(seed)
+    names = "abcdef"
+    for _ in range(300):
+        name = rng.choice(names)
+        conversation = world.cache.open(name)
+        if rng.random() < 0.1 and conversation.order not in world.scheduler.unfinished:
+            if len(conversation.tokens) > 30:
+                world.cache.forget(conversation)
+            else:
+                world.submit(name, rng.randint(1, 8), max_tokens=rng.randint(1, 6))
+        elif rng.random() < 0.2 and PLACEHOLDER not in conversation.tokens:
+            world.hints.give(conversation, world.now)
+        world.step()
+    assert len(world.available) > 4 and world.hints.stats["warmed_tokens_recomputed"] > 0
+    assert all(after >= before for before, after in world.available)
+
+
+# ---- answers never depend on it
+
+@pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
+@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+def test_answers_are_exact(checkpoint, switches):  # noqa: F811
+    directory, model = checkpoint
+    flags = dict(gpu_cache_tokens=256, cpu_cache_tokens=160, chunk_size=8, max_batch_tokens=48, max_running=4)
+    engine = Engine(directory, cost=COST, debug=True, clock=count().__next__, **flags | switches)
+    rng, histories = random.Random(1), {name: [] for name in "abcde"}
+    for number in range(8):
+        engine.depth = number % 2
+        chosen, handles = rng.sample("abcde", 4), {}
+        for name in chosen:
+            if histories[name]:
+                engine.warm(name)
+            for _ in range(rng.randrange(4)):
+                engine.step()
+            prompt = [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 24))]
+            handle = engine.submit(prompt, name, max_tokens=rng.randint(1, 9), ignore_eos=True)
+            handles[name] = histories[name] + prompt, handle
+        for name, (context, handle) in handles.items():
+            reply = handle.result()
+            assert_exact(model, context, reply.token_ids)
+            histories[name] = context + reply.token_ids
+        assert max(map(len, histories.values())) < CONTEXT
+    assert switches.get("stateless") or engine.stats()["hints"] > 10
+    engine.close()
+
+
+# ---- sessions
+
+@pytest.fixture
+def sessions():
+    sessions = Sessions("tiny_chat", cost=COST, debug=True, gpu_cache_tokens=512, cpu_cache_tokens=512)
+    yield sessions
+    sessions.close()
+
+
+def test_a_conversation_that_the_engine_has_forgotten_is_warmed_from_the_history(sessions):
+    first = sessions.chat("My lucky number is 4711.", "c", max_tokens=8)
+    sessions.engine.forget("c")
+    assert "c" not in sessions.engine.cache.conversations
+    length = first.usage["prompt_tokens"] + len(first.token_ids)
+    assert sessions.warm("c") == dict(gpu=0, cpu=0, recomputed=length - 1)
+    settle(sessions.engine)
+    usage = sessions.chat("What is it?", "c", max_tokens=8).usage
+    assert (usage["gpu"], usage["recomputed"]) == (length - 1, 0)
+    with pytest.raises(KeyError):
+        sessions.warm("d")
+    sessions.create("d", {})
+    assert sessions.warm("d") == NOTHING
+
+
+def test_a_cold_conversation_is_held_while_its_hint_waits(sessions):
+    """Somebody is in the queue, so nothing of the hint happens in its first steps."""
+    sessions.chat("My lucky number is 4711.", "c", max_tokens=8)
+    engine = sessions.engine
+    engine.forget("c")
+    long = engine.submit(ids(300, 2), max_tokens=30, ignore_eos=True)
+    queued = engine.submit(ids(200, 2), max_tokens=3, ignore_eos=True)
+    engine.step()
+    sessions.warm("c")
+    engine.step()
+    assert "c" in engine.cache.conversations
+    long.result(), queued.result()
+    settle(engine)
+    assert engine.cache.conversations["c"].sources()[0] > 20
+
+
+def test_a_hint_shares_what_others_of_its_owner_have(sessions):
+    """Two chats that begin alike: the second one's hint recomputes only what is its own."""
+    text = "My favourite food is ramen, and I say so at some length, so that it fills chunks."
+    for name, end in (("c", "Yes."), ("d", "No.")):
+        sessions.chat(text + end, name, max_tokens=8)
+    sessions.engine.forget("d")
+    sessions.warm("d")
+    settle(sessions.engine)
+    c, d = (sessions.engine.cache.conversations[name] for name in "cd")
+    assert d.chunks[0] is c.chunks[0]
+    assert sessions.engine.stats()["warmed_tokens_recomputed"] < len(d.tokens) - 32
+
+
+def test_only_so_many_hints_hold_for_one_key(sessions, monkeypatch):
+    """The others are ignored. A turn frees the place of its hint."""
+    monkeypatch.setattr(sessions_file, "MOST_HINTS", 2)
+    for name in ("k1-a", "k1-b", "k1-c", "k2-a"):
+        sessions.chat("Hi.", name, max_tokens=4)
+    assert [sessions.warm(name, name[:3]) == NOTHING for name in ("k1-a", "k1-b", "k1-c", "k2-a")] == [
+        False, False, True, False]
+    sessions.chat("Hi.", "k1-a", max_tokens=4)
+    assert sessions.warm("k1-c", "k1-") != NOTHING
+
+
+def test_hints_turns_and_deletions_from_many_threads(sessions):
+    sessions.start()
+    names, failures = [f"c{i}" for i in range(6)], []
+
+    def client(number):
+        rng = random.Random(number)
+        for _ in range(20):
+            name = rng.choice(names)
+            try:
+                action = rng.choice(["chat", "warm", "warm", "forget"])
+                if action == "chat":
+                    sessions.chat("Hi, how are you?", name, max_tokens=6)
+                elif action == "warm":
+                    sessions.warm(name)
+                elif rng.random() < 0.3:
+                    sessions.forget(name)
+            except KeyError:
+                pass
+            except Exception as error:
+                failures.append(error)
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert failures == [] and not sessions.engine.failure
