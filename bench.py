@@ -131,6 +131,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("hardware", "gpus", "cpu_gb"):
         if getattr(options, name) and not options.simulate:
             parser.error(f"--{name.replace('_', '-')} needs --simulate: add --simulate")
+    if options.simulate and options.guesses:
+        parser.error("--guesses: simulated tokens are all the same, so guesses would all be right")
     if options.trace and options.dataset:
         parser.error("--trace and --dataset are two loads: give one of them")
     for file in filter(None, (options.json, options.plot)):

@@ -44,6 +44,8 @@ class Config:
     chunk_size: int = flag(32, "tokens in a chunk; a chunk is evicted and copied as a whole")
     max_batch_tokens: int = flag(512, "most tokens that one step computes")
     max_running: int = flag(64, "most requests that run at the same time")
+    guesses: int = flag(0, "most tokens that a decode guesses ahead, where its reply seems to copy "
+                        "from its context; 0: none")
     swap_threshold: float = flag(0.25, "share of the GPU tier that is kept available by copying "
                                  "chunks to the CPU ahead of time; 0: copy only on demand")
     reserve: float = flag(0.10, "share of the GPU tier that an admission leaves available, "
@@ -82,7 +84,7 @@ class Config:
                 "given with random_weights only: a checkpoint's longest context is its own",
                 self.max_context)
         least = dict(max_context=1, gpu_cache_tokens=1, cpu_cache_tokens=0, chunk_size=1,
-                     max_batch_tokens=1, max_running=1)
+                     max_batch_tokens=1, max_running=1, guesses=0)
         for name, smallest in least.items():
             value = getattr(self, name)
             by_default = value is None and getattr(Config, name) is None

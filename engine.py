@@ -25,6 +25,7 @@ from typing import Any
 from checkpoint import find_checkpoint
 from config import Config, require
 from eviction import POLICIES, RecomputeCost
+from guesses import GuessingScheduler
 from handles import Handle, Reply
 from kv_cache import Conversation
 from owner import Owner
@@ -63,9 +64,11 @@ class Engine:
         # A KVCache whose conversations may share chunks:
         self.cache = SharingCache(worker.num_slots, worker.num_places, config.chunk_size,
                                   config.max_running, worker.max_context, policy)
-        self.scheduler = Scheduler(self.cache, min(worker.max_context, worker.num_slots),
-                                   config.max_batch_tokens, config.swap_threshold, config.reserve,
-                                   config.stateless, config.separate_phases)
+        # With guesses, a Scheduler that takes them along:
+        make_scheduler = partial(GuessingScheduler, config.guesses) if config.guesses else Scheduler
+        self.scheduler = make_scheduler(self.cache, min(worker.max_context, worker.num_slots),
+                                        config.max_batch_tokens, config.swap_threshold,
+                                        config.reserve, config.stateless, config.separate_phases)
         self.hints = Hints(self.scheduler)              # second day: warm.py
         # Second day: forget idle conversations without KV? (Sessions keep their tokens elsewhere.)
         self.forgets_cold = False
@@ -135,8 +138,8 @@ class Engine:
     def _ahead(self, batch: Batch) -> int:
         """How many batches may stay unsettled after this step: `depth`. But 0 if the batch computes
         nothing, or if the host must know its tokens before the next launch (for example, penalties
-        count earlier tokens)."""
-        if not self.depth or not batch.spans:
+        count earlier tokens, and guesses go on from them)."""
+        if not self.depth or not batch.spans or batch.guesses:
             return 0
         looks_back = any(span.request.sampling.looks_back for span in batch.spans)
         return 0 if looks_back else self.depth

@@ -610,6 +610,31 @@ class KVCache:
         cached = any(chunk.state and conversation in chunk.users for chunk in conversation.chunks)
         return not (conversation.pinned or conversation.waiting or cached)
 
+    def restore(self, users: Iterable[Conversation], index: int, filled: int) -> int | None:
+        """Chunk `index` of these conversations comes back from a file (kv_file.py). They share it,
+        in state CPU. Returns its place, where the caller puts the KV before the next step.
+
+        Who runs, or has that chunk in a tier already, does without. None if nobody is left, or if
+        no place is free."""
+        lacking = []
+        for user in users:
+            if not user.pinned:
+                missing = range(len(user.chunks), index + 1)
+                user.chunks += [Chunk(user.alone, number) for number in missing]
+                own = user.chunks[index]
+                if own.state is None and user in own.users:
+                    lacking.append(user)
+        if not lacking or not self.free_places:
+            return None
+        chunk = Chunk(tuple(lacking), index)
+        chunk.filled, chunk.place = filled, heapq.heappop(self.free_places)
+        for user in lacking:
+            self._stop_using(user.chunks[index], user)
+            user.chunks[index] = chunk
+            user.known = max(user.known, index * self.chunk_size + filled)
+        self.changed.add(chunk)
+        return chunk.place
+
     def next_to_leave(self, now: float) -> Chunk | None:
         """The chunk that leaves the GPU next, if nobody returns before: the cheapest whose slots
         may be taken at once. If there is none, it is the one that is copied to the CPU next."""

@@ -18,6 +18,7 @@ Invariants: a slot is overwritten only when earlier steps have read it; a copy o
 earlier steps have written; a ticket has landed only when its copy has ended. (kv_cache.py gives no
 slot away that a copy still reads or writes.)
 """
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 
 from arrays import enumerate_each
-from kv_cache import Ticket
+from kv_cache import Chunk, Ticket
 from tier_copies import copy_tokens, page_locked
 
 
@@ -194,6 +195,33 @@ class KVPool:
             targets, sources = self._upload(both)                           # [c] each
             for layer in self.gpu:                                          # [2, slots, H_kv, D]
                 layer.index_copy_(1, targets, layer.index_select(1, sources))
+
+    @property
+    def chunk_shape(self) -> list[int]:
+        """Of the KV of one chunk: [layers, 2, chunk_size, H_kv, D]."""
+        layers, both, _, kv_heads, head_dim = self.gpu.shape
+        return [layers, both, self.chunk_size, kv_heads, head_dim]
+
+    @property
+    def chunk_bytes(self) -> int:
+        return math.prod(self.chunk_shape) * self.gpu.itemsize
+
+    def read_chunk(self, chunk: Chunk) -> bytes:
+        """The bytes of a chunk's KV, wherever it is; 0 behind its last token. (For kv_file.py, when
+        no step and no copy is under way.)"""
+        kv, first = torch.zeros(self.chunk_shape, dtype=self.cpu.dtype), chunk.place
+        if first is None:
+            kv[:, :, :chunk.filled] = self.gpu[:, :, chunk.slots[:chunk.filled]].cpu()
+        else:
+            first *= self.chunk_size
+            kv[:, :, :chunk.filled] = self.cpu[:, :, first:first + chunk.filled]
+        return kv.view(torch.uint8).numpy().tobytes()
+
+    def write_place(self, place: int, data: bytearray):
+        """The reverse, for a place that no step and no copy uses."""
+        kv = torch.frombuffer(data, dtype=self.cpu.dtype).view(self.chunk_shape)
+        first = place * self.chunk_size
+        self.cpu[:, :, first:first + self.chunk_size] = kv
 
     def stats(self) -> dict:
         return self.metrics.stats()

@@ -111,7 +111,8 @@ def tier_sizes(config, model: Model, processes: int) -> tuple[int, int]:
     token_bytes = 2 * kv_heads * shape.head_dim * parameter.element_size()
     host = host_memory() // 4 // processes // token_bytes
     if parameter.device.type == "cuda":
-        free = free_memory(model, config.max_batch_tokens, config.max_running)
+        sampled = config.max_running * (1 + config.guesses)     # tokens, at most, in a step
+        free = free_memory(model, config.max_batch_tokens, sampled)
         gpu = min(1000 * shape.max_context, int(0.9 * free) // token_bytes)
     else:
         gpu = min(16 * shape.max_context, host // 5)

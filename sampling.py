@@ -176,7 +176,7 @@ def tell_masks(requests: list[Request]) -> list:
 
 
 def keep_allowed(logits: Tensor, masks: Tensor) -> Tensor:
-    """masks: int32 [n, words], 32 words >= vocab. If token 32 w + i may come, bit i of word w is 1."""
+    """masks: int32 [n, words], 32 * words >= vocab. If token 32 w + i may come, bit i of word w is 1."""
     bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device) & 1
     allowed = bits.flatten(1)[:, :logits.shape[1]].bool()                       # [n, vocab]
     return logits.masked_fill_(~allowed, -torch.inf)

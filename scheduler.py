@@ -51,6 +51,7 @@ class Request:
     times: list[float] = field(default_factory=list)    # when the host learnt each of its tokens
     logprobs: list = field(default_factory=list)        # of each of its tokens, if asked for
     prompt_logprobs: dict = field(default_factory=dict)     # the worker writes it: see scoring.py
+    luck: int = 0                                   # second day: see guesses.py
     finish_reason: str | None = None                # "stop" | "length" | "cancelled" | "failed"
     error: Exception | None = None
 
@@ -124,6 +125,7 @@ class Batch:
         self.swap_out: list[Ticket] = []            # GPU -> CPU
         self.table_updates: list[tuple] = []        # (row, start, slots): for the slot table
         self.slot_copies: dict[int, int] = {}       # target -> source; copied first
+        self.guesses: list = []                     # second day: see guesses.py
         # `launched` notes whose tokens it samples, and their positions in the contexts.
         self.placeholders: list[tuple[Request, int]] = []
 
@@ -144,8 +146,8 @@ class Batch:
 
     def __str__(self) -> str:
         spans = " ".join(f"{s.request.conversation.name}[{s.start}:{s.end}]" for s in self.spans)
-        copies = {"in": self.swap_in, "out": self.swap_out}
-        parts = [spans] + [f"{way} {_runs(tickets)}" for way, tickets in copies.items() if tickets]
+        runs = {"guess": self.guesses, "in": self.swap_in, "out": self.swap_out}
+        parts = [spans] + [f"{what} {_runs(some)}" for what, some in runs.items() if some]
         return f"step {self.step}  " + " | ".join(parts)
 
 

@@ -106,6 +106,9 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--history", metavar="FILE",
                         help="the file that keeps all conversations (default: one for each model, "
                              "beside server.py)")
+    parser.add_argument("--kv-file", metavar="PATH",
+                        help="a file that keeps the KV-tokens while the server is stopped, at most "
+                             "as large as the CPU tier (default: none; they are recomputed)")
     parser.add_argument("--system-prompt", metavar="TEXT",
                         help="a text, or a file with a text, that chats without a system message "
                              "begin with; its KV-tokens are shared and never evicted "
@@ -173,7 +176,8 @@ def open_server(flags: argparse.Namespace) -> Server:
     with ExitStack() as opened:                     # closes these if anything below fails
         listener = opened.enter_context(listen(flags.host, flags.port))    # before the model loads
         sessions = Sessions(options.pop("model"), history=flags.history,
-                            system_prompt=flags.system_prompt, name=flags.name, **options)
+                            system_prompt=flags.system_prompt, name=flags.name,
+                            kv_file=flags.kv_file, **options)
         opened.callback(sessions.close)
         require(sessions.tokenizer is not None, "model", TOKENIZER_NEEDED, flags.model)
         server = Server(listener, sessions.start(), flags.api_key, flags.max_waiting,

@@ -32,6 +32,7 @@ from attention_kernel import SpanTensors, multi_token_attention
 from attention_plan import NO_MERGES, Plan, make_plan, largest_plan, wanted_items
 from eviction import RecomputeCost
 from graphs import Captured, Graphs, GraphSize, graph_sizes
+from guesses import take_along
 from kv_cache import Ticket
 from kv_pool import KVPool
 from model import Model
@@ -135,6 +136,8 @@ class Worker:
         """Tell the device to execute the batch, behind all that was launched before. Returns a
         function that waits for the result. The books may change as soon as launch has returned."""
         packed = pack(batch.spans)
+        if batch.guesses:                                   # second day
+            take_along(packed, batch.guesses)
         changes = table_changes(batch.table_updates)
         inputs, logits, hidden = self._start(packed, changes, batch.slot_copies, batch.swap_in,
                                              batch.swap_out)

@@ -41,6 +41,9 @@ class Completions:
                 ids = tokenizer.as_written(prompt) if isinstance(prompt, str) else prompt
                 if not ids:
                     raise APIError(400, f"prompt[{index}] should have at least one token", "prompt")
+                if (largest := max(ids)) >= (tokens := self.engine.worker.vocab_size):
+                    raise APIError(400, f"prompt[{index}] should have token ids below {tokens}, got "
+                                        f"{largest}", "prompt")
                 first = self._submit(prefix, body, ids, options_of_each[0])
                 turns.append(first)
                 turns += [self._submit(prefix, body, ids, options, like=first.handle)

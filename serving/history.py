@@ -347,19 +347,19 @@ class History:
                     name=conversation, now=time.time(), new=json.dumps(list(new)),
                     metadata=None if metadata is None else json.dumps(metadata))).rowcount > 0
 
-    def items(self, conversation: str, after: str | None = None, newest_first: bool = False,
+    def items(self, conversation: str, start: str | None = None, newest_first: bool = False,
               limit: int | None = None) -> list[dict]:
         """The visible messages of a conversation, each once, in order, without those of deleted
         turns.
 
         Each has an id. The reply of turn T is msg_T; the messages before it are msg_T_0, msg_T_1,
         ... A message that waited for its turn keeps the id that it had.
-        after, limit: see `items_after`."""
+        start, limit: see `items_from`."""
         with self._reading() as db:
             if (record := find_record(db, conversation)) is None:
                 return []
-            items = items_one_by_one(db, record.head, record.waiting, after, newest_first)
-            return items_after(items, after, limit)
+            items = items_one_by_one(db, record.head, record.waiting, start, newest_first)
+            return items_from(items, start, limit)
 
     def item(self, conversation: str, item_id: str) -> dict | None:
         """One of these messages."""
@@ -369,14 +369,14 @@ class History:
             items = items_one_by_one(db, record.head, record.waiting, item_id, newest_first=True)
             return next((item for item in items if item["id"] == item_id), None)
 
-    def input_items(self, turn_id: str, after: str | None = None, newest_first: bool = False,
+    def input_items(self, turn_id: str, start: str | None = None, newest_first: bool = False,
                     limit: int | None = None) -> list[dict]:
         """The visible messages before the reply of a turn, those of earlier turns included.
-        StaleTurn if the turn is gone. after, limit: see `items_after`."""
+        StaleTurn if the turn is gone. start, limit: see `items_from`."""
         with self._reading() as db:
-            items = items_one_by_one(db, turn_id, [], after, newest_first)
+            items = items_one_by_one(db, turn_id, [], start, newest_first)
             inputs = (item for item in items if item["id"] != f"msg_{turn_id}")
-            return items_after(inputs, after, limit)
+            return items_from(inputs, start, limit)
 
     def items_of(self, turn_id: str) -> list[dict]:
         """The visible messages that were new in a turn, its reply included. StaleTurn if the turn
@@ -385,7 +385,8 @@ class History:
             return items_of(db, turn_id)
 
     def delete_item(self, conversation: str, item_id: str) -> bool:
-        """Delete one of a conversation's visible messages. False if there is no such message.
+        """Delete one of a conversation's visible messages, and the results of its calls. False if
+        there is no such message.
 
         If it is a message of a turn, the conversation ends before that turn now, and its other
         messages from there on wait for its next turn."""
@@ -396,9 +397,12 @@ class History:
             while head and item_id not in [item["id"] for item in items]:
                 items = items_of(db, head) + items
                 head = find_turn(db, "id = :id", id=head).parent
-            remaining = [item for item in items if item["id"] != item_id]
-            if remaining == items:
+            deleted = next((item for item in items if item["id"] == item_id), None)
+            if not deleted:
                 return False
+            calls = [call["id"] for call in deleted.get("tool_calls", ())]
+            remaining = [item for item in items
+                         if item is not deleted and item.get("tool_call_id") not in calls]
             db.execute("""
                 UPDATE conversation
                 SET head = ?, waiting = ?, metadata = coalesce(metadata, '{}'), active = ?
@@ -642,29 +646,29 @@ def chain(db: sqlite3.Connection, way: str, turn_id: str, columns: str) -> list[
 
 
 def items_one_by_one(db: sqlite3.Connection, head: str | None, waiting: list[dict],
-                     after: str | None, newest_first: bool) -> Iterator[dict]:
+                     start: str | None, newest_first: bool) -> Iterator[dict]:
     """The items of all turns up to `head`, then the waiting ones. We read each turn only when
     somebody asks for its items.
 
-    after: nobody asks for items before this one. Most ids name a turn: then we begin with that
+    start: nobody asks for items before this one. Most ids name a turn: then we begin with that
     turn."""
     places = [id for id, in chain(db, ANCESTRY, head, "id")] if head else []
     places.append(None)                 # for the messages that wait for the next turn
     if newest_first:
         places.reverse()
-    turn_id = (after or "").removeprefix("msg_").partition("_")[0]
+    turn_id = (start or "").removeprefix("msg_").partition("_")[0]
     for place in places[places.index(turn_id) if turn_id in places else 0:]:
         items = waiting if place is None else items_of(db, place)
         yield from reversed(items) if newest_first else items
 
 
-def items_after(items: Iterable[dict], after: str | None, limit: int | None) -> list[dict]:
-    """At most `limit` items, those that follow the item with the id `after`.
+def items_from(items: Iterable[dict], start: str | None, limit: int | None) -> list[dict]:
+    """At most `limit` items, from the one with the id `start` on.
 
-    after: None: begin with the first item. If no item has this id, the result is empty. limit:
+    start: None: begin with the first item. If no item has this id, the result is empty. limit:
     None: all."""
-    if after is not None:
-        items = islice(dropwhile(lambda item: item["id"] != after, items), 1, None)
+    if start is not None:
+        items = dropwhile(lambda item: item["id"] != start, items)
     return list(islice(items, limit))
 
 
@@ -704,9 +708,11 @@ def said(message: dict) -> str:
     """The content; of a reply without the thoughts that it begins with, and without white space
     around it: "<think>2 + 2</think> 4\\n" -> "4". Many clients and chat templates do not send these
     back, and we must recognise the reply all the same. Of its calls the values count, since a
-    client parses their JSON and writes it anew."""
+    client parses their JSON and writes it anew. A tool's result names the call that it answers."""
     if message["role"] == "assistant":
         calls = message.get("tool_calls")
         text = message["content"].rpartition("</think>")[2].strip()
         return f"{text}\0{tools.canonical(calls)}" if calls else text
+    if "tool_call_id" in message:
+        return f"{message['content']}\0{message['tool_call_id']}"
     return message["content"]

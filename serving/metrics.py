@@ -60,6 +60,8 @@ COUNTERS = {
     "warmed_tokens_cpu": "Tokens whose KV was copied from the CPU for a hint, before the turn.",
     "warmed_tokens_recomputed": "Tokens whose KV was computed again for a hint, before the turn.",
     "generated_tokens": "Tokens sampled.",
+    "guesses": "Tokens that were guessed ahead and computed.",
+    "right_guesses": "Of these, those that proved right.",
     "suspensions": "Times that a running request was taken out, because slots ran short.",
     "finished": 'Turns that ended with "stop" or "length".',
     "cancelled": "Turns that were cancelled or failed.",

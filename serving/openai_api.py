@@ -32,7 +32,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import count, islice
+from itertools import count, dropwhile, islice
 from typing import Any, Literal
 
 from sampling import LIMITS
@@ -44,7 +44,7 @@ from serving.logprobs import Report, Reports, entries
 from serving.operations import (APIError, ChatBody, CompletionBody, ConversationBody,
                                 EngineOptions, FunctionCall, FunctionOutput, Item, ItemPart,
                                 ItemReference, ItemsBody, ItemsQuery, Message, MetadataBody,
-                                ResponseBody, ResponseQuery)
+                                ResponseBody, ResponseQuery, Thoughts)
 from serving.schemas import Grammar, Grammars, Unusable
 from serving.sessions import Answer, Busy, LiveTurn, Sessions
 
@@ -213,7 +213,8 @@ class API:
         return found
 
     def delete_item(self, prefix: str, id: str, item_id: str) -> dict:
-        if not self.sessions.delete_item(prefix + id, item_id):
+        """With an item goes its whole message: the text of a reply, and all its calls."""
+        if not self.sessions.delete_item(prefix + id, message_id(item_id)):
             raise missing("item", item_id, "item")
         return self.retrieve_conversation(prefix, id)
 
@@ -259,7 +260,8 @@ class API:
         self.retrieve_model(prefix, body.model)
         name, after = self._followed(prefix, body)
         return dict(messages=joined([self._message(prefix, index, entry, name)
-                                     for index, entry in enumerate(body.input)]),
+                                     for index, entry in enumerate(body.input)
+                                     if not isinstance(entry, Thoughts)]),
                     conversation=name and prefix + name,
                     exists=True,    # a client may delete it between this look and the turn's claim
                     after=after,
@@ -418,7 +420,7 @@ def text_of(parts: Iterable[ItemPart]) -> str:
 
 def joined(messages: list[dict]) -> list[dict]:
     """A response's input names the text and each call of a reply one after another: they are one
-    message."""
+    message. So a call without a text, behind the assistant's message, is a part of it."""
     whole = []
     for message in messages:
         calls, before = message.get("tool_calls"), whole[-1] if whole else None
@@ -496,11 +498,11 @@ def message_id(item_id: str) -> str:
 
 def part_of(message: dict, item_id: str) -> dict | None:
     """The part of a message that is this item: one of its calls, or all but its calls."""
+    if item_id not in [item["id"] for item in items_of(message)]:
+        return None
     if item_id != message["id"]:
-        called = [call for item, call in zip(reversed(items_of(message)),
-                                             reversed(message.get("tool_calls", [])))
-                  if item["id"] == item_id]
-        return dict(role="assistant", content="", tool_calls=called) if called else None
+        nth = int(item_id.split("_")[1])
+        return dict(role="assistant", content="", tool_calls=[message["tool_calls"][nth]])
     return {name: message[name] for name in ("role", "content", "tool_call_id") if name in message}
 
 
@@ -519,14 +521,15 @@ def listing(data: list[dict], has_more: bool = False) -> dict:
 
 
 def listed(read: Callable, name: str, query: ItemsQuery) -> dict:
-    """The messages that read(name, ...) finds, at most query.limit of them. We ask for one message
-    more, which tells us whether there are more."""
-    newest_first, after = query.order == "desc", query.after and message_id(query.after)
-    messages = read(name, after, newest_first, query.limit + 1)
-    groups = [items_of(message) for message in messages[:query.limit]]
-    return listing([item for group in groups
-                    for item in (reversed(group) if newest_first else group)],
-                   has_more=len(messages) > query.limit)
+    """The items of the messages that read(name, ...) finds, at most query.limit of them. We ask for
+    two messages more: that of the item `after`, and one that tells us whether there are more."""
+    newest_first = query.order == "desc"
+    start = query.after and message_id(query.after)
+    items = [item for message in read(name, start, newest_first, query.limit + 2)
+             for item in items_of(message)[::-1 if newest_first else 1]]
+    if query.after:
+        items = list(dropwhile(lambda item: item["id"] != query.after, items))[1:]
+    return listing(items[:query.limit], has_more=len(items) > query.limit)
 
 
 def response_usage(usage: dict) -> dict:
@@ -619,10 +622,10 @@ def text_before(turn: LiveTurn) -> tools.TextBefore:
 
 
 def chat_message(message: dict) -> dict:
-    told = dict(role="assistant", content=message["content"], refusal=None)
+    shown = dict(role="assistant", content=message["content"], refusal=None)
     if calls := chat_calls(message):
-        told |= dict(content=message["content"] or None, tool_calls=calls)
-    return told
+        shown |= dict(content=message["content"] or None, tool_calls=calls)
+    return shown
 
 
 def chat_calls(message: dict) -> list[dict]:
@@ -718,8 +721,8 @@ class ResponseEvents:
 
     def failure(self, error: APIError) -> dict:
         code = error.code or ("server_error" if error.status >= 500 else "invalid_prompt")
-        told = dict(code=code, message=str(error))
-        return self.event("failed", response=self.response("failed", error=told))
+        problem = dict(code=code, message=str(error))
+        return self.event("failed", response=self.response("failed", error=problem))
 
     def event(self, kind: str, **fields) -> dict:
         return dict(type=f"response.{kind}", sequence_number=next(self.numbers), **fields)

@@ -147,7 +147,7 @@ def simple(value: Any) -> Any:
                                         "most 512 characters")
 
 
-def whole(value: Any) -> Any:
+def as_int(value: Any) -> Any:
     """Some clients write 8 as 8.0."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -174,7 +174,20 @@ def json_object(value: Any) -> Any:
     return value
 
 
-def arguments(value: Any) -> Any:
+def functions(given: Any, info: ValidationInfo) -> Any:
+    """The tools that are functions. codex always sends others beside them (web_search, namespace,
+    custom), and no chat template shows these. So we ignore them, but where they are alone."""
+    if info.context is None or not isinstance(given, list):
+        return given
+    types = [tool.get("type") if isinstance(tool, dict) else None for tool in given]
+    others = {type for type in types if isinstance(type, str)} - {"function"}
+    if "function" not in types:
+        return given
+    info.context.update(f"Tool.{type:.100}" for type in others)
+    return [tool for tool, type in zip(given, types) if type not in others]
+
+
+def text_of_object(value: Any) -> Any:
     """The text of a call's arguments, if it is such an object."""
     if isinstance(value, str):
         try:
@@ -186,7 +199,7 @@ def arguments(value: Any) -> Any:
 
 
 MOST_TOKENS = 2**20         # whose log probabilities a client gives back
-Int = Annotated[int, BeforeValidator(whole)]
+Int = Annotated[int, BeforeValidator(as_int)]
 Text = Annotated[str, Field(max_length=2**20)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 StopString = Annotated[str, Field(min_length=1, max_length=100)]
@@ -199,14 +212,14 @@ OrMessage = OrString("a list", lambda text: [dict(role="user", content=text)])
 OneStop = OrString("a list", lambda text: [text])
 OneMode = OrString("an object", lambda mode: dict(mode=mode))
 OrId = OrString("an object with an id", lambda id: dict(id=id))
-TopK = Annotated[int, BeforeValidator(lambda given: 0 if given == -1 else whole(given))]
+TopK = Annotated[int, BeforeValidator(lambda given: 0 if given == -1 else as_int(given))]
 Option = Annotated[bool | int | float | Value, BeforeValidator(simple)]
 OptionName = Annotated[Key, AfterValidator(template_option)]
 TemplateOptions = Annotated[dict[OptionName, Option], Field(max_length=16),
                             BeforeValidator(template_options)]
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
 JSONObject = Annotated[dict[str, Any], BeforeValidator(json_object)]
-Arguments = Annotated[Text, BeforeValidator(arguments)]
+Arguments = Annotated[Text, BeforeValidator(text_of_object)]
 Include = Annotated[list[Text], members(100), OrString("a list", lambda text: [text])]
 Metadata = Annotated[dict[Key, Value], Field(max_length=16), BeforeValidator(without_empty)]
 
@@ -312,8 +325,9 @@ class Message(Fields):
     @model_validator(mode="before")
     @classmethod
     def _may_call_in_silence(cls, given: Any) -> Any:
-        """Beside its calls, a message may have no content."""
-        if isinstance(given, dict) and given.get("tool_calls") and not given.get("content"):
+        """Beside its calls, a message may have no content; nor need a result have one."""
+        if isinstance(given, dict) and not given.get("content") and (
+                given.get("tool_calls") or given.get("role") == "tool"):
             return given | dict(content="")
         return given
 
@@ -347,12 +361,23 @@ class FunctionOutput(Fields):
     """What the client's function has answered."""
     type: Literal["function_call_output"]
     call_id: Name
-    output: Annotated[list[ItemPart], members(1000), OrText]
+    output: Annotated[list[ItemPart], members(1000), OrText] = []
     id: Name = None
     status: Literal["in_progress", "completed", "incomplete"] = None
 
 
-KINDS = dict(item_reference="[reference]", function_call="[call]", function_call_output="[output]")
+class Thoughts(Fields):
+    """Of another server's model, whose conversation goes on here. No chat template shows them."""
+    type: Literal["reasoning"]
+    id: Name = None
+    summary: Annotated[list, members(1000)] = []
+    content: Annotated[list, members(1000)] = []
+    encrypted_content: Text = None
+    status: Text = None
+
+
+KINDS = dict(item_reference="[reference]", function_call="[call]", function_call_output="[output]",
+             reasoning="[thoughts]")
 
 
 def kind_of_item(given: Any) -> str:
@@ -362,7 +387,8 @@ def kind_of_item(given: Any) -> str:
 
 InputItem = Annotated[
     Annotated[Item, Tag("[message]")] | Annotated[ItemReference, Tag("[reference]")]
-    | Annotated[FunctionCall, Tag("[call]")] | Annotated[FunctionOutput, Tag("[output]")],
+    | Annotated[FunctionCall, Tag("[call]")] | Annotated[FunctionOutput, Tag("[output]")]
+    | Annotated[Thoughts, Tag("[thoughts]")],
     Discriminator(kind_of_item)]
 
 
@@ -376,9 +402,9 @@ class PlainFormat(Fields):
 
 
 class Schema(Fields):
-    """A reply keeps to the schema, whether or not it is called `strict`."""
+    """A reply keeps to the schema, whether or not it is called `strict`. {} is any JSON."""
     name: Text
-    json_schema: dict = Field(alias="schema")
+    json_schema: dict = Field({}, alias="schema")
     description: Text = None
     strict: bool = None
 
@@ -403,7 +429,7 @@ class ChatSchemaFormat(Fields):
 
 
 def kind_of_format(given: Any) -> str:
-    """given: of a client, or a format of ours that is written out again."""
+    """given: of a client, or a format of ours: pydantic asks again when model_dump() writes it."""
     type = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
     return "[schema]" if type == "json_schema" else "[plain]"
 
@@ -440,9 +466,11 @@ class ChatStreamOptions(UsageOptions):
 
 def prompts(given: Any) -> Any:
     """A list of prompts: a text or a list of ids is one prompt."""
-    if isinstance(given, list) and given and not all(isinstance(one, int) for one in given):
-        return given
-    return [given]
+    if not isinstance(given, str | list):
+        raise PydanticCustomError("prompt", "Input should be a string, a list of strings, or of "
+                                  "token ids")
+    one = isinstance(given, str) or given and all(isinstance(each, int) for each in given)
+    return [given] if one else given
 
 
 def kind_of_prompt(given: Any) -> str:
@@ -569,7 +597,7 @@ class ChatBody(ReplyBody):
                          "|max_output_tokens")
     messages_in = "messages"
     messages: Annotated[list[Message], members(10_000, least=1)]
-    tools: Annotated[list[ChatTool], members(1000)] = []
+    tools: Annotated[list[ChatTool], members(1000), BeforeValidator(functions)] = []
     max_tokens: Int = Field(None, ge=1)
     max_completion_tokens: Int = Field(None, ge=1)          # the newer name of max_tokens
     stream_options: ChatStreamOptions = ChatStreamOptions()
@@ -590,7 +618,7 @@ class ResponseBody(ReplyBody):
     truncation: Literal["disabled", "auto"] = "disabled"
     include: Include = []           # what we do not have is never part of a response
     text: TextOptions = TextOptions()
-    tools: Annotated[list[FunctionTool], members(1000)] = []
+    tools: Annotated[list[FunctionTool], members(1000), BeforeValidator(functions)] = []
     reasoning: ReasoningOptions = None
     stream_options: StreamOptions = None
 
@@ -726,7 +754,7 @@ def parse(operation: Operation, given: Any, ignored: set[str] | None = None) -> 
 
 
 # Steps of a fault's path that are no fields: pydantic's mark of a key, and our tags of items.
-MARKS = "[key]", "[message]", "[plain]", "[schema]", "[text]", "[ids]", *KINDS.values()
+NOT_FIELDS = "[key]", "[message]", "[plain]", "[schema]", "[text]", "[ids]", *KINDS.values()
 # OpenAI's words for some kinds of faults.
 CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unsupported_parameter"}
 
@@ -755,7 +783,7 @@ def sentence(fault: ErrorDetails) -> str:
 def place(fault: ErrorDetails) -> str:
     """The path of the field at fault, such as messages[0].role."""
     steps = [f"[{step}]" if isinstance(step, int) else f".{step[:100]}" for step in fault["loc"]
-             if step not in MARKS]
+             if step not in NOT_FIELDS]
     return "".join(steps).removeprefix(".")
 
 

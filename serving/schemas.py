@@ -4,7 +4,8 @@ Before each token of such a reply, a *mask* says which tokens may come next. sam
 others a logit of -inf, and draws as always. The model never sees the schema, so a client tells it
 in words what to write.
 
-    reply so far    {"age": 4               of {"properties": {"age": {"type": "integer"}}, ...}
+    schema          {"properties": {"age": {"type": "integer"}}, "additionalProperties": false}
+    reply so far    {"age": 4
     may come next   0 1 ... 9 } and blanks          the end token: only behind }
 
 `llguidance` compiles schemas and computes masks. It is optional: the server runs without it, and
@@ -26,9 +27,9 @@ import numpy as np
 from serving import tools
 from serving.tokenizer import Tokenizer
 
-MOST_CHARACTERS = 2**16     # of a schema; it compiles within about a second
+MOST_CHARACTERS = 2**16     # of a schema; it mostly compiles within a second
 MOST_REMAINDERS = 10_000    # the product of all `multipleOf`: a parser has a state for each remainder
-MOST_GRAMMARS = 32          # that we keep compiled: agents send the same ones again and again
+MOST_GRAMMARS = 32          # that we keep compiled, or refused: agents send the same ones again
 FIRST_TOKENS = 3            # that we try: a grammar that is too complex mostly fails here
 # In JSON; a client's `x-guidance` cannot change it. With unbounded blanks a weak model never ends.
 OPTIONS = dict(whitespace_pattern=r" ?|\n {0,16}", lenient=False, coerce_one_of=False)
@@ -48,7 +49,7 @@ class Constraint:
         """Which tokens may follow the reply: bit i of word w, for token 32 w + i. After the end
         token only this one may follow. Nothing may if the grammar has become too complex.
 
-        int32 [words], 32 words >= vocab. Each call's reply begins with that of the call before."""
+        int32 [words], 32 * words >= vocab. Each call's reply begins with that of the call before."""
         if not self.matcher.is_stopped():       # it takes no token after the end token
             self.matcher.consume_tokens(reply[self.read:])
         self.read = len(reply)
@@ -73,11 +74,11 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, stop_ids: frozenset[int]):
         """vocab_size, stop_ids: the model's."""
         self.tokenizer, self.vocab_size, self.stop_ids = tokenizer, vocab_size, stop_ids
-        self._compile = lru_cache(MOST_GRAMMARS)(self._compile_anew)
+        self._compiled = lru_cache(MOST_GRAMMARS)(self._compile_anew)
 
     def of_schema(self, schema: dict) -> Grammar:
         """JSON that a JSON schema describes; members come in its order. Unusable if it cannot be
-        served as it stands."""
+        served as it stands. (A name that a reply repeats counts twice for minProperties.)"""
         matcher, text = self._library.LLMatcher, written(schema)
         refuse_large(text)
         try:
@@ -101,7 +102,14 @@ class Grammars:
         either = "calls" if answer is None else f"calls | {inline(answer)}"
         return self.of_lark(f"start: {either}\n{calls}")
 
-    def _compile_anew(self, text: str) -> Grammar:
+    def _compile(self, text: str) -> Grammar:
+        compiled = self._compiled(text)
+        if isinstance(compiled, str):
+            raise Unusable(compiled)
+        return compiled
+
+    def _compile_anew(self, text: str) -> Grammar | str:
+        """A text says why it cannot be used."""
         limits = self._library.LLParserLimits(verbose_errors=False)     # else they show the schema
         matcher = self._library.LLMatcher(self._tokens, text, log_level=0, limits=limits)
         grammar, reply = Grammar(matcher), []
@@ -110,7 +118,7 @@ class Grammars:
             mask: Any = trial.mask(reply)
             allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")
             if not allowed.any():
-                raise Unusable(cause(trial.matcher.get_error()))
+                return cause(trial.matcher.get_error())
             reply.append(int(allowed.argmax()))
         return grammar
 
@@ -131,7 +139,8 @@ class Grammars:
 
     @cached_property
     def _tokens(self):
-        """Our vocabulary, as the library knows it."""
+        """Our vocabulary, as the library knows it. It wants one end token as the main one.
+        (json_slices: masks of the inside of JSON's strings, which it computes ahead.)"""
         tokens = Vocabulary(self._text_tokenizer(), self.vocab_size, min(self.stop_ids))
         make, wrapped = self._library.LLTokenizer, self._library.TokenizerWrapper(tokens)
         return make(wrapped, self.vocab_size, sorted(self.stop_ids), make.json_slices())
@@ -156,12 +165,13 @@ def cause(error: str) -> str:
 
 
 def refuse_large(schema: str):
-    """Unusable if it might take more than a second to compile. (No limit of the library's counts
-    remainders: a `multipleOf` of 1,000,000 would take 20 seconds.)"""
+    """Unusable if it might take seconds to compile. schema: as json.dumps writes it, so a quote
+    within a string has a backslash. (No limit of the library's counts remainders: a `multipleOf` of
+    1,000,000 would take 20 seconds.)"""
     if len(schema) > MOST_CHARACTERS:
         raise Unusable(f"it has {len(schema)} characters, and the limit is {MOST_CHARACTERS}")
     multiples = set(re.findall(r'"multipleOf": ([\d.e+-]+)', schema))
-    if math.prod(map(remainders, multiples)) > MOST_REMAINDERS:
+    if math.prod(max(remainders(number), 1) for number in multiples) > MOST_REMAINDERS:
         raise Unusable(f"the product of its multipleOf is more than {MOST_REMAINDERS}")
 
 
@@ -177,7 +187,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer, size: int, end: int):
         self.encode, self.eos_token_id = tokenizer.encode, end
-        # Special tokens have no bytes, so they are no part of any text.
+        # Special tokens have no bytes, so they are no part of any text. (Marks of calls have.)
         self.tokens = [tokenizer.pieces.get(token, b"") for token in range(size)]
 
     def __call__(self, text: str) -> list[int]:

@@ -54,6 +54,7 @@ import re
 import threading
 import time
 import traceback
+from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -66,6 +67,7 @@ from pathlib import Path
 from config import require
 from engine import Engine
 from handles import Handle, Outbox, Reply
+from kv_file import KVFile
 from scheduler import TooLong
 from serving.history import ConversationRecord, History, StaleTurn, Turn, new_id
 from serving import tools
@@ -224,11 +226,12 @@ class Sessions:
 
     def __init__(self, engine: Engine | str | Path = "tiny_chat", *,
                  history: History | str | Path | None = None, system_prompt: str | None = None,
-                 name: str = "", **flags):
+                 name: str = "", kv_file: str | Path | None = None, **flags):
         """engine: an engine to which nobody else submits. Or the model of a new engine, and in
         `flags` the other keywords of Engine. history: a file; by default memory. system_prompt: a
         text, or a file with one, that every chat without a system message begins with. name: of
         this one among several servers, small letters and digits; all new ids begin with it.
+        kv_file: keeps the KV from `close` to the next start; see kv_file.py.
         ValueError for what cannot be served."""
         require(re.fullmatch("[a-z0-9]*", name), "name", "small letters and digits", name)
         self.name = name
@@ -238,6 +241,7 @@ class Sessions:
         else:
             self.engine = Engine(engine, **flags)
         try:
+            self.kv_file = kv_file and KVFile(kv_file, self.engine, self._settled_tokens)
             self._open(history, system_prompt)
         except BaseException:
             if self.engine is not engine:           # nobody else could close it
@@ -249,6 +253,8 @@ class Sessions:
         self.writer: ThreadPoolExecutor | None = None       # the writing thread
         self.engine.forgets_cold = True             # since the history has the tokens
         self.clock_offset = time.time() - time.monotonic()  # at the start; later the clock may jump
+        if self.kv_file:
+            self.kv_file.load()
 
     def _open(self, history: History | str | Path | None, system_prompt: str | None):
         """The tokenizer, the system prompt and the history. The history last: a prompt that cannot
@@ -263,6 +269,16 @@ class Sessions:
             history = History(str(history or ":memory:"), fingerprint, engine.worker.vocab_size)
         self.history = history
 
+    def _settled_tokens(self, conversation: str) -> array | None:
+        """Its tokens in the history; none if it is not there. None if a turn has it, whose commit
+        may be on its way."""
+        if conversation in self.turns:
+            return None
+        with suppress(StaleTurn):                   # deleted at this moment
+            if head := self.history.head(conversation):
+                return self.history.tokens(head.id)
+        return array("i")
+
     def start(self) -> "Sessions":
         """From now on one thread steps the engine, and another one writes the history."""
         self.writer = self.writer or ThreadPoolExecutor(1, "history")
@@ -272,9 +288,12 @@ class Sessions:
     def close(self):
         """Cancel all turns, close engine and history. Every turn that was told to be done is
         kept."""
+        failed = self.engine.failure                # then we trust no KV
         self.engine.close()
         if self.writer:
             self.writer.shutdown()
+        if self.kv_file:
+            self.kv_file.close(trusted=not failed)
         self.history.close()
 
     def new_id(self) -> str:
@@ -708,7 +727,10 @@ class Sessions:
         head = self.history.head(conversation)
         if head is None:                            # it has no turn yet
             return nothing_to_do()
-        context = self.history.tokens(head.id)
+        try:
+            context = self.history.tokens(head.id)
+        except StaleTurn:                           # deleted at this moment
+            raise KeyError(conversation) from None
         owner = prefix + json.loads(head.note).get("salt", "")
 
         def warm() -> dict[str, int]:
@@ -741,13 +763,19 @@ class Sessions:
         def change():
             if due():
                 self.history.forget(conversation)
-                self.engine.forget(conversation)
+                self._forget_kv(conversation)
         try:
             self._write(partial(self._alone, conversation, change))
         except Busy:
             return False
         self._cancel_orphans()
         return True
+
+    def _forget_kv(self, conversation: str):
+        """The history has let go of it, or of some turns of it."""
+        self.engine.forget(conversation)
+        if self.kv_file:
+            self.kv_file.erase(conversation)
 
     def _cancel_orphans(self):
         """Cancel every turn of a conversation that goes on from a turn that is gone now: it cannot
@@ -761,7 +789,7 @@ class Sessions:
         """Free both tiers and the history of a turn; cancel every turn that goes on from it. If
         later turns build on it, it is only hidden, and goes with the last of them. A turn that
         begins at this very moment in a conversation that becomes shorter may be cancelled, too."""
-        self._write(lambda: [self.engine.forget(name) for name in self.history.delete(turn.id)])
+        self._write(lambda: [self._forget_kv(name) for name in self.history.delete(turn.id)])
         self._cancel_orphans()
 
     def prune(self, max_age: float, max_bytes: float, prefix: str = ""):
@@ -827,7 +855,7 @@ class Sessions:
             before = self.history.head(conversation)
             deleted = self.history.delete_item(conversation, item_id)
             if self.history.head(conversation) != before:
-                self.engine.forget(conversation)
+                self._forget_kv(conversation)
             return deleted
         deleted = self._write(partial(self._alone, conversation, change))
         self._cancel_orphans()

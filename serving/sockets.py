@@ -18,6 +18,7 @@ import re
 import secrets
 import select
 import socket
+import sys
 import threading
 import time
 import zlib
@@ -169,6 +170,9 @@ class Server(ThreadingHTTPServer):
         APIError if that would be too many. If there are several API keys, one may not have more
         places than are free: so there are always some for the others."""
         with self.lock:
+            if turns > self.most_turns:                     # it would never have places
+                raise APIError(400, f"n times the prompts should be at most {self.most_turns}, "
+                                    f"got {turns}", "n")
             free = self.most_turns - self.unsettled.total()
             if turns and turns + (self.unsettled[prefix] if self.private else 0) > free:
                 raise APIError(429, f"at most {self.most_turns} turns may run or wait: try again "
@@ -463,13 +467,13 @@ class Handler(BaseHTTPRequestHandler):
         coding = ", ".join(self.headers.get_all("Content-Encoding", [])).strip().lower()
         if coding in ("", "identity"):
             return body
-        if coding not in DECODERS:
-            raise APIError(415, f"Content-Encoding: we read {' and '.join(DECODERS)}, "
+        if coding not in (*DECODERS, "zstd"):
+            raise APIError(415, f"Content-Encoding: we read {', '.join(DECODERS)} and zstd, "
                                 f"not {coding!r:.100}")
+        decoder = zstd_decoder() if coding == "zstd" else zlib.decompressobj(DECODERS[coding])
         try:
-            decoder = zlib.decompressobj(DECODERS[coding])
             body = decoder.decompress(body, MAX_BODY_BYTES + 1)
-        except zlib.error as error:
+        except Exception as error:      # zlib.error, ZstdError; nothing else can happen
             raise APIError(400, f"Content-Encoding: the body is not {coding}: {error}") from error
         if len(body) > MAX_BODY_BYTES:
             raise APIError(413, f"the body has more than {MAX_BODY_BYTES} bytes when it is decoded")
@@ -685,6 +689,20 @@ def read_query(query: str) -> dict[str, str | list[str]]:
     given = parse_qs(query, keep_blank_values=True)
     return {name.removesuffix("[]"): values if name.endswith("[]") else values[-1]
             for name, values in given.items()}
+
+
+def zstd_decoder() -> Any:
+    """codex compresses its bodies so. APIError if this Python cannot read them."""
+    try:
+        if sys.version_info < (3, 14):
+            from backports import zstd
+        else:
+            from compression import zstd
+    except ImportError as error:
+        raise APIError(415, "Content-Encoding: to read zstd, this server needs Python 3.14 or the "
+                            "package backports.zstd (pip install backports.zstd)") from error
+    window: Any = {zstd.DecompressionParameter.window_log_max: 23}   # 8 MiB, as RFC 9659 asks for
+    return zstd.ZstdDecompressor(options=window)
 
 
 def has_hung_up(connection: socket.socket) -> bool:

@@ -7,23 +7,27 @@ learned. A call stands in a reply's text in one of three forms; the template tel
     Llama 3     {"name": "add", "parameters": {"a": 1}}                     the whole reply
     Mistral     [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]
 
-For a template that ignores tools we write them into the system message, in Hermes' form
-(`in_words`), so any model can take part.
+For a template that ignores tools, or that shows calls in yet another form, we write them into the
+system message, in Hermes' form (`in_words`), so any model can take part.
 
     reply's text -- read --> {"role": "assistant", "content": "Let me see.", "tool_calls": [
                                 {"id": "call_T_0", "name": "add", "arguments": '{"a": 1}'}]}
 
 Invariant: no text is lost. What does not read as a call of an offered function stays content.
+(But a client that wants one call alone gets none of those behind the first.)
 """
 import hashlib
 import json
+import re
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 MOST_DEEP = 64              # objects and lists within each other
-THOUGHT_END = "</think>"    # what stands before it is no call
-# What we meet where no call stands.
+THOUGHT, THOUGHT_END = "<think>", "</think>"    # what stands between them is no call
+DECODER, BLANKS = json.JSONDecoder(), re.compile(r"\s*")
+# The errors of reading something that is no call.
 BROKEN = ValueError, TypeError, KeyError, AttributeError, RecursionError
 RESULT = "<tool_response>\n{}\n</tool_response>"
 OFFER = """You may call functions to answer the user. These are described in JSON:
@@ -47,6 +51,7 @@ class Form(NamedTuple):
     arguments: str = "arguments"    # the name of a call's arguments
     # The role of the message in which we offer the tools. None: the template offers them.
     words: str | None = None
+    thinks: bool = False        # the template writes the <think> that a reply begins with
 
 
 HERMES = Form("<tool_call>", "</tool_call>")
@@ -90,11 +95,11 @@ def in_words(messages: list[dict], tools: list[dict] | None, role: str) -> list[
 
     role: "system", or "user" if the template shows no system message."""
     plain = []
-    for message in messages:
+    for before, message in zip([None, *messages], messages):
         content = message["content"]
         if message["role"] == "tool":
             message = dict(role="user", content=RESULT.format(content))
-            if plain and plain[-1]["content"].startswith("<tool_response>"):
+            if before and before["role"] == "tool":
                 message["content"] = f"{plain.pop()['content']}\n{message['content']}"
         elif calls := message.get("tool_calls"):
             texts = [f"<tool_call>\n{as_json(call['function'])}\n</tool_call>" for call in calls]
@@ -107,6 +112,7 @@ def in_words(messages: list[dict], tools: list[dict] | None, role: str) -> list[
         if first is None:
             return [dict(role=role, content=offer)] + plain
         texts = [plain[first]["content"], offer]
+        # What the user asks stays last.
         joined = "\n\n".join(texts if role == "system" else reversed(texts))
         plain[first] = dict(plain[first], content=joined)
     return plain
@@ -117,24 +123,41 @@ def as_json(value: Any) -> str:
 
 
 def form_of(render: Callable[[list[dict], list[dict]], str]) -> Form:
-    """The form of a template's calls. render(messages, tools): what it shows; ValueError if it
-    refuses them."""
-    name = "a_function_of_an_odd_name"
+    """The form of a template's calls: the one in which we can read a call that the template shows.
+    If we can read none, or if it ignores the tools, we write them in words, in Hermes' form.
+
+    render(messages, tools): what the template shows; ValueError if it refuses them."""
+    name, arguments = "a_function_of_an_odd_name", {"a": "b"}
     tools, question = offered([dict(name=name)]), dict(role="user", content="a")
-    call = dict(id="123456789", name=name, arguments="{}")
-    asked = [question, visible(dict(role="assistant", content="", tool_calls=[call])),
-             dict(role="tool", content="b", tool_call_id=call["id"])]
+    call = dict(id="123456789", name=name, arguments=as_json(arguments))
+    calling = [question, visible(dict(role="assistant", content="", tool_calls=[call])),
+               dict(role="tool", content="b", tool_call_id=call["id"])]
 
     def shown(messages: list[dict], tools: list[dict]) -> str:
         with suppress(ValueError):
             return render(messages, tools)
         return ""
-    if name in (offer := shown([question], tools)):
-        text = offer + shown(asked, tools)
-        return next((form for form in (MISTRAL, HERMES) if form.mark in text), LLAMA)
+
+    offer = shown([question], tools)
+    thinks = offer.rstrip().endswith(THOUGHT)
+    if name in offer:
+        called = shown(calling, tools)
+        behind = called[len(commonprefix([offer, called])):]        # what both show is the offer
+        for form in MISTRAL, HERMES, LLAMA:
+            if reads_back(form, behind, name, arguments):
+                return form._replace(thinks=thinks)
     system = [dict(role="system", content="a")]
     takes_system = name in shown(in_words(system + [question], tools, "system"), [])
-    return HERMES._replace(words="system" if takes_system else "user")
+    return HERMES._replace(words="system" if takes_system else "user", thinks=thinks)
+
+
+def reads_back(form: Form, shown: str, name: str, arguments: dict) -> bool:
+    """Can we read this one call in what a template has shown?"""
+    if not form.mark:               # then the call is the first object
+        begin = shown.find("{")
+        with suppress(*BROKEN):
+            shown = shown[begin:DECODER.raw_decode(shown, begin)[1]]
+    return split(form, shown, [name])[1] == [(name, arguments)]
 
 
 # ---- what the model must say
@@ -177,7 +200,9 @@ def read(form: Form, text: str, names: Collection[str], turn_id: str,
     """A whole reply as a message: its calls of the functions `names`, and the text around them.
 
     most: calls; None: all. A message without calls has no "tool_calls"."""
-    thought, end, said = text.rpartition(THOUGHT_END)
+    thought, end, said = text.partition(THOUGHT_END)
+    if not (text.lstrip().startswith(THOUGHT) or form.thinks and end):
+        thought, end, said = "", "", text
     rest, calls = split(form, said, names) if names else (said, [])
     if not calls:
         return dict(role="assistant", content=text)
@@ -187,26 +212,23 @@ def read(form: Form, text: str, names: Collection[str], turn_id: str,
 
 
 def split(form: Form, text: str, names: Collection[str]) -> tuple[str, list[tuple[str, dict]]]:
-    """The text around the calls, and the calls: (name, arguments) each."""
+    """The text around the calls, and the calls: (name, arguments) each.
+
+        "A <tool_call>x <tool_call>{a call}</tool_call> B"      "A <tool_call>x  B", [the call]
+    """
     if not form.mark:
         with suppress(*BROKEN):
-            return "", calls_in(json.loads(text), names)
+            return "", calls_in([json.loads(text)], names)      # a list is none: it takes one alone
         return text, []
-    calls, before = [], ""
-    while form.mark in text:
-        head, mark, tail = text.partition(form.mark)
-        blanks = len(tail) - len(tail.lstrip())
-        try:
-            value, length = json.JSONDecoder().raw_decode(tail, blanks)
+    calls, around, start = [], [], 0
+    closing = re.compile(rf"\s*{re.escape(form.end)}" if form.end else "")
+    for mark in re.finditer(re.escape(form.mark), text):
+        with suppress(*BROKEN):         # of a mark within a call, too: its quotes have a backslash
+            value, end = DECODER.raw_decode(text, BLANKS.match(text, mark.end()).end())
             calls += calls_in(value, names)
-        except BROKEN:
-            before, text = before + head + mark, tail
-        else:
-            text = tail[length:]
-            before += head
-            if text.lstrip().startswith(form.end):
-                text = text.lstrip().removeprefix(form.end)
-    return before + text, calls
+            around.append(text[start:mark.start()])
+            start = found.end() if (found := closing.match(text, end)) else end
+    return "".join(around) + text[start:], calls
 
 
 def calls_in(value: Any, names: Collection[str]) -> list[tuple[str, dict]]:
@@ -216,7 +238,6 @@ def calls_in(value: Any, names: Collection[str]) -> list[tuple[str, dict]]:
         arguments = entry["arguments"] if "arguments" in entry else entry.get("parameters", {})
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
-        as_json(arguments)                              # NaN is no JSON
         if entry["name"] not in names or not is_object(arguments):
             raise ValueError("no call of a function that was offered")
         calls.append((entry["name"], arguments))
@@ -224,12 +245,16 @@ def calls_in(value: Any, names: Collection[str]) -> list[tuple[str, dict]]:
 
 
 def is_object(value: Any) -> bool:
-    """Is it a JSON object, nested less deeply than a function can call itself?"""
-    level = [value]
+    """Is it an object that JSON can write (so without NaN and half characters), nested less deeply
+    than a function can call itself?"""
+    level: list = [value] if isinstance(value, dict) else []
     for _ in range(MOST_DEEP):
-        level = [member for outer in level if isinstance(outer, dict | list)
-                 for member in (outer.values() if isinstance(outer, dict) else outer)]
-    return isinstance(value, dict) and not level
+        level = [member for outer in level
+                 for member in (outer.values() if isinstance(outer, dict) else outer)
+                 if isinstance(member, dict | list)]
+    with suppress(ValueError):
+        return isinstance(value, dict) and not level and bool(as_json(value).encode())
+    return False
 
 
 class TextBefore:
@@ -240,35 +265,41 @@ class TextBefore:
     """
 
     def __init__(self, form: Form | None, names: Collection[str]):
+        """names: of the functions that the reply may call. Without any, all text is certain."""
         self.form, self.length = form if names else None, 0     # length: of what was given out
-        self._held = ""
+        self._held, self._over = [], False      # _over: the rest is read when it is complete
 
     def push(self, text: str) -> str:
-        self._held += text
-        end = self._certain()
-        given, self._held = self._held[:end], self._held[end:]
-        self.length += len(given)
-        return given
+        waits = bool(self._held)
+        if self._over or waits and text.isspace():      # a weak model writes blanks without an end
+            self._held.append(text)
+            return ""
+        held = "".join([*self._held, text])
+        end, self._over = self._certain(held)
+        self._held = [held[end:]] if end < len(held) else []
+        self.length += end
+        return held[:end]
 
-    def _certain(self) -> int:
-        held = self._held
+    def _certain(self, held: str) -> tuple[int, bool]:
+        """How much of what we hold is certain to be text; does a call seem to follow?"""
         if self.form is None:
-            return len(held)
+            return len(held), False
         if not (mark := self.form.mark):
-            may_begin = not self.length and held.lstrip()[:1] in ("", "{")
-            return 0 if may_begin else len(held)
-        begin = held.find(mark)
-        if begin < 0:
-            begin = len(held) - max(n for n in range(len(mark)) if held.endswith(mark[:n]))
-        return len(held[:begin].rstrip())       # `read` removes the blanks before a call
+            thought, end, said = held.rpartition(THOUGHT_END)
+            if (end or not self.length) and said.lstrip()[:1] in ("", "{"):
+                return len(thought), bool(said.strip())
+            return without_part(held, THOUGHT_END), False
+        begin = held.find(mark) if mark in held else without_part(held, mark)
+        return len(held[:begin].rstrip()), mark in held     # `read` drops the blanks before a call
+
+
+def without_part(text: str, mark: str) -> int:
+    """The length of the text without the part of a mark that it ends with: "So <tool" -> 3."""
+    return len(text) - max(n for n in range(len(mark)) if text.endswith(mark[:n]))
 
 
 def canonical(calls: list[dict]) -> str:
-    """The values of calls, whoever has written their JSON: {"b": 1.0, "a": 2} is {"a":2,"b":1}."""
-    return json.dumps([[call["name"], json.loads(call["arguments"], parse_float=number)]
+    """The values of calls, whoever has written their JSON: {"b": 1.0, "a": 2} is {"a":2,"b":1}.
+    Numbers are those of JavaScript: its JSON makes 12345678901234567000 of 12345678901234567890."""
+    return json.dumps([[call["name"], json.loads(call["arguments"], parse_int=float)]
                        for call in calls], sort_keys=True)
-
-
-def number(digits: str) -> float:
-    value = float(digits)
-    return int(value) if value.is_integer() else value

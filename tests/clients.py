@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -45,6 +46,31 @@ def make_checkpoint(directory: Path):
     library.save(str(directory / "tokenizer.json"))
     settings = dict(eos_token="<|end|>", chat_template=TEMPLATE)
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def make_noise(directory: Path, context: int):
+    """A random model over tiny_chat's vocabulary, for any context. It says noise, in any letters, and comes
+    to an end: as the likeliest token the end token comes every tenth time or so, what ends a string or an
+    object of JSON likewise."""
+    directory.mkdir()
+    for name in "tokenizer.json", "tokenizer_config.json":
+        shutil.copy(ROOT / "tiny_chat" / name, directory)
+    end, likely = 511, [1, 93, 511]                          # the tokens " } and <|end|>
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=context, n_embd=48, n_layer=2, n_head=2,
+                                       eos_token_id=end, bos_token_id=end, tie_word_embeddings=False))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    body, norm, head = model.transformer, model.transformer.ln_f, model.lm_head.weight.data
+    for embedding in body.wte, body.wpe:                     # these say most: no reply runs in circles
+        torch.nn.init.normal_(embedding.weight)
+    torch.nn.init.normal_(head, std=48**-0.5)
+    torch.nn.init.ones_(norm.weight)
+    torch.nn.init.zeros_(norm.bias)
+    norm.weight.data[0], norm.bias.data[0] = 0, 1            # a bias for each token
+    head[:, 0] = 0
+    head[likely, 0] = 1.5                                    # all other logits are N(0, 1)
+    model.save_pretrained(directory)
 
 
 @contextlib.contextmanager

@@ -4,11 +4,14 @@ import random
 import zlib
 from array import array
 from collections import deque
+from functools import partial
 
 import numpy as np
 
 from eviction import POLICIES, RecomputeCost
+from guesses import GuessingScheduler
 from kv_cache import KVCache
+from sampling import Sampling
 from scheduler import PLACEHOLDER, Batch, Request, Result, Scheduler
 from sharing import SharingCache
 
@@ -59,8 +62,18 @@ class FakeWorker:
         samples = [(span, answer(self.tokens(span))) for span in batch.spans if span.samples]
         for span, token in samples:
             self.sampled[span.request.conversation.row] = token
+        behind = [token for guess in batch.guesses for token in self.behind(guess)]
         landed = self.land(self.flying) or list(self.flying)[:not batch.spans]
-        return Result([token for _, token in samples], [self.arrive(ticket) for ticket in landed])
+        return Result([token for _, token in samples] + behind, [self.arrive(ticket) for ticket in landed])
+
+    def behind(self, guess):
+        """Compute the guesses' KV; yield the tokens behind them."""
+        tokens = guess.request.conversation.tokens[:]
+        for position, token in enumerate(guess.tokens, guess.start):
+            tokens.append(token)
+            assert len(tokens) == position + 1 and PLACEHOLDER not in tokens
+            self.slots[self.table[guess.conversation.row, position]] = prefix(tokens, position + 1)
+            yield answer(tokens)
 
     def tokens(self, span) -> array:
         """Those of its conversation, as the device knows them."""
@@ -106,15 +119,16 @@ class World:
     """A scheduler and a fake worker with a clock of our own."""
 
     def __init__(self, slots=32, places=8, chunk=4, rows=4, limit=None, policy="retention", land=None,
-                 seed=0, prefix=(), depth=0, stop_ids=(), **switches):
+                 seed=0, prefix=(), depth=0, stop_ids=(), guesses=0, **switches):
         """prefix: tokens that are designated. depth: how many batches the scheduler is ahead of what it
-        is told. stop_ids: of every request."""
+        is told. stop_ids: of every request. guesses: at most, for each decode."""
         self.depth, self.unsettled, self.stop_ids = depth, deque(), frozenset(stop_ids)
         self.cache = SharingCache(slots, places, chunk, rows, limit or slots, POLICIES[policy](COST, chunk))
         self.prefix = list(prefix)
         self.cache.designate(prefix)
-        self.scheduler = Scheduler(self.cache, limit or slots - len(prefix),
-                                   **{"max_batch_tokens": 16, **switches})
+        make_scheduler = partial(GuessingScheduler, guesses) if guesses else Scheduler
+        self.scheduler = make_scheduler(self.cache, limit or slots - len(prefix),
+                                        **{"max_batch_tokens": 16, **switches})
         self.worker = FakeWorker(self.cache, land or (lambda tickets: list(tickets)), seed)
         self.now = 0.0
         self.salt = 0                          # tells one prompt from the next
@@ -125,7 +139,8 @@ class World:
         if isinstance(prompt, int):
             prompt = [(7 * i + self.salt) % 50 for i in range(prompt)]
         prompt = list(prompt)
-        request = Request(self.cache.open(name), prompt, max_tokens, stop_ids=self.stop_ids)
+        request = Request(self.cache.open(name), prompt, max_tokens, stop_ids=self.stop_ids,
+                          sampling=Sampling())
         if owner is not None:
             self.cache.own(request.conversation, owner)
         if like:
@@ -145,7 +160,7 @@ class World:
         if batch or self.cache.in_flight and not self.unsettled:
             self.unsettled.append((batch, self.worker.execute(batch)))
             self.scheduler.launched(batch)
-        while len(self.unsettled) > (self.depth if batch.spans else 0):
+        while len(self.unsettled) > (self.depth if batch.spans and not batch.guesses else 0):
             self.scheduler.account(*self.unsettled.popleft(), self.now)
         self.cache.check_integrity()
         return batch

@@ -25,7 +25,7 @@ SWITCHES = [
     dict(policy="trailing-half", swap_threshold=0.0, chunk_size=5),
     dict(policy="conversation", cpu_cache_tokens=8, max_batch_tokens=7),
     dict(policy="trailing", stateless=True),
-    dict(cpu_cache_tokens=0)]
+    dict(cpu_cache_tokens=0, guesses=4)]
 PRESSURE = dict(gpu_cache_tokens=200, cpu_cache_tokens=160, max_batch_tokens=24, reserve=0.0,
                 swap_threshold=0.1)
 SAMPLED = [dict(temperature=1.0, seed=1), dict(temperature=0.8, top_k=20, top_p=0.9, seed=2, logprobs=3),

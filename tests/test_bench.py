@@ -345,6 +345,7 @@ def test_every_figure_can_be_plotted():
     (["fig10", "--json", "no/such/directory/figure.json"], "no/such/directory"),
     (["fig10", "--plot", "/"], "/ cannot be written"),
     (["fig10", "--gpus", "2"], "add --simulate"),
+    (["fig10", "--simulate", "--guesses", "4"], "would all be right"),
     (["fig10", "--trace", "trace.jsonl", "--dataset", "sharegpt"], "give one of them")])
 def test_a_flag_that_cannot_work_fails_before_anything_runs(monkeypatch, capsys, flags, message):
     monkeypatch.setitem(sys.modules, "matplotlib", None)        # as if it were not installed

@@ -227,7 +227,10 @@ def test_a_designated_prefix_is_computed_again_for_its_log_probabilities(checkpo
     (dict(suffix="end"), "suffix"), (dict(prompt=""), "prompt"), (dict(prompt=[]), "prompt"),
     (dict(prompt=[[]]), "prompt[0]"), (dict(prompt=[1, "a"]), "prompt[0]"),
     (dict(prompt=[-1]), "prompt[0][0]"),
-    (dict(prompt=[10**6]), "token id"), (dict(prompt=None), "prompt"), (dict(logprobs=6), "logprobs"),
+    (dict(prompt=["Hi", [1, 10**6]]), "prompt[1] should have token ids below"), (dict(prompt=None), "prompt"),
+    (dict(prompt=5), "prompt should be a string, a list of strings, or of token ids"),
+    (dict(prompt=["Hi", ""]), "prompt[1] should have"),
+    (dict(prompt=["Hi"] * 20, n=100), "n times the prompts"), (dict(logprobs=6), "logprobs"),
     (dict(logprobs=True), "logprobs"), (dict(best_of=2), "best_of"), (dict(max_tokens=-1), "max_tokens"),
     (dict(messages=[dict(role="user", content="Hi")]), "messages"), (dict(top_logprobs=2), "top_logprobs"),
     (dict(max_tokens=10**6), "maximum context length"), (dict(prompt="a" * 10**4), "maximum context length"),
@@ -274,8 +277,10 @@ def test_a_choice_that_cannot_begin_ends_all(server, complete, monkeypatch):
 
 
 def test_every_choice_of_every_prompt_counts_as_a_turn(server, complete):
-    with pytest.raises(openai.RateLimitError):
-        complete(["Hi"] * 20, n=100)
+    most = server.most_turns
+    with server.counted("", most - 5), pytest.raises(openai.RateLimitError):
+        complete(["Hi"] * 3, n=2)
+    assert len(complete(["Hi"] * 3, n=2, max_tokens=1).choices) == 6
 
 
 def test_who_hangs_up_ends_all_choices(server, complete):

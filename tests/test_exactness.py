@@ -55,7 +55,7 @@ def assert_exact(model, context, reply):
 SWITCHES = [dict(policy=policy) for policy in sorted(POLICIES)] + [
     dict(stateless=True), dict(separate_phases=True), dict(no_pipeline=True), dict(swap_threshold=0.0),
     dict(cpu_cache_tokens=0), dict(cpu_cache_tokens=8), dict(reserve=0.0), dict(chunk_size=5),
-    dict(max_batch_tokens=7), dict(gpu_cache_tokens=1000, cpu_cache_tokens=2000)]
+    dict(max_batch_tokens=7), dict(guesses=5), dict(gpu_cache_tokens=1000, cpu_cache_tokens=2000)]
 # The cache does not know the architecture. So one of them goes through all switches. For the others we swap,
 # drop, recompute and split: all that gives their positions something to go wrong.
 CASES = [("llama", switches) for switches in SWITCHES] + [

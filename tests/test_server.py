@@ -722,10 +722,13 @@ def test_rare_but_legal(server, length, body):
     assert answer.count(b"HTTP/1.1 200 OK") == 2 and answer.endswith(b'{"status": "ok"}')
 
 
-def test_content_encodings(server):
+def test_content_encodings(server, monkeypatch):
     said = json.dumps(dict(input="Hi" * 500)).encode()
-    packed = dict(gzip=gzip.compress(said), deflate=zlib.compress(said), identity=said)
-    for coding, data in packed.items():
+    zstd = pytest.importorskip("backports.zstd", reason="needs backports.zstd (requirements-dev.txt)")
+    makers = dict(gzip=gzip.compress, deflate=zlib.compress, zstd=zstd.compress, identity=bytes)
+    for coding, compress in makers.items():
+        data = compress(said)
+
         def answered(data, coding=coding):
             return fetch(server, "POST", "/v1/responses/input_tokens", data, {"Content-Encoding": coding})
         assert answered(data)[1]["input_tokens"] > 1000
@@ -733,11 +736,17 @@ def test_content_encodings(server):
             for broken in (data[:-5], said):
                 status, answer = answered(broken)
                 assert status == 400 and "Content-Encoding" in answer["error"]["message"]
-            bomb = (gzip if coding == "gzip" else zlib).compress(bytes(100 * MAX_BODY_BYTES))
+            bomb = compress(bytes(100 * MAX_BODY_BYTES))
             assert answered(bomb)[0] == 413
-    status, answer = answered(said, "zstd")
+    status, answer = answered(said, "br")
     assert status == 415
-    assert all(name in answer["error"]["message"] for name in ("Content-Encoding", "zstd"))
+    assert all(name in answer["error"]["message"] for name in ("Content-Encoding", "br", "zstd"))
+    wide = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 27})      # 128 MiB
+    status, answer = answered(wide.compress(said) + wide.flush(), "zstd")
+    assert status == 400 and "Content-Encoding" in answer["error"]["message"]
+    monkeypatch.setitem(sys.modules, "backports", None)
+    status, answer = answered(zstd.compress(said), "zstd")
+    assert status == 415 and "pip install backports.zstd" in answer["error"]["message"]
 
 
 def test_a_hang_up_behind_the_next_request_is_seen(server):

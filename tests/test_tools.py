@@ -4,7 +4,9 @@ A model's letters are random here, so clients.Script puts our own in their place
 import json
 import random
 import sys
+import time
 from contextlib import closing, contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -205,6 +207,7 @@ def hermes(name="add", end="</tool_call>", **arguments):
     return "<tool_call>\n" + json.dumps(dict(name=name, arguments=arguments)) + "\n" + end
 
 
+THINKS = tools.HERMES._replace(thinks=True)
 READ = [
     (tools.HERMES, hermes(a=1), "", [("add", dict(a=1))]),
     (tools.HERMES, "I see.\n\n" + hermes(a=1) + "\n" + hermes("sub"), "I see.",
@@ -216,11 +219,18 @@ READ = [
     (tools.HERMES, f"<think>Or {hermes(a=0)}?</think>{hermes(a=1)}", f"<think>Or {hermes(a=0)}?</think>",
      [("add", dict(a=1))]),
     (tools.HERMES, "<tool_call>" + hermes(a=1), "<tool_call>", [("add", dict(a=1))]),
+    (tools.HERMES, hermes(b="</think>"), "", [("add", dict(b="</think>"))]),
+    (tools.HERMES, hermes(b=hermes(a=1)) + "x", "x", [("add", dict(b=hermes(a=1)))]),
+    (THINKS, f"Or {hermes(a=0)}?</think>{hermes(a=1)}", f"Or {hermes(a=0)}?</think>", [("add", dict(a=1))]),
+    (THINKS, hermes(a=1), "", [("add", dict(a=1))]),
+    (tools.LLAMA, '<think>{</think>\n{"name": "add", "parameters": {"a": 1}}', "<think>{</think>",
+     [("add", dict(a=1))]),
     (tools.LLAMA, ' {"name": "add", "parameters": {"a": [1, {}]}}\n', "", [("add", dict(a=[1, {}]))]),
     (tools.MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {}}, {"name": "sub"}]', "",
      [("add", {}), ("sub", {})]),
     (tools.MISTRAL, 'So: [TOOL_CALLS][{"name": "add", "arguments": {}, "id": "123456789"}]', "So:",
      [("add", {})]),
+    (tools.MISTRAL, '[TOOL_CALLS][{"name": "add"}]  B', "  B", [("add", {})]),
 ]
 DEEP = '{"a":' * 5000 + "1" + "}" * 5000
 TEXT = [
@@ -232,6 +242,9 @@ TEXT = [
     (tools.HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>'),
     (tools.HERMES, '<tool_call>{"name": ["add"], "arguments": {}}</tool_call>'),
     (tools.HERMES, f'<tool_call>{{"name": "add", "arguments": {DEEP}}}</tool_call>'),
+    (tools.HERMES, '<tool_call>{"name": "add", "arguments": {"b": "\\ud83d"}}</tool_call>'),
+    (tools.HERMES, f"<think>Or {hermes(a=0)}"), (tools.LLAMA, '[{"name": "add", "parameters": {}}]'),
+    (tools.LLAMA, '<think>x</think>{"answer": 4}'),
     (tools.HERMES, '{"name": "add", "arguments": {}}'), (tools.LLAMA, hermes(a=1)),
     (tools.LLAMA, '{"name": "Ada", "parameters": {}}'), (tools.LLAMA, '{"answer": 4}'), (tools.LLAMA, "5"),
     (tools.LLAMA, '{"name": "add", "parameters": {}}; {"name": "add", "parameters": {}}'),
@@ -257,7 +270,7 @@ def test_a_part_of_a_list_is_no_call():
     assert read(tools.MISTRAL, text) == (text, [])
 
 
-@pytest.mark.parametrize("form, text", [case[:2] for case in READ] + TEXT[:11])
+@pytest.mark.parametrize("form, text", [case[:2] for case in READ] + TEXT)
 def test_streamed_text_is_the_beginning_of_the_content(form, text):
     content, calls = read(form, text)
     for seed in range(30):
@@ -276,7 +289,51 @@ def test_text_is_held_back_only_where_a_call_may_begin():
     assert given == ["Let me", " see.", "", " <tools>", "", "\n\nx", "", ""]
     before = tools.TextBefore(tools.LLAMA, ["add"])
     assert [before.push(piece) for piece in (" ", "So ", "{", " ")] == ["", " So ", "{", " "]
+    before = tools.TextBefore(tools.LLAMA, ["add"])
+    pieces = "<think>x</", "think>", " {", "}"
+    assert [before.push(piece) for piece in pieces] == ["<think>x", "", "", ""]
+    assert tools.TextBefore(tools.LLAMA, ["add"]).push("<think>x</think>{") == "<think>x"
     assert tools.TextBefore(tools.HERMES, []).push("<tool_call>") == "<tool_call>"
+
+
+def test_no_text_takes_long():
+    """A weak model writes blanks, or marks, without an end: neither may cost its square."""
+    for form, text in ((tools.HERMES, "    "), (tools.LLAMA, "\n"), (tools.HERMES, "<tool_call>\n")):
+        before, begin = tools.TextBefore(form, ["add"]), time.perf_counter()
+        for _ in range(100_000):
+            before.push(text)
+        tools.read(form, text * 20_000, ["add"], "T")
+        assert time.perf_counter() - begin < 10
+
+
+def test_how_deep_an_object_may_be():
+    def nested(depth, inner):
+        return json.loads('{"a":' * depth + inner + "}" * depth)
+    for inner, depth in (("1", tools.MOST_DEEP), ("{}", tools.MOST_DEEP - 1), ("[]", tools.MOST_DEEP - 1)):
+        assert tools.is_object(nested(depth, inner)) and not tools.is_object(nested(depth + 1, inner))
+    assert not any(map(tools.is_object, ([], "a", None, dict(a=float("nan")), {"\ud800": 1})))
+
+
+def test_a_result_in_words_swallows_no_other_message():
+    said = [user("<tool_response>u"), dict(role="assistant", content="<tool_response>a"),
+            dict(role="tool", content="r", tool_call_id="1")]
+    assert tools.in_words(said, None, "system") == [
+        *said[:2], user("<tool_response>\nr\n</tool_response>")]
+
+
+# How Qwen3-Coder, newer Mistral models, and DeepSeek's show a call.
+OTHERS = ["<tool_call>\n<function={0.name}>\n</function>\n</tool_call>", "[TOOL_CALLS]{0.name}[ARGS]{{}}",
+          "<calls>function<sep>{0.name}\n```json\n{{}}\n```"]
+
+
+@pytest.mark.parametrize("shown", OTHERS)
+def test_a_form_that_we_cannot_read_gives_way_to_words(shown):
+    def render(messages, offer):
+        calls = [shown.format(SimpleNamespace(**call["function"])) for message in messages
+                 for call in message.get("tool_calls", ())]
+        texts = [message["content"] for message in messages]
+        return "".join([json.dumps(offer), *texts, *calls, "<think>\n"])
+    assert tools.form_of(render) == tools.HERMES._replace(words="system", thinks=True)
 
 
 def test_calls_are_equal_by_value():
@@ -403,6 +460,65 @@ def test_an_agent_in_responses(server, client, template, stream, follows):
         for item in listed:
             found = client.conversations.items.retrieve(item.id, conversation_id=options["conversation"])
             assert found.type == item.type
+
+
+def test_items_of_a_reply_with_two_calls(server, client, template):
+    """A list cuts between its items; a deleted call takes its message and the results along."""
+    if template == "llama":
+        pytest.skip("this form has one call in a reply")
+    two = {"mistral": CALLS["mistral"][:-1] + "," + CALLS["mistral"].removeprefix("[TOOL_CALLS][")}
+    conversation = client.conversations.create().id
+    with next_replies(server, "So.\n" + two.get(template, CALLS[template] * 2)):
+        made = respond(client, [user("Hi")], conversation=conversation)
+    assert [item.type for item in made.output] == ["message", "function_call", "function_call"]
+    results = [dict(type="function_call_output", call_id=call.call_id, output="4")
+               for call in made.output[1:]]
+    with next_replies(server, "Four."):
+        respond(client, results, conversation=conversation)
+    items = client.conversations.items
+    whole = [item.id for item in items.list(conversation, order="asc").data]
+    assert len(whole) == 7          # the question, the reply's three, two results, "Four."
+    for order, expected in ("asc", whole), ("desc", whole[::-1]):
+        for limit in 1, 2, 3:
+            page = items.list(conversation, order=order, limit=limit)
+            assert [item.id for item in page.data] == expected[:limit] and page.has_more
+            assert [item.id for item in page] == expected
+    reference = [dict(type="item_reference", id=made.output[2].id), results[1]]
+    with next_replies(server, "Yes."):
+        assert respond(client, [user("Hi"), *reference]).output_text == "Yes."
+    kept = client.conversations.items.delete(made.output[2].id, conversation_id=conversation)
+    assert kept.id == conversation
+    assert [item.id for item in items.list(conversation, order="asc")] == [whole[0], whole[-1]]
+
+
+def test_no_item_is_referred_to_that_is_not_there(server, client, template):
+    """A reply that is calls alone has no message of text."""
+    with next_replies(server, CALLS[template]):
+        call, = respond(client, [user("Alone")]).output
+    with pytest.raises(openai.NotFoundError, match="no item"):
+        respond(client, [dict(type="item_reference", id=call.id.removeprefix("fc_0_"))])
+
+
+def test_results_in_another_order_are_another_history(server, template):
+    """Though the client's next message stands behind the same texts."""
+    if template != "mistral":
+        pytest.skip("only this template shows the ids of results")
+    call = '{"name":"add","arguments":{"a":1}}'
+    with next_replies(server, f"[TOOL_CALLS][{call},{call}]"):
+        message = fetch(server, "POST", CHAT, dict(messages=[user("Swap")], tools=CHAT_TOOLS)
+                        )[1]["choices"][0]["message"]
+    ids = [call["id"] for call in message["tool_calls"]]
+    for order in ids, ids[::-1], ids:
+        history = [user("Swap"), message] + [dict(role="tool", tool_call_id=id, content=content)
+                                             for id, content in zip(order, ["one", "two"])]
+        with next_replies(server, "Two."):
+            reply = fetch(server, "POST", CHAT, dict(messages=history, tools=CHAT_TOOLS))[1]
+        history += [reply["choices"][0]["message"], user("More")]
+        with next_replies(server, "Three."):
+            again = fetch(server, "POST", CHAT, dict(messages=history, tools=CHAT_TOOLS))[1]
+        tokens = server.engine.cache.conversations[again["conversation_id"]].tokens
+        text = server.sessions.tokenizer.decode(tokens)
+        assert text.index(tools.short(order[0]) + " one") < text.index(tools.short(order[1]) + " two")
 
 
 def test_events_of_a_call(server, client, template):
@@ -644,6 +760,7 @@ def test_who_asks_for_json_may_get_a_call_first(free, template, calls, likely):
 BAD = dict(type="object", properties=dict(a=dict(type="foo")))
 
 
+@pytest.mark.parametrize("template", ["hermes"], indirect=True)
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
 @pytest.mark.parametrize("fields, problem", [
     (dict(tool_choice="required", tools=[]), "tool_choice is 'required', but there are no tools"),
@@ -657,9 +774,7 @@ BAD = dict(type="object", properties=dict(a=dict(type="foo")))
     (dict(tool_choice="required", parameters=BAD), "tool_choice cannot be served: Invalid type: foo"),
     (dict(tool_choice="required", parameters=dict(enum=["x" * 2**16])),
      "tool_choice cannot be served: it has 658")])
-def test_a_choice_that_is_refused(free, template, path, fields, problem):
-    if template != "hermes":
-        pytest.skip("it is the same for all")
+def test_a_choice_that_is_refused(free, path, fields, problem):
     fields = dict(fields)
     offer = [function(path, name="add", parameters=fields.pop("parameters", {}))]
     asked = dict(messages=[user("Hi")]) if path == CHAT else dict(input="Hi")
@@ -693,23 +808,56 @@ def silent(arguments="{}", **fields):
 
 @pytest.mark.parametrize("path, body", [
     *((CHAT, dict(messages=[user("Hi"), message, dict(role="tool", tool_call_id="1", content=result)]))
-      for message, result in [(silent(content=None), ""), (silent(), "2"), (silent("", content=[]), "2")]),
+      for message, result in [(silent(content=None), ""), (silent(), "2"), (silent("", content=[]), None)]),
     (RESPONSES, dict(input="Hi", reasoning=dict(summary="auto"), client_metadata=dict(a="b"),
                      include=["reasoning.encrypted_content"])),
     (RESPONSES, dict(input=[user("Hi"), dict(type="function_call", call_id="1", name="add", arguments="{}"),
                             dict(type="function_call_output", call_id="1",
-                                 output=[dict(type="input_text", text="2")])]))])
+                                 output=[dict(type="input_text", text="2")])])),
+    (RESPONSES, dict(input=[user("Hi"), dict(type="function_call", call_id="1", name="add", arguments="{}"),
+                            dict(type="function_call_output", call_id="1", output=None)]))])
 def test_what_agents_send(server, template, path, body):
     with next_replies(server, "Two."):
         status, answer = fetch(server, "POST", path, body | dict(tools=CHAT_TOOLS if path == CHAT else TOOLS))
     assert status == 200, answer
 
 
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_tools_that_are_no_functions(server, template, path):
+    """The model sees the functions alone; nobody can force the others."""
+    usual = dict(messages=[user("Hi")]) if path == CHAT else dict(input="Hi")
+    own = CHAT_TOOLS if path == CHAT else TOOLS
+    others = [dict(type="web_search", external_web_access=False),
+              dict(type="namespace", name="a", tools=TOOLS),
+              dict(type="custom", name="apply_patch", format=dict(type="grammar", definition="start: /a/"))]
+    tokens = []
+    for offer in (own, [*others[:1], *own, *others[1:]]):
+        with next_replies(server, "Two."):
+            usage = fetch(server, "POST", path, usual | dict(tools=offer))[1]["usage"]
+        tokens.append(usage.get("prompt_tokens", usage.get("input_tokens")))
+    assert tokens[0] == tokens[1]
+    for fields in (dict(tools=others), dict(tools=[*own, *others], tool_choice=dict(type="web_search"))):
+        assert fetch(server, "POST", path, usual | fields)[0] == 400
+
+
+def test_thoughts_of_another_server(server, template):
+    thoughts = dict(type="reasoning", id="rs_1", summary=[dict(type="summary_text", text="Hm")], content=None,
+                    encrypted_content="gAAA")
+    said = [user("Hi"), dict(role="assistant", content="Ho"), user("And?")]
+    tokens = []
+    for sent in (said, [said[0], thoughts, *said[1:]]):
+        with next_replies(server, "Two."):
+            made = fetch(server, "POST", RESPONSES, dict(input=sent, tools=TOOLS))[1]
+        tokens.append(made["usage"]["input_tokens"])
+    assert tokens[0] == tokens[1]
+
+
 @pytest.mark.parametrize("path, fields, place", [
     (RESPONSES, dict(tools=[dict(type="web_search")]), "tools[0].name"),
     (RESPONSES, dict(reasoning=dict(effort="low", summary="auto")), "reasoning.effort"),
     (CHAT, dict(messages=[user("Hi"), silent("[1]")]), "messages[1].tool_calls[0].function.arguments"),
-    (CHAT, dict(messages=[user("Hi"), silent(DEEP)]), "messages[1].tool_calls[0].function.arguments"),
+    *((CHAT, dict(messages=[user("Hi"), silent(text)]), "messages[1].tool_calls[0].function.arguments")
+      for text in (DEEP, '{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}')),
     (CHAT, dict(messages=[user("Hi"), dict(role="assistant")]), "messages[1].content"),
     (CHAT, dict(tools=[dict(type="function", function=dict(name="a b"))]), "tools[0].function.name"),
     (CHAT, dict(tools=[dict(type="function", function=dict(name="a", parameters=json.loads(DEEP[:400 * 5]
