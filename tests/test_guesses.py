@@ -11,7 +11,7 @@ import test_properties
 from engine import Engine
 from eviction import RecomputeCost
 from fakes import World, answer
-from guesses import copied
+from guesses import MOST_LUCK, PATIENCE, copied
 from scheduler import Scheduler
 
 COST = RecomputeCost({4: 1e-3, 64: 3e-3}, rest=1e-3)
@@ -25,6 +25,9 @@ COST = RecomputeCost({4: 1e-3, 64: 3e-3}, rest=1e-3)
     ([1, 2, 3, 4, 2], 4, []),                               # one in common is too few
     ([1, 2, 7, 1, 2, 8, 1, 2], 4, [8]),                     # the latest place
     ([3, 1, 2, 7, 9, 1, 2, 8, 3, 1, 2], 4, [7, 9]),         # but rather more in common
+    # 5 in common in front of 7 8, later 3 in front of 9 9. No more than most + 1 tokens are compared.
+    ([1, 2, 3, 4, 5, 7, 8, 0, 3, 4, 5, 9, 9, 1, 2, 3, 4, 5], 2, [9, 9]),
+    ([1, 2, 3, 4, 5, 7, 8, 0, 3, 4, 5, 9, 9, 1, 2, 3, 4, 5], 3, [7, 8, 0]),
     ([5, 1, 2, 1, 2, 1, 2], 8, [1, 2, 1]),                  # goes round and round
     ([7], 4, []), ([7, 7], 4, []), ([7, 7, 7, 7], 4, [7, 7]), ([*range(5)] * 2000, 3, [0, 1, 2])])
 def test_copied(tokens, most, expected):
@@ -150,6 +153,18 @@ def test_wrong_guesses_soon_end_and_right_ones_allow_more(guessing):
     world, request = turn(max_tokens=50)
     world.run()                     # the reply's token 32 allows one guess, this one two, these two four
     assert world.scheduler.stats["right_guesses"] > 7 and request.generated == expected(request)
+
+
+@pytest.mark.parametrize("before", ["right", "none"])
+def test_luck_does_not_pile_up(before, guessing):
+    """400 tokens whose guesses are right, or that make none. Then 600 that never copy."""
+    early = (lambda tokens: right(tokens, 8)) if before == "right" else lambda tokens: []
+    guessing(lambda tokens: early(tokens) if len(tokens) < 400 else [99] * 8)
+    world, _ = turn(max_tokens=1000, slots=2048, chunk=64, limit=2000)
+    world.run()
+    stats = world.scheduler.stats
+    wrong = stats["guesses"] - stats["right_guesses"]
+    assert 8 < wrong <= 8 + MOST_LUCK + 1000 // PATIENCE
 
 
 def test_one_step_ahead_the_host_settles_before_it_guesses(guessing):
