@@ -28,7 +28,7 @@ WINDOW = 8192           # we look for copies among so many tokens, the last ones
 # A request begins with a luck of 0. Each guess takes 1 of it. Below 0 it may guess less.
 GAIN = 2                # a right guess gives so much
 PATIENCE = 32           # so many tokens of its reply give 1
-MOST_LUCK = 32          # it never has more
+MOST_LUCK = 32          # it never has more: else it would guess wrong as long as it guessed right
 
 
 def copied(tokens: Sequence[int], most: int) -> list[int]:
@@ -40,14 +40,14 @@ def copied(tokens: Sequence[int], most: int) -> list[int]:
         1 2 3 4 5 6 1 2 3       3 tokens stood before: 4 5
         5 1 2 1 2 1 2           goes round, 4 tokens stood before: 1 2 1"""
     context = np.array(tokens[-WINDOW:], np.int32)
-    # ends: where the last `common + 1` tokens stood before. Each round looks one token further back.
+    # ends: where the last `common + 1` tokens stood before. Each round looks one token further.
     ends, end, common = np.flatnonzero(context[:-1] == context[-1]), 0, 0
     while len(ends) and common <= most:
         end, common = ends[-1], common + 1
         ends = ends[ends >= common]
         ends = ends[context[ends - common] == context[-1 - common]]
-    following = context[end + 1:end + 1 + most].tolist()    # it may reach the end: then it goes round
-    return (following * most)[:max(0, common - 1)]
+    following = context[end + 1:end + 1 + most].tolist()
+    return (following * most)[:max(0, common - 1)]      # (if it ends too soon, it goes round)
 
 
 class Guess(NamedTuple):
@@ -125,7 +125,7 @@ class GuessingScheduler(Scheduler):
             guessed += [(request, position, token) for position, token in enumerate(tokens, start)]
         behind = zip(guessed, result.tokens[decoded:], logprobs[decoded:], strict=True)
         for (request, position, guess), token, logprob in behind:
-            # (Behind a wrong guess the context ends before the next one, which differs from [].)
+            # (Behind a wrong guess the context ends before the next one: [] is no guess.)
             tokens = request.conversation.tokens
             if request.finish_reason or tokens[position:].tolist() != [guess]:
                 continue

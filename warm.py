@@ -145,7 +145,7 @@ class Hints:
         self.in_batch.append(warm_up)
 
     def release(self):
-        """The batch is launched, or has failed: the conversations of its warm-ups are idle again."""
+        """The batch is launched, or has failed: those whose warm-ups it has are idle again."""
         for warm_up in self.in_batch:
             conversation = warm_up.conversation
             # It begins to be idle when the hint is over, not now: see KVCache.expect.

@@ -11,7 +11,7 @@ import test_properties
 from engine import Engine
 from eviction import RecomputeCost
 from fakes import World, answer
-from guesses import MOST_LUCK, PATIENCE, copied
+from guesses import copied
 from scheduler import Scheduler
 
 COST = RecomputeCost({4: 1e-3, 64: 3e-3}, rest=1e-3)
@@ -155,16 +155,13 @@ def test_wrong_guesses_soon_end_and_right_ones_allow_more(guessing):
     assert world.scheduler.stats["right_guesses"] > 7 and request.generated == expected(request)
 
 
-@pytest.mark.parametrize("before", ["right", "none"])
-def test_luck_does_not_pile_up(before, guessing):
-    """400 tokens whose guesses are right, or that make none. Then 600 that never copy."""
-    early = (lambda tokens: right(tokens, 8)) if before == "right" else lambda tokens: []
-    guessing(lambda tokens: early(tokens) if len(tokens) < 400 else [99] * 8)
+def test_luck_does_not_pile_up(guessing):
+    """395 tokens whose guesses are right, then 600 that never copy: these alone would allow 26 wrong ones."""
+    guessing(lambda tokens: right(tokens, 8) if len(tokens) < 400 else [99] * 8)
     world, _ = turn(max_tokens=1000, slots=2048, chunk=64, limit=2000)
     world.run()
     stats = world.scheduler.stats
-    wrong = stats["guesses"] - stats["right_guesses"]
-    assert 8 < wrong <= 8 + MOST_LUCK + 1000 // PATIENCE
+    assert stats["right_guesses"] > 300 and 8 < stats["guesses"] - stats["right_guesses"] < 75
 
 
 def test_one_step_ahead_the_host_settles_before_it_guesses(guessing):

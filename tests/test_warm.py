@@ -152,8 +152,8 @@ def test_a_hint_leaves_the_reserve():
 
 
 def test_chats_that_share_a_prefix_are_counted_once():
-    """100 tokens of 116 are shared: two running chats and the hint's need 148 slots of 256, not 348."""
-    engine = small(gpu_cache_tokens=256, cpu_cache_tokens=0, max_batch_tokens=64)
+    """All share 100 tokens. Two running chats and the hint need 144 slots of 200, not 344."""
+    engine = small(gpu_cache_tokens=200, cpu_cache_tokens=0, max_batch_tokens=64)
     prefix = ids(100)
     for name, end in (("x", [1, 2]), ("a", [*range(1, 11)])):
         engine.generate(prefix + end, name, max_tokens=3, ignore_eos=True, owner="o")
@@ -384,6 +384,21 @@ def test_a_hint_takes_no_slot_from_the_next_step(depth, places, seed):
         world.step()
     assert len(world.available) > 4 and world.hints.stats["warmed_tokens_recomputed"] > 0
     assert all(after >= before for before, after in world.available)
+
+
+def test_a_chunk_that_another_user_computes_is_not_marked():
+    """y is a fork of x. A turn of x recomputes what they share, and so does y's hint beside it."""
+    engine = small(gpu_cache_tokens=64, cpu_cache_tokens=0)
+    x = engine.generate(ids(10), "x", max_tokens=3, ignore_eos=True)
+    engine.generate(ids(2), "y", context=ids(10) + x.token_ids, parent="x", max_tokens=1, ignore_eos=True)
+    x, y = (engine.cache.conversations[name] for name in "xy")
+    for chunk in x.chunks:
+        engine.cache.reclaim(chunk)
+    turn = engine.submit(ids(1), "x", max_tokens=3, ignore_eos=True)
+    engine.warm("y")
+    assert str(engine.step()).endswith("x[0:14] y[0:2]") and x.chunks[0] is y.chunks[0]
+    assert not any(chunk.evictable_without_copy for chunk in x.chunks)
+    turn.result()
 
 
 @pytest.mark.parametrize("places", [0, 64])
