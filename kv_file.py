@@ -5,12 +5,14 @@
              between two steps the engine takes over a few chunks
 
     FILE, of safetensors:    header | kv [n, layers, 2, chunk_size, H_kv, D] | sha256 of the header
-        The header names the layout (what the bytes of KV mean) and the weights; the conversations,
-        with a digest of their tokens; and for each chunk its users and the crc32 of its bytes.
+        The header names the history, the layout (what the bytes of KV mean) and the weights; the
+        conversations, with a digest of their tokens; and for each chunk its users and its crc32.
 
 The file stays after it was loaded: a server that is killed finds it again. But a conversation that
 is deleted must not live on in it. So we overwrite its chunks at once (`erase`), or at the next
-start if we did not run. We never write tokens that the history does not have.
+start if we did not run; its name and the digest of its tokens stay until the next stop. A file of
+which we cannot use anything is deleted at once. (The file of another history is not ours: we leave
+it alone.) We never write tokens that the history does not have.
 
 Invariant: a chunk comes into the CPU tier only if this version of the program has computed it, with
 these weights, for these tokens, and if its bytes are those. Any other is recomputed as usual.
@@ -26,6 +28,7 @@ import zlib
 from array import array
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -38,12 +41,13 @@ from config import require
 from engine import Engine
 from eviction import worth
 from kv_cache import Chunk, Conversation
+from kv_pool import KVPool
+from owner import Closed
 from parallel import Leader
 from sharing import common_length
 
-MARK = b'{"__metadata__": {"format": "KV of nano-pensieve", '  # the header begins with it
-MOST_HEADER = 2**28     # bytes
 PORTION = 4             # chunks; of an 8B model they have 16 MiB, which take some 5 ms to copy
+MOST_HEADER = 2**28     # bytes
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -56,7 +60,8 @@ class SavedConversation(NamedTuple):
 
     def begins(self, tokens: array) -> bool:
         """Do the tokens begin with those of the file?"""
-        return digest(tokens[:self.length].tobytes()) == self.tokens
+        beginning = tokens[:self.length]
+        return len(beginning) == self.length and sha256_hex(beginning.tobytes()) == self.tokens
 
 
 class SavedChunk(NamedTuple):
@@ -67,25 +72,28 @@ class SavedChunk(NamedTuple):
 
 
 class SavedKV:
-    """A file of this layout, open. `read` and `erase` may run at the same time."""
+    """The file of the last stop. `read` and `erase` may run at the same time: what is erased under
+    a read has another crc32."""
 
-    def __init__(self, path: Path, layout: str, chunk_bytes: int):
-        """OSError, or ValueError with the reason, if the file cannot be used."""
-        self.file, self.chunk_bytes = open(path, "r+b", buffering=0), chunk_bytes
-        try:
-            header = read_header(self.file)
-            metadata = json.loads(header[8:])["__metadata__"]
-            if metadata["layout"] != layout:
-                raise ValueError("it is of another model, dtype or chunk size, or of another "
-                                 "version of this program")
-        except BaseException:
-            self.file.close()
-            raise
-        self.weights, self.begin = metadata["weights"], len(header)
-        content = json.loads(metadata["content"])
+    def __init__(self, path: Path, layout: str, pool: KVPool):
+        """An error with the reason if the file cannot be used."""
+        with open(path, "rb") as file:
+            header = read_header(file)
+        metadata = json.loads(header[8:])["__metadata__"]
+        if metadata["layout"] != layout:
+            raise ValueError("it is of another model, dtype or chunk size, or of another version "
+                             "of this program")
+        self.begin, self.chunk_bytes = len(header), pool.chunk_bytes
+        self.weights, content = metadata["weights"], json.loads(metadata["content"])
         self.conversations = [SavedConversation(*fields) for fields in content["conversations"]]
         self.chunks = [SavedChunk(*fields) for fields in content["chunks"]]
+        for chunk in self.chunks:
+            begin = chunk.number * pool.chunk_size
+            ends = [self.conversations[user].length for user in chunk.users]
+            if not 0 <= begin < begin + chunk.filled <= min(begin + pool.chunk_size, *ends):
+                raise ValueError("it is damaged")
         self.numbers = {one.name: number for number, one in enumerate(self.conversations)}
+        self.file = open(path, "r+b", buffering=0)      # last: nothing fails after it
 
     def read(self, number: int) -> bytearray | None:
         """The bytes of a chunk; None if they are damaged, or erased."""
@@ -105,32 +113,61 @@ class SavedKV:
 
 
 class KVFile:
-    """Belongs to one engine. `load` at the start, `close` at the end."""
+    """What one engine does with the file: `load` at the start, `erase`, `close` at the end."""
 
     def __init__(self, path: str | os.PathLike, engine: Engine,
-                 tokens_of: Callable[[str], array | None]):
-        """tokens_of: the tokens of a conversation, from any thread; none if there is no such
-        conversation, None while a turn is about to change them.
+                 history: str | os.PathLike, tokens_of: Callable[[str], array | None]):
+        """history: its file, which nobody else uses meanwhile. tokens_of: the tokens of a
+        conversation, from any thread. An empty array if there is no such conversation; None while a
+        turn may change them: then we neither restore nor erase.
 
         ValueError if this engine's KV cannot be kept in this file."""
-        require(engine.directory and not engine.config.stateless
+        require(engine.directory and not engine.config.stateless and history != ":memory:"
                 and not isinstance(engine.worker, Leader), "kv_file",
-                "left out with random weights, with --stateless, and under torchrun", str(path))
-        self.path, self.engine, self.cache = Path(path), engine, engine.cache
-        require(self.path.parent.is_dir() and not self.path.is_dir(), "kv_file",
-                "a file in a directory that exists", str(path))
+                "left out with random weights, with --stateless, with a history in memory, and "
+                "under torchrun", str(path))
+        self.path = Path(path).resolve()        # a link stays one
+        require(self.path.parent.is_dir() and (self.path.is_file() or not self.path.exists()),
+                "kv_file", "a file in a directory that exists", str(path))
+        self.engine, self.cache = engine, engine.cache
+        # The header begins with it. The name of the new file has it, too: nobody else uses that.
+        self.mark = dict(format="KV of nano-pensieve",
+                         history=sha256_hex(bytes(Path(history).resolve())))
+        self.new = self.path.with_name(f"{self.path.name}.{self.mark['history'][:16]}.new")
         self.pool, self.tokens_of = engine.worker.pool, tokens_of
         self.layout = layout_of(engine)
         self.weights: str | None = None         # their digest, once the thread has read them
-        self.saved: SavedKV | None = None       # the file of the last stop, if we can use it
+        self.saved: SavedKV | None = None       # None: there is none that we can use
         self.restored = 0                       # chunks
-        self.stopping, self.finished = False, False         # we tell the thread; it tells us
+        self.stopping = False                   # `close` tells the thread to end
+        self.finished = False                   # the thread has ended by itself: we may overwrite
         self.loader: threading.Thread | None = None
 
     def erase(self, conversation: str):
         """The conversation was deleted: the file forgets it, too."""
         if self.saved:
-            self.saved.erase(conversation)
+            try:
+                self.saved.erase(conversation)
+            except OSError as error:
+                self._discard(error)
+
+    def _discard(self, error: Exception):
+        """We cannot use the file, so what is deleted could live on in it: delete all of it."""
+        self.saved = None
+        self._say(f"not used, {error}")
+        with suppress(OSError, ValueError):         # there is none, or it is not ours
+            if self._exists():
+                self.path.unlink()
+
+    def _exists(self) -> bool:
+        """ValueError if the file is not ours."""
+        if not self.path.exists():
+            return False
+        mark = json.dumps(dict(__metadata__=self.mark)).encode()[:-2]
+        with open(self.path, "rb") as file:
+            if file.read(8 + len(mark))[8:] != mark:
+                raise ValueError("it is no KV file of this history: delete it, or name another one")
+        return True
 
     def _say(self, text: str):
         print(f"KV file {self.path}: {text}", file=sys.stderr, flush=True)
@@ -140,11 +177,13 @@ class KVFile:
     def load(self):
         """Begin to load."""
         try:
-            self.saved = SavedKV(self.path, self.layout, self.pool.chunk_bytes)
-        except FileNotFoundError:
-            self._say("there is none yet")
-        except (OSError, ValueError) as error:
-            self._say(f"not used, {error}")
+            self.new.unlink(missing_ok=True)        # of a server that was killed while it stopped
+            if self._exists():
+                self.saved = SavedKV(self.path, self.layout, self.pool)
+            else:
+                self._say("there is none yet")
+        except Exception as error:
+            self._discard(error)
         self.loader = threading.Thread(target=self._load, daemon=True)
         self.loader.start()
 
@@ -160,8 +199,7 @@ class KVFile:
                 self._say(f"{self.restored:,} of {len(saved.chunks):,} chunks are back after "
                           f"{time.monotonic() - begin:.1f} s")
         except Exception as error:
-            self._say(f"not used, {error}")
-            self.saved = None
+            self._discard(error)
         self.finished = not self.stopping
 
     def _digest_weights(self) -> str:
@@ -175,11 +213,12 @@ class KVFile:
         return found.hexdigest()
 
     def _load_chunks(self, saved: SavedKV):
-        """As many as there are free places."""
-        for one in saved.conversations:             # deleted or changed since the file was written?
+        """Erase what was deleted or changed since the file was written. Then restore as many chunks
+        as there are free places, the worthiest first, as they are in the file."""
+        for one in saved.conversations:
             tokens = self.tokens_of(one.name)
             if tokens is not None and not one.begins(tokens):
-                saved.erase(one.name)
+                self.erase(one.name)
         for start in range(0, len(saved.chunks), PORTION):
             numbers = range(start, min(start + PORTION, len(saved.chunks)))
             portion = [(saved.chunks[number], saved.read(number)) for number in numbers]
@@ -200,18 +239,19 @@ class KVFile:
                 self.restored += 1
 
     def _open(self, saved: SavedConversation) -> Conversation | None:
-        """The conversation in the cache, if it has the tokens that the file knows."""
-        held = self.cache.conversations.get(saved.name)
+        """The conversation in the cache, if it has the tokens and the owner that the file knows."""
+        held, roots = self.cache.conversations.get(saved.name), self.cache.beginnings.roots
         tokens = held.tokens if held else self.tokens_of(saved.name)
         if tokens is None or not saved.begins(tokens):
             return None
         if not held:
             held = self.cache.open(saved.name, tokens)
-            self.cache.drop_all(held)               # now it shares the designated prefix
             held.last_active = self.engine.clock() - max(0.0, time.time() - saved.last_active)
             if saved.root:
-                self.cache.beginnings.roots[held] = bytes.fromhex(saved.root)
-        return held
+                roots[held] = bytes.fromhex(saved.root)
+        if not held.chunks:
+            self.cache.drop_all(held)       # it has no KV, but now it shares the designated prefix
+        return held if roots.get(held, b"").hex() == saved.root else None
 
     def _file_beginnings(self):
         """Let new conversations of an owner find what those of the same owner have."""
@@ -220,43 +260,41 @@ class KVFile:
 
     # ---- at the stop
 
-    def close(self, trusted: bool):
-        """Write the file, after the engine has closed. It stays as it was if it has not been read to
-        its end yet, and if the KV is not to be trusted, because the engine has failed."""
+    def close(self):
+        """Write the file, after the engine has closed. It stays as it was if it has not been read
+        to its end yet, and if the engine has failed: then we trust no KV."""
         self.stopping = True
         self.loader.join()
         if self.saved:
             self.saved.file.close()
-        if trusted and self.finished and self.weights:
+        if self.finished and self.weights and isinstance(self.engine.failure, Closed):
             self._save()
         else:
             self._say("not written, since it was not read to its end, or the engine has failed")
 
     def _save(self):
         """To a new file, which then takes the place of the old one."""
-        begin, new = time.monotonic(), self.path.with_name(self.path.name + ".new")
+        begin = time.monotonic()
         try:
-            if self.path.exists():
-                with open(self.path, "rb") as file:
-                    read_mark(file)                 # never overwrite what is not ours
-            new.unlink(missing_ok=True)
+            self._exists()                          # never overwrite what is not ours
             chunks = self._worthiest()
-            private = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            private = os.open(self.new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(private, "wb") as file:
                 self._write(file, chunks)
                 file.flush()
                 os.fsync(private)
-            os.replace(new, self.path)
-            self._say(f"{len(chunks):,} chunks, {self.path.stat().st_size / 2**20:,.1f} MiB, written "
-                      f"in {time.monotonic() - begin:.1f} s")
-        except (OSError, ValueError) as error:
+            os.replace(self.new, self.path)
+            self._say(f"{len(chunks):,} chunks, {self.path.stat().st_size / 2**20:,.1f} MiB, "
+                      f"written in {time.monotonic() - begin:.1f} s")
+        except Exception as error:
             self._say(f"not written, {error}")
         finally:
-            new.unlink(missing_ok=True)
+            with suppress(OSError):
+                self.new.unlink(missing_ok=True)
 
     def _worthiest(self) -> dict[Chunk, list[Conversation]]:
         """The chunks, and of each one the users whose history has all of its tokens: a client may
-        have asked us to store nothing. (The designated prefix is no conversation.)"""
+        have asked us to store nothing. (No conversation is a user of the designated prefix.)"""
         cache, now = self.cache, self.engine.clock()
         users: dict[Chunk, list[Conversation]] = defaultdict(list)
         for one in cache.conversations.values():
@@ -274,15 +312,15 @@ class KVFile:
         return chunk.index * self.pool.chunk_size + chunk.filled
 
     def _write(self, file: IO[bytes], chunks: dict[Chunk, list[Conversation]]):
-        """The header is written twice: first so that the chunks have their place, then again when
-        all checksums are known."""
+        """The header is written twice: first without checksums, to keep its room, and again when
+        all of them are known."""
         lengths: dict[Conversation, int] = {}
         for chunk, users in chunks.items():
             lengths |= {user: max(self._end(chunk), lengths.get(user, 0)) for user in users}
         numbers = {user: number for number, user in enumerate(lengths)}
         conversations = [self._describe(*item) for item in lengths.items()]
         saved = [SavedChunk(chunk.index, chunk.filled, [numbers[user] for user in users],
-                            checksum(b"")) for chunk, users in chunks.items()]
+                            "-" * 8) for chunk, users in chunks.items()]
         file.write(self._header(conversations, saved))
         for number, chunk in enumerate(chunks):
             data = self.pool.read_chunk(chunk)
@@ -296,7 +334,7 @@ class KVFile:
     def _describe(self, one: Conversation, length: int) -> SavedConversation:
         idle = self.engine.clock() - one.last_active
         root = self.cache.beginnings.roots.get(one, b"").hex()
-        return SavedConversation(str(one.name), length, digest(one.tokens[:length].tobytes()),
+        return SavedConversation(str(one.name), length, sha256_hex(one.tokens[:length].tobytes()),
                                  time.time() - idle, root)
 
     def _header(self, conversations: list[SavedConversation], chunks: list[SavedChunk]) -> bytes:
@@ -307,23 +345,15 @@ class KVFile:
             kv=dict(dtype=DTYPES[self.pool.cpu.dtype], shape=[len(chunks), *self.pool.chunk_shape],
                     data_offsets=[0, end]),
             sha256=dict(dtype="U8", shape=[32], data_offsets=[end, end + 32]))
-        metadata = dict(layout=self.layout, weights=self.weights, content=content)
-        text = MARK + json.dumps(metadata)[1:].encode() + b", " + json.dumps(tensors)[1:].encode()
+        metadata = self.mark | dict(layout=self.layout, weights=self.weights, content=content)
+        text = json.dumps(dict(__metadata__=metadata) | tensors).encode()
         text += b" " * (-len(text) % 8)             # as safetensors wants it
         return struct.pack("<Q", len(text)) + text
 
 
-def read_mark(file: IO[bytes]) -> int:
-    """The length of the header, in bytes. ValueError if it is no such file."""
-    start = file.read(8 + len(MARK))
-    if start[8:] != MARK:
-        raise ValueError("it is no KV file: delete it, or name another one")
-    return 8 + int.from_bytes(start[:8], "little")
-
-
 def read_header(file: IO[bytes]) -> bytes:
     """With its length in front. ValueError if it is damaged."""
-    size = read_mark(file)
+    size = 8 + int.from_bytes(file.read(8), "little")
     file.seek(0)
     header = file.read(min(size, MOST_HEADER))
     file.seek(-32, os.SEEK_END)
@@ -337,13 +367,13 @@ def layout_of(engine: Engine) -> str:
     changes by itself: with the model's configuration (its positions included), with dtypes and
     sizes, and with any source file of this program."""
     model, pool = engine.worker.model, engine.worker.pool
-    config = json.dumps(asdict(model.config), default=sorted)       # sets have no order of their own
+    config = json.dumps(asdict(model.config), default=sorted)   # sets have no order
     settings = [config, str(model), engine.config.dtype, str(pool.cpu.dtype), str(pool.chunk_shape)]
     sources = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
-    return digest(json.dumps(settings).encode() + b"".join(sources))
+    return sha256_hex(json.dumps(settings).encode() + b"".join(sources))
 
 
-def digest(content: bytes) -> str:
+def sha256_hex(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 

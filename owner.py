@@ -21,6 +21,10 @@ from handles import Handle
 from scheduler import Request
 
 
+class Closed(RuntimeError):
+    """The engine was whole when it was closed."""
+
+
 class Owner:
     """The right to step; the inbox of all other threads; the turns whose end they await."""
 
@@ -112,7 +116,7 @@ class Owner:
         def close():
             cancel_all()
             self.tell_ended()
-            self.stop(RuntimeError("the engine is closed"))
+            self.stop(Closed("the engine is closed"))
         thread = self.thread
         self.call(close)
         if thread not in (None, threading.current_thread()):        # an on_end may close the engine

@@ -4,7 +4,8 @@
 
 - A signal while we start ends the process at once.
 - After SIGTERM the turns at work have 30 seconds to finish, then the server stops. After a second
-  signal it stops at once. Ctrl-C stops it at once, too.
+  signal it stops at once. Ctrl-C stops it at once, too. (With --kv-file it then writes that file,
+  unless one more signal comes: that leaves the file as it was.)
 - If the engine fails, every client is told, and the process exits with 1. If the server cannot
   start, it prints one line and exits with 2.
 """

@@ -111,6 +111,7 @@ class ExpectedCost(ReuseByCategory):
         return index * (self.TURNS + 1) + conversation.turns
 
     def value(self, key, idle):
+        """V, as above, of a chunk with that key."""
         index, turns = divmod(key, self.TURNS + 1)
         chance, mean = self.chance_and_mean(turns, idle)
         return chance / mean * self.cost((index + 1) * self.chunk_size)

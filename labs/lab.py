@@ -4,67 +4,85 @@
     python labs/lab.py start 3 ../lab3          a copy of the project to work in
     cd ../lab3; python labs/lab.py check 3      points for each function, and the number of progress
 
-A starter is the whole project; only the bodies of one lab's functions are missing. Each of them is
-found by its qualified name and becomes one line; its signature and docstring stay as they are:
+A starter is the whole project without the bodies of one lab's functions. Each of them is found by
+its qualified name and becomes one line; its signature and docstring stay as they are:
 
     raise NotImplementedError("lab 3: KVCache.admit")
 
-`check 3 DIR` grades the code in DIR with the tests that lie beside this file. An instructor keeps
-this file and the tests, so nothing that a student edits in DIR/labs or DIR/tests counts.
+The bodies of later labs are not shown either, but they work (given.py). `check 3 DIR` takes the
+lab's files of DIR alone, and grades them with the tests beside this file (grader.py): nothing else
+that a student edits in DIR counts.
 
-Invariant: nothing is kept by hand. Starters, and the results that the tests compare
-with, come from the solved code.
+Invariant: nothing is kept by hand. Starters, and the results that the tests compare with, come from
+the solved code.
 """
 import argparse
 import ast
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
+import textwrap
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import given
+import grader
+
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "labs" / "tests"
-EXPECTED = Path("labs/expected.json")       # in a starter alone: what its tests compare with
-KEPT_BACK = (".git", ".github", ".ci", "wrong_solutions", "test_labs.py")    # not for students
-TIME_LIMIT = 120                            # seconds of a whole check; each test has its own
-MESSAGE_LINES = 12                          # of a failed test
+sys.path.append(str(TESTS))
+from grading import COMPARE  # noqa: E402
+
+# Not for students. chapter_one.py is labs 1 to 4 in small.
+KEPT_BACK = (".git", ".github", ".ci", "wrong_solutions", "test_labs.py", "chapter_one.py",
+             "test_chapter_one.py")
+MESSAGE_LINES = 5                           # of a failed test
 
 
 class Lab(NamedTuple):
     """A lab called "2_x" has its handout in labs/2_x.md and its tests in labs/tests/test_2_x.py."""
     name: str
-    hours: int
+    hours: str
     files: dict[str, list[str]]             # file -> the functions to write, by qualified name
-    compares: bool = False                  # its tests compare with what the solved code does
+    leaks: dict[str, list[str]] = {}        # the same -> functions that are nearly the answers
 
     def functions(self) -> list[tuple[str, str]]:
         return [(file, name) for file, names in self.files.items() for name in names]
 
+    def hidden(self) -> list[tuple[str, str]]:
+        """Its functions, and the leaks."""
+        return self.functions() + [(file, name) for file, names in self.leaks.items()
+                                   for name in names]
+
 
 LABS = {
-    1: Lab("1_attention", 2, {"attention_kernel.py": [
-        "multi_token_attention_reference", "attend_many_queries", "attend_one_query"]}),
-    2: Lab("2_spans_and_batches", 5, {"scheduler.py": [
+    1: Lab("1_attention", "1-2", {"attention_kernel.py": [
+        "multi_token_attention_reference", "attend_many_queries", "attend_one_query"]},
+        {"tests/test_attention_kernel.py": ["exact"], "experiments/rivals.py": ["torch_attention"]}),
+    2: Lab("2_spans_and_batches", "3-4", {"scheduler.py": [
         "Request.missing", "Batch.take", "Scheduler.compose", "Scheduler.give_way",
-        "Scheduler.suspend"]},
-        compares=True),
-    3: Lab("3_two_tiers", 8, {"kv_cache.py": [
+        "Scheduler.suspend"]}),
+    3: Lab("3_two_tiers", "4-5", {"kv_cache.py": [
         "KVCache.admit", "KVCache.computed", "KVCache.plan_swap_out", "KVCache.complete",
-        "KVCache.reclaim"]}, compares=True),
-    4: Lab("4_eviction", 4, {"eviction.py": [
-        "RecomputeCost.__call__", "RetentionValue.value", "cheapest_by_scanning"]}, compares=True),
-    5: Lab("5_overlap", 6, {"experiments/simulator.py": ["SimulatedWorker.overlapped"],
-                            "kv_pool.py": ["KVPool.swap_in", "KVPool.wait", "KVPool.swap_out"]}),
-    6: Lab("6_triton", 9, {"attention_kernel.py": ["attend_range"]}),
+        "KVCache.reclaim"]}),
+    # A policy of one's own lies in experiments/policies.py.
+    4: Lab("4_eviction", "2-3", {"eviction.py": [
+        "RecomputeCost.__call__", "RetentionValue.value", "cheapest_by_scanning"],
+        "experiments/policies.py": []}, {"experiments/policies.py": ["ExpectedCost.value"]}),
+    5: Lab("5_overlap", "3-4", {"experiments/simulator.py": ["SimulatedWorker.overlapped"],
+                                "kv_pool.py": ["KVPool.swap_in", "KVPool.wait", "KVPool.swap_out"]}),
+    6: Lab("6_triton", "4-7", {"attention_kernel.py": ["attend_range"]},
+           {"attention_kernel.py": ["merge_kernel"]}),
 }
 
 
-# ---- starters
+# ---- functions in a source
 
 def find(source: str, name: str) -> ast.FunctionDef:
     """The function of that qualified name, such as "KVCache.admit".
@@ -78,7 +96,25 @@ def find(source: str, name: str) -> ast.FunctionDef:
     return node
 
 
-def blank(source: str, name: str, number: int) -> str:
+def lines_of(function: ast.FunctionDef) -> slice:
+    """With its decorators."""
+    first = min([function.lineno, *(each.lineno for each in function.decorator_list)])
+    return slice(first - 1, function.end_lineno)
+
+
+def taken(source: str, name: str) -> str:
+    """The function of that name, without indentation."""
+    return textwrap.dedent("".join(source.splitlines(keepends=True)[lines_of(find(source, name))]))
+
+
+def replaced(source: str, name: str, written: str) -> str:
+    """The source with another function of that name. written: its lines without indentation."""
+    function, lines = find(source, name), source.splitlines(keepends=True)
+    lines[lines_of(function)] = [textwrap.indent(written, " " * function.col_offset)]
+    return "".join(lines)
+
+
+def blank(source: str, name: str, message: str) -> str:
     """The source without that function's body. Everything up to the end of its docstring stays."""
     function = find(source, name)
     docstring = function.body[0]
@@ -87,62 +123,67 @@ def blank(source: str, name: str, number: int) -> str:
     lines = source.splitlines(keepends=True)
     indent = " " * docstring.col_offset
     lines[docstring.end_lineno:function.end_lineno] = [
-        f'{indent}raise NotImplementedError("lab {number}: {name}")\n']
+        f'{indent}raise NotImplementedError("{message}")\n']
     return "".join(lines)
 
+
+def solved(file: str) -> str:
+    """The source of a file in which nothing is missing."""
+    return given.given().get(file) or (ROOT / file).read_text(encoding="utf-8")
+
+
+def hidden_in(file: str, number: int = 1) -> list[str]:
+    """The functions of that file that belong to this lab or a later one."""
+    return [name for each, lab in LABS.items() if each >= number
+            for its, name in lab.hidden() if its == file]
+
+
+# ---- starters
 
 def start(number: int, directory: Path):
     """Write the starter of a lab. ValueError if the directory has files,
     or is a part of the project."""
     if directory.exists() and any(directory.iterdir()) or ROOT in [directory, *directory.parents]:
         raise ValueError(f"{directory} must be a new or empty directory outside of {ROOT}")
-    if (ROOT / EXPECTED).exists():
+    if given.FILE.exists():
         raise ValueError(f"{ROOT} is a starter itself: make a new one from the solved project")
-    lab, expected = LABS[number], expected_results(number, seed=0)
     ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split()]
     shutil.copytree(ROOT, directory, ignore=shutil.ignore_patterns(*ignored, *KEPT_BACK),
                     dirs_exist_ok=True)
-    for file, name in lab.functions():
-        path = directory / file
-        path.write_text(blank(path.read_text(encoding="utf-8"), name, number), encoding="utf-8")
-    (directory / EXPECTED).write_text(json.dumps(expected) + "\n")
+    bodies = {}
+    for file in {file for lab in LABS.values() for file, _ in lab.hidden()}:
+        source = solved(file)
+        bodies[file] = given.pack(source)
+        bodies.update({name: given.pack(taken(source, name)) for name in hidden_in(file, number)})
+        (directory / file).write_text(hidden_source(number, file), encoding="utf-8")
+    (directory / "labs" / given.FILE.name).write_text(json.dumps(bodies, indent=1) + "\n")
     shutil.copy(ROOT / "labs" / "AGENTS.md", directory)
-    print(f"The starter of lab {number} is in {directory}. Read labs/{lab.name}.md there, "
+    print(f"The starter of lab {number} is in {directory}. Read labs/{LABS[number].name}.md there, "
           f"then run\n    python labs/lab.py check {number}")
 
 
-def expected_results(number: int, seed: int):
-    """What the solved code does with that seed. None if the lab's tests need no such thing. In a
-    starter: what `start` has written there, for seed 0."""
-    if (ROOT / EXPECTED).exists():
-        return json.loads((ROOT / EXPECTED).read_text())
-    if not LABS[number].compares:
-        return None
-    done = run_python([test_file(number), str(seed)], ROOT, check=True, timeout=TIME_LIMIT)
-    return json.loads(done.stdout)
-
-
-def test_file(number: int) -> str:
-    return f"test_{LABS[number].name}.py"           # in TESTS
-
-
-def run_python(arguments: list[str], code: Path, check=False, timeout=None, **environment):
-    """Python in a process of its own, which imports the project from `code`, but tests
-    and their helpers from here."""
-    path = os.pathsep.join(map(str, (ROOT / "tests", code)))
-    environment = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-                   **environment}
-    return subprocess.run([sys.executable, *arguments], cwd=TESTS, env=environment, check=check,
-                          timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True)
+def hidden_source(number: int, file: str) -> str:
+    """The file in a lab's starter: the lab's own functions are to be written, later ones are given.
+    """
+    source, own, later = solved(file), LABS[number].files.get(file, []), []
+    for name in hidden_in(file, number):
+        if name in own:
+            source = blank(source, name, f"lab {number}: {name}")
+        else:
+            source = blank(source, name, "labs/given.py puts this function in place")
+            later.append(name)
+    if not later:
+        return source
+    names = "".join(f'    "{name}",\n' for name in later)
+    return (f"{source}\n\n# These functions work, though their bodies are not shown here.\n"
+            f"from labs.given import fill  # noqa: E402\n\nfill(\n    globals(),\n{names})\n")
 
 
 # ---- grading
 
 class Graded(NamedTuple):
-    # name, function, points, passed, message, progress: see labs/tests/conftest.py
-    tests: list[dict]
-    output: str             # pytest's
+    tests: list[dict]       # name, function, points, passed, message, progress
+    notes: list[str]        # what whoever grades should know
     seconds: float
 
     def score(self, function: str | None = None) -> tuple[int, int]:
@@ -152,42 +193,132 @@ class Graded(NamedTuple):
         return reached, sum(test["points"] for test in tests)
 
 
-def grade(number: int, code: Path, seed: int = 0, *pytest_flags: str) -> Graded:
-    """Run the lab's tests on the code of a project's directory."""
-    begin = time.monotonic()
+@contextmanager
+def solved_project() -> Iterator[Path]:
+    """A directory, for as long as the block runs, with all sources, in which nothing is missing."""
     with tempfile.TemporaryDirectory() as scratch:
-        results, expected = Path(scratch, "results"), Path(scratch, "expected.json")
-        expected.write_text(json.dumps(expected_results(number, seed)))
-        arguments = ["-m", "pytest", "-c", "check.ini", test_file(number)]
+        for folder in ("", "experiments", "tests", "labs"):
+            (Path(scratch) / "solved" / folder).mkdir(parents=True, exist_ok=True)
+            for path in (ROOT / folder).glob("*.py"):
+                file = path.relative_to(ROOT)
+                (Path(scratch) / "solved" / file).write_text(solved(file.as_posix()), "utf-8")
+        yield Path(scratch) / "solved"
+
+
+def test_file(number: int) -> str:
+    return f"test_{LABS[number].name}.py"           # in TESTS
+
+
+def preload(number: int):
+    torch = "import torch" in (TESTS / test_file(number)).read_text(encoding="utf-8")
+    grader.preload(*["torch"] * torch)
+
+
+def expected_results(number: int, seed: int) -> dict:
+    """What the solved code does with that seed, by test."""
+    preload(number)
+    with solved_project() as project:
+        return asked(grader.ask(grader.reference, project, test_file(number), seed))
+
+
+def asked(answer: tuple):
+    """The answer of the solved code."""
+    result, failure = answer
+    if failure:
+        raise OSError(f"the solved code fails: {failure}")
+    return result
+
+
+def submitted(number: int, code: Path, file: str, functions: list[str]) -> str:
+    """A student's file. All functions that belong to a lab are solved, but these."""
+    source = (code / file).read_text(encoding="utf-8")
+    for name in hidden_in(file):
+        if name not in functions:
+            source = replaced(source, name, taken(solved(file), name))
+    ast.parse(source)
+    return source
+
+
+def grade(number: int, code: Path, seed: int = 0) -> Graded:
+    """Run the lab's tests on the lab's files in a project's directory."""
+    begin, file = time.monotonic(), test_file(number)
+    preload(number)
+    with solved_project() as project, ThreadPoolExecutor(os.cpu_count()) as pool:
+        expected = pool.submit(grader.ask, grader.reference, project, file, seed)
+        listed = asked(grader.ask(grader.list_tests, project, file))
         try:
-            output = run_python([*arguments, *pytest_flags], code, timeout=TIME_LIMIT,
-                                LAB_SEED=str(seed), LAB_RESULTS=str(results),
-                                LAB_EXPECTED=str(expected), TRITON_INTERPRET="1").stdout
-        except subprocess.TimeoutExpired:
-            output = f"The tests were stopped after {TIME_LIMIT} s.\n"
-        lines = results.read_text().splitlines() if results.exists() else []
-    # Each test comes twice, first as one that has not passed: so none is
-    # lost if the check is stopped.
-    tests = {test["name"]: test for test in map(json.loads, lines)}
-    return Graded(list(tests.values()), output, time.monotonic() - begin)
+            places = {function: project_for(function, number, code, project)
+                      for function in {test["function"] for test in listed["tests"]}}
+        except (SyntaxError, LookupError) as error:
+            reports = [(None, f"{type(error).__name__}: {error}")] * len(listed["tests"])
+        else:
+            reports = list(pool.map(lambda test: grader.ask(
+                grader.run_test, places[test["function"]], file, test["name"], seed),
+                listed["tests"]))
+        expected = asked(expected.result())
+    tests = [{**test, **judged(number, report, expected.get(test["name"]))}
+             for test, report in zip(listed["tests"], reports)]
+    notes = [listed["skipped"]] * bool(listed["skipped"]) + unusual(number, code)
+    return Graded(tests, notes, time.monotonic() - begin)
+
+
+def project_for(function: str, number: int, code: Path, project: Path) -> Path:
+    """The solved project with that function from a student's files, for its tests. If no function
+    has that name, as in "all together", with all of the lab's."""
+    names = [name for _, name in LABS[number].functions()]
+    place = project.with_name(f"{function}")
+    shutil.copytree(project, place)
+    for file in LABS[number].files:
+        own = [function] if function in names else names
+        (place / file).write_text(submitted(number, code, file, own), encoding="utf-8")
+    return place
+
+
+def judged(number: int, answer: tuple, expected) -> dict:
+    """passed, message, progress of a test. expected: None if nothing is compared."""
+    report, failure = answer
+    if failure:
+        return dict(passed=False, message=failure, progress=None)
+    passed, message, progress, found = (report[name] for name in (
+        "passed", "message", "progress", "found"))
+    if expected is not None and found is not None:
+        try:
+            problem, progress = COMPARE[number](expected, found)
+        except (KeyError, TypeError, ValueError) as error:
+            problem = f"the result has another form than it should: {error!r}"
+        passed, message = passed and not problem, message or problem or ""
+    elif expected is not None:
+        passed, message = False, message or "The test did not report what it found."
+    return dict(passed=passed, message=message, progress=progress)
+
+
+def unusual(number: int, code: Path) -> list[str]:
+    """Which of a student's files may try to cheat the grader."""
+    notes = []
+    for file in LABS[number].files:
+        try:
+            uses = grader.new_imports((code / file).read_text(encoding="utf-8"), solved(file))
+        except SyntaxError:
+            continue
+        if uses:
+            notes.append(f"look at {file}: it uses {', '.join(uses)}, which the solved one does not")
+    return notes
 
 
 def report(number: int, graded: Graded):
     print(f"lab {LABS[number].name}")
-    if not graded.tests:
-        print("The tests did not start:\n" + graded.output)
+    print("".join(f"  {note}\n" for note in graded.notes), end="")
     for function in dict.fromkeys(test["function"] for test in graded.tests):
         print("  {:32} {:3} of {:3} points".format(function, *graded.score(function)))
         failed = [test for test in graded.tests
                   if test["function"] == function and not test["passed"]]
         if failed:
             message = failed[0]["message"].splitlines()[:MESSAGE_LINES]
-            print("\n        ".join(["    " + failed[0]["name"], *message]))
+            print("\n        ".join([f"    {message[0]}    ({failed[0]['name']})", *message[1:]]))
     print("  {:32} {:3} of {:3} points, {:.0f} s".format("all", *graded.score(), graded.seconds))
     passed = sum(test["passed"] for test in graded.tests)
     told = [test["progress"] for test in graded.tests if test["progress"]]
-    for text in told or [f"{passed} of {len(graded.tests)} cases are right"]:
-        print(f"  progress: {text}")
+    print("  progress:", (told or [f"{passed} of {len(graded.tests)} cases are right"])[-1])
 
 
 def gradescope(graded: Graded) -> dict:
@@ -197,7 +328,7 @@ def gradescope(graded: Graded) -> dict:
                   output=f"{test['message']}\n{test['progress'] or ''}".strip())
              for test in graded.tests]
     return dict(score=graded.score()[0], execution_time=round(graded.seconds), tests=tests,
-                output="" if tests else graded.output)
+                output="\n".join(graded.notes))
 
 
 def check(number: int, code: Path, seed: int, file: str | None) -> int:

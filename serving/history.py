@@ -125,7 +125,7 @@ class History:
         to a server that is running, or if it is not a history. Then the file stays as it was."""
         self._root_hash = digest(b"", fingerprint)
         self._open = ExitStack()        # closes all that we open, in reverse order
-        self._path = path
+        self.path = path
         self._file: int | None = None   # the descriptor, unless the history is in memory
         try:
             if path != ":memory:":
@@ -468,7 +468,7 @@ class History:
 
         While another process writes to the file, we try again, for BUSY_SECONDS at most. Between
         two attempts we release the lock."""
-        file, path = self._file, self._path
+        file, path = self._file, self.path
         if file is not None and not os.path.samestat(os.stat(path), os.fstat(file)):
             raise OSError(f"another file has replaced the history {path}: start the server again")
         deadline = time.monotonic() + BUSY_SECONDS

@@ -241,7 +241,9 @@ class Sessions:
         else:
             self.engine = Engine(engine, **flags)
         try:
-            self.kv_file = kv_file and KVFile(kv_file, self.engine, self._settled_tokens)
+            where = history.path if isinstance(history, History) else str(history or ":memory:")
+            self.kv_file = (KVFile(kv_file, self.engine, where, self._settled_tokens)
+                            if kv_file else None)
             self._open(history, system_prompt)
         except BaseException:
             if self.engine is not engine:           # nobody else could close it
@@ -270,8 +272,8 @@ class Sessions:
         self.history = history
 
     def _settled_tokens(self, conversation: str) -> array | None:
-        """Its tokens in the history; none if it is not there. None if a turn has it, whose commit
-        may be on its way."""
+        """Its tokens in the history; an empty array if it is not there. None if a turn has it:
+        its commit may be on its way."""
         if conversation in self.turns:
             return None
         with suppress(StaleTurn):                   # deleted at this moment
@@ -288,12 +290,11 @@ class Sessions:
     def close(self):
         """Cancel all turns, close engine and history. Every turn that was told to be done is
         kept."""
-        failed = self.engine.failure                # then we trust no KV
         self.engine.close()
         if self.writer:
             self.writer.shutdown()
         if self.kv_file:
-            self.kv_file.close(trusted=not failed)
+            self.kv_file.close()
         self.history.close()
 
     def new_id(self) -> str:

@@ -666,10 +666,11 @@ def test_pages_of_a_long_conversation():
     assert len(whole) == 30 + 30 + 2
     for newest_first in (False, True):
         for limit in (1, 2, 7, 100):
-            items, after = [], None
-            while page := history.items("c", after, newest_first, limit):
-                assert len(page) <= limit
-                items, after = items + page, page[-1]["id"]
+            items = []          # a page begins with the last item of the one before
+            while len(page := history.items("c", items[-1]["id"] if items else None, newest_first,
+                                            limit + 1)) > bool(items):
+                assert len(page) <= limit + 1
+                items += page[bool(items):]
             assert items == (whole[::-1] if newest_first else whole)
     assert history.items("c", "msg_unknown") == [] == history.items("nobody", limit=3)
 
@@ -683,11 +684,11 @@ def test_a_page_reads_its_own_turns_alone():
     history._reader.set_trace_callback(queries.append)
     for read, items in ((history.items, whole), (history.input_items, whole[:-1])):
         for newest_first in (False, True):
-            for after in (0, 200, 500):
+            for start in (0, 200, 500):
                 ordered = items[::-1] if newest_first else items
                 queries.clear()
-                page = read("c" if read == history.items else turn.id, ordered[after]["id"], newest_first, 4)
-                assert page == ordered[after + 1:after + 5] and len(queries) < 10
+                page = read("c" if read == history.items else turn.id, ordered[start]["id"], newest_first, 4)
+                assert page == ordered[start:start + 4] and len(queries) < 10
     queries.clear()
     assert history.item("c", whole[7]["id"]) == whole[7] and len(queries) < 10
     assert history.item("c", "msg_unknown") is None is history.item("nobody", whole[7]["id"])

@@ -1,4 +1,5 @@
 """The KV of both tiers survives a restart in a file; and whatever becomes of the file, no token changes."""
+import hashlib
 import json
 import os
 import random
@@ -20,7 +21,7 @@ import kv_file
 from clients import ask, connect, eventually, user
 from engine import Engine
 from eviction import RecomputeCost
-from kv_file import KVFile, SavedKV, layout_of
+from kv_file import KVFile, SavedConversation, SavedKV, layout_of, sha256_hex
 from parallel import Leader
 from server import open_server, parse_flags
 from serving.sessions import Sessions
@@ -57,7 +58,7 @@ def make_engine(model, **flags):
 
 def opened(path, engine, contexts):
     """The file, all loaded. contexts: the tokens that we have of each conversation."""
-    file = KVFile(path, engine, lambda name: array("i", contexts.get(name, ())))
+    file = KVFile(path, engine, "history", lambda name: array("i", contexts.get(name, ())))
     file.load()
     file.loader.join()
     return file
@@ -65,7 +66,7 @@ def opened(path, engine, contexts):
 
 def stop(file):
     file.engine.close()
-    file.close(trusted=True)
+    file.close()
 
 
 def say(engine, contexts, name, prompt, n=6, **options):
@@ -281,6 +282,20 @@ def test_a_deleted_conversation_does_not_live_on_in_the_file(model, path, tmp_pa
     fourth.close()
 
 
+def test_a_disk_that_fails_when_we_erase(model, path, monkeypatch, capsys):
+    """Then the whole file goes."""
+    contexts = write(model, path, dict(a=60, b=60))
+    file = opened(path, make_engine(model), contexts)
+
+    def fail(*given):
+        raise OSError(5, "Input/output error")
+    monkeypatch.setattr(os, "pwrite", fail)
+    capsys.readouterr()
+    file.erase("a")
+    file.erase("b")
+    assert not path.exists() and len(lines(capsys)) == 1
+
+
 def test_what_is_deleted_while_another_server_runs_is_erased_at_the_next_start(model, path, tmp_path):
     for number, file in enumerate([path, None, path]):
         sessions = Sessions(make_engine(model), history=tmp_path / "history", kv_file=file)
@@ -309,13 +324,40 @@ def test_a_conversation_that_restarts_while_it_loads(model, path):
     contexts, engine = write(model, path, dict(a=90)), make_engine(model)
     restarted = {}
     say(engine, restarted, "a", ids(60, 9))
-    file = KVFile(path, engine, lambda name: None)
+    file = KVFile(path, engine, "history", lambda name: None)
     file.load()
     file.loader.join()
     before = restarted["a"]
     reply = say(engine, restarted, "a", contexts["a"][len(before):80])
     assert file.restored == 0
     assert_exact(model[1], before + contexts["a"][len(before):80], reply.token_ids)
+
+
+@pytest.mark.parametrize("owner", ["ada", "bob"])
+def test_a_turn_that_waits_while_its_chunks_come_back(model, path, owner):
+    """It shares the system prompt all the same. If it is another owner's by now, it gets no chunk: the
+    chunks' other users are still ada's."""
+    contexts, prompt = {}, ids(32)
+
+    def engine():
+        made = make_engine(model, max_running=1)
+        made.designate(prompt)
+        return made
+    first = engine()
+    file = opened(path, first, contexts)
+    for name in "ab":
+        say(first, contexts, name, prompt + ids(20) + [ord(name) - 60], owner="ada")
+    stop(file)
+    second = engine()
+    running = second.submit(ids(20, 8), "c", max_tokens=30, ignore_eos=True)
+    second.step()
+    waiting = second.submit([5], "a", context=contexts["a"], owner=owner, max_tokens=4, ignore_eos=True)
+    second.step()
+    opened(path, second, contexts)
+    reply = waiting.result()                            # with debug=True all books are checked
+    assert running.reply and second.cache.conversations["a"].chunks[:4] == second.cache.designated.chunks
+    assert (reply.usage["cpu"] > 0) == (owner == "ada")
+    assert_exact(model[1], contexts["a"] + [5], reply.token_ids)
 
 
 def test_idle_time_goes_on(model, path):
@@ -376,7 +418,8 @@ def test_the_system_prompt_stays_shared(model, path):
 
 def test_what_the_history_does_not_know_is_not_written(checkpoint, path):
     """A client that has nothing stored: its context stays cached, but its words come to no disk."""
-    sessions = Sessions(checkpoint, kv_file=path, gpu_cache_tokens=1024, cpu_cache_tokens=1024, cost=COST)
+    sessions = Sessions(checkpoint, history=path.with_name("history"), kv_file=path, gpu_cache_tokens=1024,
+                        cpu_cache_tokens=1024, cost=COST)
     sessions.chat("Tell me of the sea. " * 5, "stored", max_tokens=8)
     sessions.respond([user("Tell me of the sky. " * 5)], hint="session", keep=False, max_tokens=8).result()
     assert any(name.startswith("unstored") for name in sessions.engine.cache.conversations)
@@ -421,6 +464,7 @@ def test_another_layout(model, path, capsys, flags):
     engine = make_engine(model, **flags)
     file = opened(path, engine, contexts)
     assert len(lines(capsys)) == 1 and file.restored == 0
+    assert not path.exists()                    # else what is deleted now would live on in it
     say(engine, contexts, "a", [5])
     stop(file)
     assert opened(path, make_engine(model, **flags), contexts).restored > 0
@@ -439,7 +483,7 @@ def test_other_weights_in_files_of_the_same_size_and_date(model, path, tmp_path,
     engine = make_engine([str(directory)])
     assert opened(path, engine, contexts).restored == 0
     line, = lines(capsys)
-    assert line == f"KV file {path}: not used, it is of other weights"
+    assert line == f"KV file {path}: not used, it is of other weights" and not path.exists()
 
 
 def test_the_layout_changes_by_itself(model, tmp_path, monkeypatch):
@@ -495,6 +539,61 @@ def test_damage_never_gives_wrong_kv(model, path, trials, capsys):
     assert 0 in restored and 12 in restored
 
 
+def crafted(content, change):
+    """The file with another content in the header, and the right digest of that."""
+    size = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:size])
+    saved = json.loads(header["__metadata__"]["content"])
+    header["__metadata__"]["content"] = json.dumps(change(saved) or saved)
+    text = json.dumps(header).encode()
+    start = len(text).to_bytes(8, "little") + text
+    return start + content[size:-32] + hashlib.sha256(start).digest()
+
+
+@pytest.mark.parametrize("change", [
+    lambda saved: ["no", "dict"], lambda saved: saved.pop("chunks") and None,
+    lambda saved: saved["chunks"][0].append("one field too many"),
+    lambda saved: saved["conversations"][0].__setitem__(0, ["a list as name"]),
+    lambda saved: saved["conversations"][0].__setitem__(4, "no hexadecimal"),
+    *[lambda saved, field=field, value=value: saved["chunks"][0].__setitem__(field, value)
+      for field, value in [(0, -1), (0, 40), (0, 3_000_000), (0, "x"), (1, -1), (1, 0), (1, 9), (2, [7])]]])
+def test_a_header_that_no_server_has_written(model, path, capsys, change):
+    """One line, and nothing else happens."""
+    contexts = write(model, path, dict(a=60))
+    path.write_bytes(crafted(path.read_bytes(), change))
+    capsys.readouterr()
+    engine = make_engine(model)
+    file, before = opened(path, engine, contexts), contexts["a"]
+    line, = lines(capsys)
+    assert "not used" in line and file.restored == 0 and not path.exists()
+    assert_exact(model[1], before + [5], say(engine, contexts, "a", [5]).token_ids)
+    stop(file)
+    assert opened(path, make_engine(model), contexts).restored == 9
+
+
+def test_fewer_tokens_than_the_file_says():
+    tokens = array("i", ids(4))
+    for length in (4, 5):
+        saved = SavedConversation("a", length, sha256_hex(tokens.tobytes()), 0.0, "")
+        assert saved.begins(tokens) == (length == 4)
+
+
+def test_a_file_of_another_history(model, path, tmp_path, capsys):
+    """A server is started with a wrong --history: it takes nothing, erases nothing, and writes nothing."""
+    def restored(history):
+        sessions = Sessions(make_engine(model), history=tmp_path / history, kv_file=path)
+        sessions.kv_file.loader.join()
+        sessions.generate(ids(60), "a" + str(sessions.kv_file.restored), max_tokens=4)
+        sessions.close()
+        return sessions.kv_file.restored
+    assert restored("right") == 0
+    before = path.read_bytes()
+    capsys.readouterr()
+    assert restored("wrong") == 0 and path.read_bytes() == before
+    assert ["it is no KV file of this history" in line for line in lines(capsys)] == [True, True]
+    assert restored("right") == 8
+
+
 def test_a_file_of_others_is_left_alone(model, path, capsys):
     """It is named by mistake: for example that of the weights."""
     path.write_bytes(b"somebody's work")
@@ -503,8 +602,8 @@ def test_a_file_of_others_is_left_alone(model, path, capsys):
     stop(file)
     assert path.read_bytes() == b"somebody's work" and os.listdir(path.parent) == [path.name]
     assert [line.split(": ", 1)[1] for line in lines(capsys)] == [
-        "not used, it is no KV file: delete it, or name another one",
-        "not written, it is no KV file: delete it, or name another one"]
+        "not used, it is no KV file of this history: delete it, or name another one",
+        "not written, it is no KV file of this history: delete it, or name another one"]
 
 
 # ---- the stop
@@ -526,9 +625,33 @@ def test_a_disk_that_is_full(model, path, capsys, monkeypatch):
     assert path.read_bytes() == before and os.listdir(path.parent) == [path.name]
 
 
+def test_what_a_killed_stop_leaves_goes_at_the_next_start(model, path):
+    """What has the name path.new is somebody else's."""
+    engine, other = make_engine(model), path.with_name(path.name + ".new")
+    other.write_bytes(b"somebody's new work")
+    file = KVFile(path, engine, "history", lambda name: array("i"))
+    file.new.write_bytes(b"KV")
+    file.load()
+    assert os.listdir(path.parent) == [other.name]
+    file.loader.join()
+    stop(file)
+    assert {*os.listdir(path.parent)} == {path.name, other.name}
+
+
+def test_a_link(model, path, tmp_path):
+    """The file that it leads to is replaced, and the link stays."""
+    (tmp_path / "disk").mkdir()
+    path.symlink_to(tmp_path / "disk" / "kv")
+    for _ in range(2):
+        contexts = write(model, path, dict(a=60))
+        assert path.is_symlink() and os.listdir(tmp_path / "disk") == ["kv"]
+    assert opened(path, make_engine(model), contexts).restored == 8
+
+
 def test_the_file_is_its_owners_alone_and_a_safetensors_file(model, path):
-    path.with_name(path.name + ".new").touch(0o644)             # left by a server that was killed
+    KVFile(path, make_engine(model), "history", None).new.touch(0o644)  # left by a server that was killed
     write(model, path, dict(a=60))
+    assert os.listdir(path.parent) == [path.name]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with safe_open(path, "pt") as file:
         assert file.get_tensor("kv").shape == (8, 2, 2, 8, 2, 12)
@@ -542,13 +665,13 @@ def test_a_stop_while_it_loads_keeps_the_file(model, path, monkeypatch, capsys):
     monkeypatch.setattr(SavedKV, "read", lambda self, number, read=SavedKV.read:
                         begun.set() or go_on.wait(30) and read(self, number))
     engine = make_engine(model).start()
-    file = KVFile(path, engine, lambda name: array("i", contexts[name]))
+    file = KVFile(path, engine, "history", lambda name: array("i", contexts[name]))
     file.load()
     assert begun.wait(30)
     reply = say(engine, {}, "c", ids(20))               # the engine answers meanwhile
     assert len(reply.token_ids) == 6
     engine.close()
-    closing = threading.Thread(target=file.close, args=(True,))
+    closing = threading.Thread(target=file.close)
     closing.start()
     eventually(lambda: file.stopping)
     go_on.set()
@@ -573,18 +696,63 @@ def test_after_a_failure_nothing_is_written(model, path, tmp_path, monkeypatch):
     assert path.read_bytes() == before
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_fails_in_its_last_step(model, path, tmp_path, monkeypatch):
+    """`close` is called while that step is under way."""
+    sessions = Sessions(make_engine(model), history=tmp_path / "history", kv_file=path).start()
+    sessions.submit(ids(60), "a", max_tokens=4).result()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def schedule(now):
+        begun.set()
+        go_on.wait(30)
+        raise AssertionError("the books are wrong")
+    monkeypatch.setattr(sessions.engine.scheduler, "schedule", schedule)
+    sessions.submit([5], "a", max_tokens=4)
+    assert begun.wait(30)
+    closing = threading.Thread(target=sessions.close)
+    closing.start()
+    eventually(lambda: sessions.engine.owner.inbox)
+    go_on.set()
+    closing.join()
+    assert "the books are wrong" in str(sessions.engine.failure) and not path.exists()
+
+
+def test_a_device_that_fails_at_the_stop(model, path, tmp_path, monkeypatch, capsys):
+    """One line, and the history is closed."""
+    def fail(chunk):
+        raise RuntimeError("CUDA error")
+    sessions = Sessions(make_engine(model), history=tmp_path / "history", kv_file=path)
+    sessions.generate(ids(60), "a", max_tokens=4)
+    sessions.kv_file.loader.join()
+    monkeypatch.setattr(sessions.kv_file.pool, "read_chunk", fail)
+    capsys.readouterr()
+    sessions.close()
+    assert lines(capsys) == [f"KV file {path}: not written, CUDA error"] and not path.exists()
+    Sessions(make_engine(model), history=tmp_path / "history").close()
+
+
+def test_a_new_file_that_cannot_be_made(model, path, capsys):
+    file = opened(path, make_engine(model), {})
+    file.new.mkdir()
+    capsys.readouterr()
+    stop(file)
+    assert len(lines(capsys)) == 1 and os.listdir(path.parent) == [file.new.name]
+
+
 @pytest.mark.parametrize("change", [
     dict(directory=None), dict(config=SimpleNamespace(stateless=True)), dict(worker=object.__new__(Leader))],
     ids=["random weights", "stateless", "torchrun"])
 def test_engines_whose_kv_is_not_kept(path, change):
     engine = dict(directory="model", config=SimpleNamespace(stateless=False), worker=None, cache=None)
     with pytest.raises(ValueError, match="kv_file must be left out with random weights, .*torchrun"):
-        KVFile(path, SimpleNamespace(**engine | change), None)
+        KVFile(path, SimpleNamespace(**engine | change), "history", None)
 
 
 def test_a_file_in_no_directory(model, path, tmp_path):
     """The history is not locked after such an error, and the engine is closed."""
-    for wrong in (path / "kv", path.parent):
+    os.mkfifo(tmp_path / "fifo")
+    for wrong in (path / "kv", path.parent, tmp_path / "fifo"):
         with pytest.raises(ValueError, match="kv_file must be a file in a directory that exists"):
             Sessions(model[0], kv_file=wrong, history=tmp_path / "history", gpu_cache_tokens=64,
                      cpu_cache_tokens=64, cost=COST)
@@ -593,12 +761,14 @@ def test_a_file_in_no_directory(model, path, tmp_path):
 # ---- the program
 
 def test_the_flag(checkpoint, path):
-    server = open_server(parse_flags(["--model", str(checkpoint), "--history", ":memory:", "--port", "0",
-                                      "--gpu-cache-tokens", "2048", "--kv-file", str(path)]))
+    flags = ["--model", str(checkpoint), "--port", "0", "--gpu-cache-tokens", "2048", "--kv-file", str(path)]
+    server = open_server(parse_flags([*flags, "--history", str(path.with_name("history"))]))
     server.sessions.kv_file.loader.join()
     server.server_close()
     server.sessions.close()
     assert path.exists()
+    with pytest.raises(ValueError, match="left out .* with a history in memory"):
+        open_server(parse_flags([*flags, "--history", ":memory:"]))
 
 
 @pytest.mark.slow

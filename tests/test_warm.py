@@ -211,6 +211,17 @@ def settle_until(engine, handle):
     return found
 
 
+def test_behind_a_hint_others_have_their_copies_ahead_of_need():
+    """A half of the slots is to be available, without those of the hint: else the next turn would take the
+    slots of the hint, and not of those who are worth less."""
+    engine = a_has_lost(small(gpu_cache_tokens=48, cpu_cache_tokens=48, swap_threshold=0.5))
+    a = engine.cache.conversations["a"]
+    engine.cache.drop_all(a)
+    engine.warm("a")
+    settle(engine)
+    assert engine.cache.available - sum(chunk.reclaimable for chunk in a.chunks) >= 24
+
+
 def test_separate_phases_keep_hints_apart_from_decodes():
     engine = a_has_lost(small(gpu_cache_tokens=48, separate_phases=True))
     engine.cache.drop_all(engine.cache.conversations["a"])
@@ -350,8 +361,13 @@ class Typing(World):
 
         def schedule_and_fill(now):
             batch, before = schedule(now), self.cache.available
+            starved = [request for request in self.scheduler.running
+                       if request.conversation.room < len(request.conversation.tokens)]
             self.hints.fill(batch, now)
             self.warmed = before if self.hints.in_batch else None
+            if self.hints.in_batch:
+                assert not (self.scheduler.queue or starved)
+                assert self.cache.available >= self.scheduler.reserve_slots
             return batch
 
         def launched_and_released(batch):
@@ -369,17 +385,19 @@ class Typing(World):
 def test_a_hint_takes_no_slot_from_the_next_step(depth, places, seed):
     """Behind each step with a warm-up as many slots are available as before it. (Those to which KV is copied
     count: they are available when the copy has ended.) The fake worker checks what every span reads."""
-    world, rng = Typing(slots=48, places=places, chunk=4, depth=depth, seed=seed), random.Random(seed)
+    world = Typing(slots=48, places=places, chunk=4, depth=depth, seed=seed, rows=6, reserve=0.2)
+    rng = random.Random(seed)
     names = "abcdef"
-    for _ in range(300):
+    for step in range(400):
         name = rng.choice(names)
         conversation = world.cache.open(name)
-        if rng.random() < 0.1 and conversation.order not in world.scheduler.unfinished:
+        busy = step // 40 % 2                       # now there is little to do, now too much
+        if rng.random() < (0.4 if busy else 0.1) and conversation.order not in world.scheduler.unfinished:
             if len(conversation.tokens) > 30:
                 world.cache.forget(conversation)
             else:
-                world.submit(name, rng.randint(1, 8), max_tokens=rng.randint(1, 6))
-        elif rng.random() < 0.2 and PLACEHOLDER not in conversation.tokens:
+                world.submit(name, rng.randint(1, 8), max_tokens=rng.randint(1, 16))
+        elif rng.random() < 0.3 and PLACEHOLDER not in conversation.tokens:
             world.hints.give(conversation, world.now)
         world.step()
     assert len(world.available) > 4 and world.hints.stats["warmed_tokens_recomputed"] > 0
@@ -474,6 +492,21 @@ def test_a_conversation_that_the_engine_has_forgotten_is_warmed_from_the_history
         sessions.warm("d")
     sessions.create("d", {})
     assert sessions.warm("d") == NOTHING
+
+
+def test_a_hint_sees_no_change_of_the_history_by_halves(sessions, monkeypatch):
+    """While somebody has claimed the conversation, or if it is deleted while we read its tokens."""
+    sessions.chat("My lucky number is 4711.", "c", max_tokens=8)
+    sessions.engine.forget("c")
+    assert sessions._alone("c", lambda: sessions.warm("c")) == NOTHING
+    read = sessions.history.tokens
+
+    def read_and_delete(turn_id):
+        tokens = read(turn_id)
+        sessions.forget("c")
+        return tokens
+    monkeypatch.setattr(sessions.history, "tokens", read_and_delete)
+    assert sessions.warm("c") == NOTHING and "c" not in sessions.engine.cache.conversations
 
 
 def test_a_cold_conversation_is_held_while_its_hint_waits(sessions):
