@@ -97,8 +97,8 @@ class Hints:
         scheduler, cache = self.scheduler, self.cache
         phases_apart = scheduler.separate_phases and batch.spans
         # (A request as long as it may become needs no slot: its last token is on its way.)
-        starved = any(one.conversation.room < one.total and one.total != one.longest
-                      for one in scheduler.running)
+        starved = any(each.conversation.room < each.total != each.longest
+                      for each in scheduler.running)
         if not unserved or scheduler.queue or starved or phases_apart:
             return
         warm = Batch(batch.step, batch.budget)
@@ -132,7 +132,7 @@ class Hints:
         others = sum(pinned.values()) - shared
         if warm_up.served or needed + reserve + others > cache.num_slots:
             return                                  # nothing to do, or no eviction would help
-        # The scheduler wants so many to stay available, and would make them so in the next step:
+        # So many slots of others: else the next turn would take those that the hint has filled.
         left = max(reserve, scheduler.threshold_slots)
         batch.swap_out += cache.plan_swap_out_for(conversation, needed, left, now)
         if cache.shortfall(conversation, needed, reserve) > 0:

@@ -361,8 +361,9 @@ class Typing(World):
 
         def schedule_and_fill(now):
             batch, before = schedule(now), self.cache.available
+            # (Who is as long as it may become awaits its last token, and needs no slot.)
             starved = [request for request in self.scheduler.running
-                       if request.conversation.room < len(request.conversation.tokens)]
+                       if request.conversation.room < request.total != request.longest]
             self.hints.fill(batch, now)
             self.warmed = before if self.hints.in_batch else None
             if self.hints.in_batch:
