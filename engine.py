@@ -114,7 +114,7 @@ class Engine:
             self.owner.tell_ended()                     # closes the handles of ended requests
             if self.forgets_cold:
                 for conversation in self.cache.cold_conversations():
-                    if conversation not in self.hints:
+                    if conversation not in self.hints.warm_ups:
                         self.cache.forget(conversation)
             if self.debug:
                 self.cache.check_integrity()
@@ -257,6 +257,7 @@ class Engine:
 
         Returns at once what is to happen: see Hints.give. KeyError if the engine does not hold the
         conversation and gets no context."""
+        require(isinstance(conversation, str), "conversation", "a string", conversation)
         context = list(context)
         self._check([0], context, conversation, None, None, Sampling())
 
@@ -309,12 +310,14 @@ class Engine:
         return self
 
     def _run(self):
-        batch = None
+        batch, was_busy = None, False
         while self.owner.thread:
             # After the last reply chunks go to the CPU while nobody needs the device. So we step on
-            # if the last batch was not empty: there may be more to copy out. Else we wait.
-            if not batch and not self.scheduler.busy:
+            # if the last batch was not empty: there may be more to copy out. And if the last step
+            # has settled a reply or a copy: a hint may have waited for that. Else we wait.
+            if not (batch or was_busy or self.scheduler.busy):
                 self.owner.posted.wait()
+            was_busy = self.scheduler.busy
             batch = self.step()
 
     def forget(self, conversation: str | None):

@@ -24,26 +24,30 @@ from kv_cache import Conversation
 from scheduler import PLACEHOLDER, Batch, Request, Result, Scheduler
 
 WINDOW = 8192           # we look for copies among so many tokens, the last ones of the context
-GAIN = 2                # a right guess allows a request so many others
-PATIENCE = 32           # so many tokens of its reply allow it one
+
+# A request begins with a luck of 0. Each guess takes 1 of it. Below 0 it may guess less.
+GAIN = 2                # a right guess gives so much
+PATIENCE = 32           # so many tokens of its reply give 1
+MOST_LUCK = 32          # it never has more: else it would guess wrong as long as it guessed right
 
 
 def copied(tokens: Sequence[int], most: int) -> list[int]:
     """At most `most` tokens that may come next: those that followed where the last tokens of the
-    context stood before. Of several such places we take the one with most tokens in common; of
-    equal ones the latest. The longer the reply has copied, the more we guess: one token less than
-    are in common.
+    context stood before. Of several such places we take the one with most tokens in common (we
+    compare no more than most + 1), of equal ones the latest. The longer the reply has copied, the
+    more we guess: one token less than are in common.
 
         1 2 3 4 5 6 1 2 3       3 tokens stood before: 4 5
         5 1 2 1 2 1 2           goes round, 4 tokens stood before: 1 2 1"""
     context = np.array(tokens[-WINDOW:], np.int32)
+    # ends: where the last `common + 1` tokens stood before. Each round looks one token further.
     ends, end, common = np.flatnonzero(context[:-1] == context[-1]), 0, 0
     while len(ends) and common <= most:
         end, common = ends[-1], common + 1
         ends = ends[ends >= common]
         ends = ends[context[ends - common] == context[-1 - common]]
     following = context[end + 1:end + 1 + most].tolist()
-    return (following * most)[:max(0, common - 1)]
+    return (following * most)[:max(0, common - 1)]      # (if it ends too soon, it goes round)
 
 
 class Guess(NamedTuple):
@@ -63,7 +67,8 @@ class Guess(NamedTuple):
 
 
 class Behind(NamedTuple):
-    """To sampling.py, a request: the token at position `total` is sampled, behind a guess."""
+    """What sampling.py asks a request for. The token at position `total` is sampled, behind a
+    guess."""
     sampling: object
     total: int
 
@@ -85,15 +90,17 @@ class GuessingScheduler(Scheduler):
         out ahead. None goes beyond the longest reply. A request whose guesses are wrong soon makes
         very few: PATIENCE.
 
-        If the host does not know the last token yet, there are no tokens in the Guess. It still
-        makes the engine settle this batch at once (Engine._ahead), so the next one may guess."""
+        One step ahead the host does not know the last token, so it cannot guess what follows. If
+        the context before that token seems to copy, a Guess without tokens makes the engine settle
+        this batch at once (Engine._ahead), and the next one may guess."""
         batch = super().schedule(now)
         for request, _, end in batch.spans:
             if request.prefilling or request.sampling.looks_back:
                 continue
             pending, tokens = request.last_token_pending, request.conversation.tokens
-            luck = request.luck + len(request.generated) // PATIENCE
-            most = min(self.guesses, self.guesses + luck, batch.budget)
+            patience = len(request.generated) // PATIENCE
+            request.luck = min(request.luck, MOST_LUCK - patience)
+            most = min(self.guesses, self.guesses + request.luck + patience, batch.budget)
             guess = copied(tokens[:-1] if pending else tokens, most)
             if guess:
                 room = min(request.conversation.room, request.longest - 1) - end
@@ -101,13 +108,15 @@ class GuessingScheduler(Scheduler):
                 batch.guesses.append(Guess(request, end, guess))
                 batch.budget -= len(guess)
         guessing = {guess.request for guess in batch.guesses}
-        batch.spans.sort(key=lambda span: span.request in guessing)     # keeps their order
+        # (take_along lengthens the last ones. The sort keeps their order.)
+        batch.spans.sort(key=lambda span: span.request in guessing)
         return batch
 
     def account(self, batch: Batch, result: Result, now: float) -> list[Request]:
         """As Scheduler.account. Then each right guess counts as if a step of its own had computed
         it, and had sampled the token behind it."""
-        decoded, logprobs = len(batch.placeholders), result.logprobs or [None] * len(result.tokens)
+        decoded = len(batch.placeholders)
+        logprobs = result.logprobs or [None] * len(result.tokens)
         grown = super().account(
             batch, Result(result.tokens[:decoded], result.landed, logprobs[:decoded]), now)
         guessed = []
@@ -116,7 +125,7 @@ class GuessingScheduler(Scheduler):
             guessed += [(request, position, token) for position, token in enumerate(tokens, start)]
         behind = zip(guessed, result.tokens[decoded:], logprobs[decoded:], strict=True)
         for (request, position, guess), token, logprob in behind:
-            # (Behind a wrong guess the context ends before the next one.)
+            # (Behind a wrong guess the context ends before the next one: [] is no guess.)
             tokens = request.conversation.tokens
             if request.finish_reason or tokens[position:].tolist() != [guess]:
                 continue
@@ -132,14 +141,17 @@ class GuessingScheduler(Scheduler):
 
 
 def take_along(packed, guesses: list[Guess]):
-    """Lengthen the last spans of a worker.Packed, the decodes, by their guesses. A token is sampled
-    behind each guess, too. These tokens come after those of all spans."""
-    first, count = len(packed.tokens) - len(guesses), len(guesses)
-    decoded, behind = packed.tokens[first:], []
-    del packed.tokens[first:], packed.sample_at[-count:]
-    for nth, (guess, token) in enumerate(zip(guesses, decoded), start=-count):
+    """Lengthen the last spans of a worker.Packed, the decodes of these guesses. A token is sampled
+    behind each guess, too. These tokens come after those of all spans:
+
+        tokens       a0 a1 | b7 | c9         a0 a1 | b7 guess guess | c9 guess
+        sample_at    1, 2, 3                 1, 2, 5, 3, 4, 6"""
+    count, behind = len(guesses), []
+    decodes = packed.tokens[-count:]
+    del packed.tokens[-count:], packed.sample_at[-count:]
+    for nth, (guess, decode) in enumerate(zip(guesses, decodes), start=-count):
         at = len(packed.tokens)
-        packed.tokens.extend([token, *guess.tokens])
+        packed.tokens.extend([decode, *guess.tokens])
         packed.end[nth] = guess.end
         packed.sample_at.append(at)
         behind += range(at + 1, len(packed.tokens))

@@ -10,35 +10,38 @@ nothing, and takes only what nobody wants. In chunks of 4, with a budget of 16 f
                         step 8  b[32:33] a[2:4]
 
 For SECONDS the policy counts the conversation as needed just now. Nothing else keeps its KV: a
-warm-up is admitted and released within one step, and chunks that it has recomputed are *marked*
-(Chunk.evictable_without_copy). So a hint can be forgotten at any moment, and whoever is starved in
-the next step takes the slots back.
+warm-up is admitted and released within one step, and chunks in which it has recomputed something
+are *marked* (Chunk.evictable_without_copy). So a hint can be forgotten at any moment, and whoever
+is starved in the next step takes the slots back.
 
 Invariant: behind a warm-up's step as many slots are available as before, or will be when its copies
 in have ended.
 """
 from collections import Counter
-from collections.abc import Iterator
-from itertools import islice
 
 from kv_cache import Chunk, Conversation, KVCache
 from sampling import Sampling
 from scheduler import Batch, Request, Scheduler
 
 SECONDS = 30.0      # for which a hint holds
-SHARE = 8           # beside running requests warm-ups compute at most an eighth of the budget
+SHARE = 8           # beside running requests warm-ups compute at most an eighth of the budget (but
+                    # copy in all that they need at once)
 
 
 class WarmUp(Request):
-    """Brings back what its conversation has lost. It has no client, so it has ended when it begins."""
+    """Brings back what its conversation has lost. It has a finish_reason from the beginning: it has
+    no client, so the scheduler has nothing to end, to cancel or to account for."""
 
     def __init__(self, conversation: Conversation, until: float):
         """until: the hint holds until then, in seconds."""
         super().__init__(conversation, [], sampling=Sampling(), prefilling=True,
                          finish_reason="warmed")
         self.until = until
-        self.served = False             # everything was there once: it is not brought back again
-        self.kept: set[Chunk] = set()   # in its step: chunks that stay as they are
+        # Everything was there when we last looked: it is not brought back again.
+        self.served = False
+        # In its step: how far chunks were filled whose slots nobody could have taken at once. Those
+        # that do not grow stay unmarked.
+        self.kept: dict[Chunk, int] = {}
 
     @property
     def end(self) -> int:
@@ -63,17 +66,22 @@ class Hints:
     def __len__(self) -> int:
         return len(self.warm_ups)
 
-    def __iter__(self) -> Iterator[Conversation]:
-        return iter(self.warm_ups)
+    def holding(self, now: float) -> dict[Conversation, WarmUp]:
+        """The hints that hold: not those that are too old, whose turn has come, or whose
+        conversation is forgotten."""
+        held = self.cache.conversations
+        return {conversation: warm_up for conversation, warm_up in self.warm_ups.items()
+                if now < warm_up.until and held.get(conversation.name) is conversation
+                and not self._has_turn(conversation)}
 
     def give(self, conversation: Conversation, now: float) -> dict[str, int]:
         """A turn of the conversation is likely soon. Returns how many of its tokens are on the GPU
         (gpu), and how many are to be copied in (cpu) and recomputed. All are 0, and nothing
         happens, if a turn of it runs or waits, if a hint for it holds already, or if no turn would
         fit."""
-        self._end_hints(now)
-        scheduler = self.scheduler
-        too_long = len(conversation.tokens) + 2 > scheduler.limit       # a prompt and a reply
+        self.warm_ups = self.holding(now)
+        # (A prompt and a reply have a token each.)
+        too_long = len(conversation.tokens) + 2 > self.scheduler.limit
         if too_long or conversation in self.warm_ups or self._has_turn(conversation):
             return nothing_to_do()
         warm_up = self.warm_ups[conversation] = WarmUp(conversation, now + SECONDS)
@@ -84,54 +92,69 @@ class Hints:
 
     def fill(self, batch: Batch, now: float):
         """Add warm-ups to a batch, if nobody waits in the queue and nobody is starved."""
-        self._end_hints(now)
+        self.warm_ups = self.holding(now)
+        unserved = [warm_up for warm_up in self.warm_ups.values() if not warm_up.served]
         scheduler, cache = self.scheduler, self.cache
-        alone = scheduler.separate_phases and batch.spans
-        starved = any(request.conversation.room < request.total for request in scheduler.running)
-        if scheduler.queue or starved or alone:
+        phases_apart = scheduler.separate_phases and batch.spans
+        # (A request as long as it may become needs no slot: its last token is on its way.)
+        starved = any(each.conversation.room < each.total != each.longest
+                      for each in scheduler.running)
+        if not unserved or scheduler.queue or starved or phases_apart:
             return
+        warm = Batch(batch.step, batch.budget)
         if scheduler.running:
-            batch.budget = min(batch.budget, scheduler.max_batch_tokens // self.share)
-        for warm_up in self.warm_ups.values():
-            if batch.budget > 0 and cache.free_rows and not warm_up.served:
-                self._serve(warm_up, batch, now)
+            warm.budget = min(batch.budget, scheduler.max_batch_tokens // self.share)
+        # By chunk, since running conversations may share some:
+        pinned = {chunk: len(chunk.slots) for one in cache.running.values() for chunk in one.chunks}
+        for warm_up in unserved:
+            if warm.budget > 0 and cache.free_rows:
+                self._serve(warm_up, warm, pinned, now)
+        # In front of the decodes that take guesses along, which come last: see guesses.py.
+        first = len(batch.spans) - len(batch.guesses)
+        batch.spans[first:first] = warm.spans
+        batch.swap_in += warm.swap_in
+        batch.swap_out += warm.swap_out
         batch.table_updates += cache.take_table_updates()
+        self.stats["warmed_tokens_cpu"] += sum(ticket.filled for ticket in warm.swap_in)
+        self.stats["warmed_tokens_recomputed"] += sum(end - start for _, start, end in warm.spans)
 
-    def _serve(self, warm_up: WarmUp, batch: Batch, now: float):
-        """Let one warm-up take part in the batch, if slots beyond the reserve suffice. Idle
-        conversations make room for it as they would for its turn."""
+    def _serve(self, warm_up: WarmUp, batch: Batch, pinned: dict[Chunk, int], now: float):
+        """Let one warm-up take part in a batch of warm-ups, if slots beyond the reserve suffice.
+        Idle conversations make room for it as they would for its turn.
+
+        pinned: the chunks of all who run, and how many slots each has."""
         scheduler, cache, conversation = self.scheduler, self.cache, warm_up.conversation
         if not cache.extend(conversation, ()):      # another turn is computing some of it: sharing
             return
         warm_up.served = conversation.sources()[0] >= warm_up.end
         needed, reserve = conversation.known, scheduler.reserve_slots
-        running = sum(one.room for one in cache.running.values())
-        if warm_up.served or needed + reserve + running > cache.num_slots:
+        shared = sum(pinned.get(chunk, 0) for chunk in conversation.chunks)
+        others = sum(pinned.values()) - shared
+        if warm_up.served or needed + reserve + others > cache.num_slots:
             return                                  # nothing to do, or no eviction would help
-        spare = max(reserve, scheduler.threshold_slots)
-        batch.swap_out += cache.plan_swap_out_for(conversation, needed, spare, now)
+        # So many slots of others: else the next turn would take those that the hint has filled.
+        left = max(reserve, scheduler.threshold_slots)
+        batch.swap_out += cache.plan_swap_out_for(conversation, needed, left, now)
         if cache.shortfall(conversation, needed, reserve) > 0:
-            return
-        warm_up.kept = {chunk for chunk in conversation.chunks
-                        if chunk.slots and not chunk.evictable_without_copy}
+            return                                  # maybe in a later step
+        warm_up.kept = {chunk: chunk.filled for chunk in conversation.chunks
+                        if chunk.state == "GPU" and not chunk.evictable_without_copy}
         # (Not SharingCache.admit: a warm-up is no turn that others follow, or that copies a tail.)
-        swap_in = KVCache.admit(cache, conversation, needed, now)
-        first_new = len(batch.spans)
+        batch.swap_in += KVCache.admit(cache, conversation, needed, now)
         batch.take(warm_up)
-        batch.swap_in += swap_in
         self.in_batch.append(warm_up)
-        self.stats["warmed_tokens_cpu"] += sum(ticket.filled for ticket in swap_in)
-        self.stats["warmed_tokens_recomputed"] += sum(
-            end - start for _, start, end in islice(batch.spans, first_new, None))
 
     def release(self):
-        """The batch is launched, or has failed: the conversations of its warm-ups are idle again."""
+        """The batch is launched, or has failed: those whose warm-ups it has are idle again."""
         for warm_up in self.in_batch:
             conversation = warm_up.conversation
+            # It begins to be idle when the hint is over, not now: see KVCache.expect.
             self.cache.release(conversation, conversation.last_active)
             for chunk in conversation.chunks:
-                # (A chunk that was copied in has its copy still.)
-                chunk.evictable_without_copy = chunk not in warm_up.kept and chunk.place is None
+                if not chunk.pinned:                # another user may run
+                    # (A chunk that was copied in has its copy still.)
+                    grown = warm_up.kept.get(chunk) != chunk.filled
+                    chunk.evictable_without_copy = grown and chunk.place is None
         self.in_batch.clear()
 
     def give_up(self):
@@ -141,13 +164,6 @@ class Hints:
 
     def _has_turn(self, conversation: Conversation) -> bool:
         return conversation.order in self.scheduler.unfinished
-
-    def _end_hints(self, now: float):
-        """Drop hints that are too old, whose turn has come, or whose conversation is forgotten."""
-        for conversation, warm_up in list(self.warm_ups.items()):
-            held = self.cache.conversations.get(conversation.name) is conversation
-            if now >= warm_up.until or self._has_turn(conversation) or not held:
-                del self.warm_ups[conversation]
 
 
 def nothing_to_do() -> dict[str, int]:

@@ -738,7 +738,8 @@ class Sessions:
             # Whoever changes the history tells the engine afterwards. So either we see the change
             # here, or he undoes what we do.
             changed = conversation in self.turns or self.history.head(conversation) != head
-            hinted = [str(one.name) for one in self.engine.hints]
+            holding = self.engine.hints.holding(self.engine.clock())
+            hinted = [str(one.name) for one in holding]
             if changed or sum(name.startswith(prefix) for name in hinted) >= MOST_HINTS:
                 return nothing_to_do()
             return self.engine.warm(conversation, context, owner)

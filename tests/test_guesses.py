@@ -25,6 +25,9 @@ COST = RecomputeCost({4: 1e-3, 64: 3e-3}, rest=1e-3)
     ([1, 2, 3, 4, 2], 4, []),                               # one in common is too few
     ([1, 2, 7, 1, 2, 8, 1, 2], 4, [8]),                     # the latest place
     ([3, 1, 2, 7, 9, 1, 2, 8, 3, 1, 2], 4, [7, 9]),         # but rather more in common
+    # 5 in common in front of 7 8, later 3 in front of 9 9. No more than most + 1 tokens are compared.
+    ([1, 2, 3, 4, 5, 7, 8, 0, 3, 4, 5, 9, 9, 1, 2, 3, 4, 5], 2, [9, 9]),
+    ([1, 2, 3, 4, 5, 7, 8, 0, 3, 4, 5, 9, 9, 1, 2, 3, 4, 5], 3, [7, 8, 0]),
     ([5, 1, 2, 1, 2, 1, 2], 8, [1, 2, 1]),                  # goes round and round
     ([7], 4, []), ([7, 7], 4, []), ([7, 7, 7, 7], 4, [7, 7]), ([*range(5)] * 2000, 3, [0, 1, 2])])
 def test_copied(tokens, most, expected):
@@ -150,6 +153,15 @@ def test_wrong_guesses_soon_end_and_right_ones_allow_more(guessing):
     world, request = turn(max_tokens=50)
     world.run()                     # the reply's token 32 allows one guess, this one two, these two four
     assert world.scheduler.stats["right_guesses"] > 7 and request.generated == expected(request)
+
+
+def test_luck_does_not_pile_up(guessing):
+    """395 tokens whose guesses are right, then 600 that never copy: these alone would allow 26 wrong ones."""
+    guessing(lambda tokens: right(tokens, 8) if len(tokens) < 400 else [99] * 8)
+    world, _ = turn(max_tokens=1000, slots=2048, chunk=64, limit=2000)
+    world.run()
+    stats = world.scheduler.stats
+    assert stats["right_guesses"] > 300 and 8 < stats["guesses"] - stats["right_guesses"] < 75
 
 
 def test_one_step_ahead_the_host_settles_before_it_guesses(guessing):

@@ -1,6 +1,7 @@
 """Hints: what a conversation has lost is back before its turn, and nobody else waits for that."""
 import random
 import threading
+import time
 from itertools import count
 
 import pytest
@@ -105,6 +106,26 @@ def test_beside_running_requests_a_hint_gets_an_eighth_of_the_budget():
     assert settle(engine) == ["a[12:13]"] or engine.cache.conversations["a"].sources() == (13, 0)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_warm_up_beside_a_decode_with_guesses(depth):
+    """The warm-up's spans come first, since guesses lengthen the last ones."""
+    def play(guesses, hint):
+        engine = small(gpu_cache_tokens=256, cpu_cache_tokens=0, max_batch_tokens=64, guesses=guesses)
+        engine.depth = depth
+        engine.generate(ids(37), "a", max_tokens=3, ignore_eos=True)
+        engine.cache.drop_all(engine.cache.conversations["a"])
+        prompt = list(b"one two three, one two three, one two")
+        b = engine.submit(prompt, "b", max_tokens=20, ignore_eos=True)
+        engine.step(), engine.step()
+        if hint:
+            engine.warm("a")
+        batches = [str(engine.step()) for _ in range(4)]
+        return [b.result().token_ids, turns(engine, a=4)["a"].token_ids], batches
+    plain, _ = play(0, hint=False)
+    replies, batches = play(6, hint=True)
+    assert replies == plain and any(" a[" in batch and "guess b[" in batch for batch in batches)
+
+
 def test_a_hint_waits_while_somebody_waits():
     """For the queue, and for those who are starved."""
     engine = a_has_lost(small(cpu_cache_tokens=0))
@@ -128,6 +149,58 @@ def test_a_hint_leaves_the_reserve():
     assert settle_until(engine, d) == [] and engine.cache.conversations["c"].sources() == before
     settle(engine)                                          # 13 tokens and 20 slots of reserve: alone it fits
     assert a.sources() == (13, 0)
+
+
+def test_chats_that_share_a_prefix_are_counted_once():
+    """All share 100 tokens. Two running chats and the hint need 144 slots of 200, not 344."""
+    engine = small(gpu_cache_tokens=200, cpu_cache_tokens=0, max_batch_tokens=64)
+    prefix = ids(100)
+    for name, end in (("x", [1, 2]), ("a", [*range(1, 11)])):
+        engine.generate(prefix + end, name, max_tokens=3, ignore_eos=True, owner="o")
+    a = engine.cache.conversations["a"]
+    engine.cache.drop_all(a)
+    running = [engine.submit(prefix + [20 + i], max_tokens=40, ignore_eos=True, owner="o") for i in range(2)]
+    for _ in range(3):
+        engine.step()
+    engine.warm("a", owner="o")
+    for _ in range(10):
+        engine.step()
+    assert a.sources() == (112, 0) and not any(handle.reply for handle in running)
+
+
+def test_who_awaits_only_its_last_token_is_not_starved():
+    """21 tokens in chunks of 4: the last one gets no slot, since it is never fed."""
+    engine = small(gpu_cache_tokens=256, cpu_cache_tokens=0)
+    engine.depth = 1
+    turns(engine, a=11)
+    engine.cache.drop_all(engine.cache.conversations["a"])
+    b = engine.submit(ids(10), "b", max_tokens=11, ignore_eos=True)
+    while len(b.request.generated) < 10:
+        engine.step()
+    engine.warm("a")
+    assert "a[" in str(engine.step())
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_hint_that_had_to_wait_is_served_before_the_engine_sleeps(depth):
+    """b has the only row. The step that settles b's last token computes nothing, and comes too early."""
+    engine = small(max_running=1, gpu_cache_tokens=256, cpu_cache_tokens=0)
+    engine.depth = depth
+    turns(engine, a=11)
+    a = engine.cache.conversations["a"]
+    engine.cache.drop_all(a)
+    engine.start()
+    b = engine.submit(ids(10), "b", max_tokens=200, ignore_eos=True)
+    while not b.request.generated:
+        time.sleep(0.001)
+    assert engine.warm("a") != NOTHING
+    b.result()
+    deadline = time.monotonic() + 2
+    while a.sources() != (13, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    found = a.sources()
+    engine.close()
+    assert found == (13, 0)
 
 
 def settle_until(engine, handle):
@@ -227,6 +300,9 @@ def test_no_hint_for_a_turn_that_is_here():
     running.result()
     with pytest.raises(KeyError):
         engine.warm("never heard of")
+    with pytest.raises(ValueError, match="conversation must be a string"):
+        engine.warm(None, [1, 2, 3])                        # nobody would ever forget it
+    assert len(engine.cache.conversations) == 3
     assert small(stateless=True).warm("x", [1, 2, 3]) == NOTHING
 
 
@@ -285,8 +361,9 @@ class Typing(World):
 
         def schedule_and_fill(now):
             batch, before = schedule(now), self.cache.available
+            # (Who is as long as it may become awaits its last token, and needs no slot.)
             starved = [request for request in self.scheduler.running
-                       if request.conversation.room < len(request.conversation.tokens)]
+                       if request.conversation.room < request.total != request.longest]
             self.hints.fill(batch, now)
             self.warmed = before if self.hints.in_batch else None
             if self.hints.in_batch:
@@ -326,6 +403,43 @@ def test_a_hint_takes_no_slot_from_the_next_step(depth, places, seed):
         world.step()
     assert len(world.available) > 4 and world.hints.stats["warmed_tokens_recomputed"] > 0
     assert all(after >= before for before, after in world.available)
+
+
+def test_a_chunk_that_another_user_computes_is_not_marked():
+    """y is a fork of x. A turn of x recomputes what they share, and so does y's hint beside it."""
+    engine = small(gpu_cache_tokens=64, cpu_cache_tokens=0)
+    x = engine.generate(ids(10), "x", max_tokens=3, ignore_eos=True)
+    engine.generate(ids(2), "y", context=ids(10) + x.token_ids, parent="x", max_tokens=1, ignore_eos=True)
+    x, y = (engine.cache.conversations[name] for name in "xy")
+    for chunk in x.chunks:
+        engine.cache.reclaim(chunk)
+    turn = engine.submit(ids(1), "x", max_tokens=3, ignore_eos=True)
+    engine.warm("y")
+    assert str(engine.step()).endswith("x[0:14] y[0:2]") and x.chunks[0] is y.chunks[0]
+    assert not any(chunk.evictable_without_copy for chunk in x.chunks)
+    turn.result()
+
+
+@pytest.mark.parametrize("places", [0, 64])
+def test_a_chunk_that_a_warm_up_fills_further_can_be_taken_back(places):
+    """A turn was stopped when it had recomputed 4 tokens of a chunk of 32. Later the chunk was copied."""
+    engine = small(gpu_cache_tokens=128, cpu_cache_tokens=places * 32, chunk_size=32, max_batch_tokens=2,
+                   swap_threshold=0.99 if places else 0.0)
+    engine.generate(ids(40), "a", max_tokens=3, ignore_eos=True)
+    a = engine.cache.conversations["a"]
+    engine.cache.drop_all(a)
+    turn = engine.submit(ids(2), "a", max_tokens=3)
+    engine.step(), engine.step()
+    turn.cancel()
+    settle(engine)
+    assert [(chunk.state, chunk.filled) for chunk in a.chunks][:1] == [
+        ("GPU_AND_CPU" if places else "GPU", 4)]
+    before = engine.cache.available
+    engine.warm("a")
+    for _ in range(14):
+        engine.step()
+        assert engine.cache.available >= before
+    assert a.chunks[0].filled == 32
 
 
 # ---- answers never depend on it
@@ -434,6 +548,18 @@ def test_only_so_many_hints_hold_for_one_key(sessions, monkeypatch):
         False, False, True, False]
     sessions.chat("Hi.", "k1-a", max_tokens=4)
     assert sessions.warm("k1-c", "k1-") != NOTHING
+
+
+def test_hints_that_are_over_do_not_count(sessions, monkeypatch):
+    """Nobody steps meanwhile."""
+    monkeypatch.setattr(sessions_file, "MOST_HINTS", 2)
+    sessions.engine.clock = clock = Clock()
+    for name in "abc":
+        sessions.chat("Hi.", name, max_tokens=4)
+    assert sessions.warm("a") != NOTHING and sessions.warm("b") != NOTHING
+    assert sessions.warm("c") == NOTHING
+    clock.now += SECONDS
+    assert sessions.warm("c") != NOTHING
 
 
 def test_hints_turns_and_deletions_from_many_threads(sessions):
