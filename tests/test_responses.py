@@ -285,11 +285,11 @@ def test_asking_in_a_query_for_what_we_do_not_have(client):
     assert client.responses.input_items.list(made.id, include=include).data
 
 
-def test_counting_tokens_is_work_like_a_turn(server, monkeypatch):
+def test_counting_tokens_is_work_like_a_turn(server):
     """The same messages are rendered and tokenised, so as many may be at work."""
     assert fetch(server, "POST", "/v1/responses/input_tokens", dict(input="Hi"))[0] == 200
-    monkeypatch.setattr(server, "most_turns", 0)
-    assert fetch(server, "POST", "/v1/responses/input_tokens", dict(input="Hi"))[0] == 429
+    with server.counted("", server.most_turns):
+        assert fetch(server, "POST", "/v1/responses/input_tokens", dict(input="Hi"))[0] == 429
 
 
 def test_the_first_turn_of_a_conversation_waits(client, server):
