@@ -280,11 +280,11 @@ def test_instructor(server, endpoint, at_work, mode):
 # ---- llm
 
 @pytest.fixture
-def llm(tmp_path):
+def llm(tmp_path, monkeypatch):
     """llm(server, ...): what the program prints."""
+    monkeypatch.setenv("LLM_LOAD_PLUGINS", "")      # llm reads it once: test_other_clients.py imports it, too
     pytest.importorskip("llm")
-    environment = os.environ | dict(LLM_LOAD_PLUGINS="", LLM_USER_PATH=str(tmp_path),
-                                    OPENAI_API_KEY="none")
+    environment = os.environ | dict(LLM_USER_PATH=str(tmp_path), OPENAI_API_KEY="none")
 
     def llm(server, *arguments):
         (tmp_path / "extra-openai-models.yaml").write_text(
