@@ -171,8 +171,8 @@ class Server(ThreadingHTTPServer):
         places than are free: so there are always some for the others."""
         with self.lock:
             if turns > self.most_turns:                     # it would never have places
-                raise APIError(400, f"n times the prompts should be at most {self.most_turns}, "
-                                    f"got {turns}", "n")
+                raise APIError(400, f"a request may ask for {self.most_turns} replies at most, got "
+                                    f"{turns}", "n")
             free = self.most_turns - self.unsettled.total()
             if turns and turns + (self.unsettled[prefix] if self.private else 0) > free:
                 raise APIError(429, f"at most {self.most_turns} turns may run or wait: try again "

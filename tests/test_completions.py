@@ -230,7 +230,7 @@ def test_a_designated_prefix_is_computed_again_for_its_log_probabilities(checkpo
     (dict(prompt=["Hi", [1, 10**6]]), "prompt[1] should have token ids below"), (dict(prompt=None), "prompt"),
     (dict(prompt=5), "prompt should be a string, a list of strings, or of token ids"),
     (dict(prompt=["Hi", ""]), "prompt[1] should have"),
-    (dict(prompt=["Hi"] * 20, n=100), "n times the prompts"), (dict(logprobs=6), "logprobs"),
+    (dict(prompt=["Hi"] * 20, n=100), "replies at most, got 2000"), (dict(logprobs=6), "logprobs"),
     (dict(logprobs=True), "logprobs"), (dict(best_of=2), "best_of"), (dict(max_tokens=-1), "max_tokens"),
     (dict(messages=[dict(role="user", content="Hi")]), "messages"), (dict(top_logprobs=2), "top_logprobs"),
     (dict(max_tokens=10**6), "maximum context length"), (dict(prompt="a" * 10**4), "maximum context length"),
