@@ -202,6 +202,7 @@ def test_choices_without_a_seed_differ_and_their_seeds_have_a_limit(client):
 def test_every_choice_counts_as_a_turn(server, client, monkeypatch):
     monkeypatch.setattr(server, "most_turns", 3)
     assert len(several(client, 3, False, messages=[user("Hi")])[0]) == 3
+    eventually(lambda: not server.unsettled.total())
     with server.counted("", 1), pytest.raises(openai.RateLimitError):
         several(client, 3, False, messages=[user("Hi")])
     with pytest.raises(openai.BadRequestError, match="3 replies at most, got 4"):   # it would never fit
