@@ -432,13 +432,12 @@ def joined(messages: list[dict]) -> list[dict]:
 
 
 def template_options(body: ChatBody | ResponseBody) -> dict:
-    offer = tools.offered([tool.model_dump() for tool in body.tools])
-    return dict(body.chat_template_kwargs or {}, tools=offer)
+    return dict(body.chat_template_kwargs or {}, tools=body.offer)
 
 
 def callable_by(body: ChatBody | ResponseBody) -> list[dict]:
     """The functions that the reply may call. APIError if it must call one that is not offered."""
-    choice, functions = body.tool_choice, template_options(body)["tools"]
+    choice, functions = body.tool_choice, body.offer
     if choice.mode == "none":
         return []
     if choice.tools is not None:

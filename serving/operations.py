@@ -27,7 +27,7 @@ import json
 import re
 import reprlib
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from urllib.parse import unquote
 
@@ -569,6 +569,7 @@ class ReplyBody(GeneratingBody):
 
     chat_template_kwargs: TemplateOptions = None    # vLLM's, such as {"enable_thinking": false}
 
+    tools: list[Any] = []       # each way to ask has a shape of its own
     # Whatever it is, the model sees all tools: so the context stays cached.
     tool_choice: Annotated[ToolChoice, OneMode] = ToolChoice(mode="auto")
     parallel_tool_calls: bool = None                # False: we give out a reply's first call alone
@@ -585,6 +586,11 @@ class ReplyBody(GeneratingBody):
     echo: Literal[False] = False
     add_generation_prompt: Literal[True] = True
     continue_final_message: Literal[False] = False
+
+    @cached_property
+    def offer(self) -> list[dict]:
+        """The tools as a chat template takes them."""
+        return tools.offered([tool.model_dump() for tool in self.tools])
 
     def hint(self, prefix: str) -> str | None:
         """The full name of the conversation that the client may mean."""

@@ -39,8 +39,8 @@ from serving.guard import ALL_KEYS, Guard, page_policy
 from serving.history import StaleTurn
 from serving.metrics import Metrics, stats_of
 from serving.openai_api import API, Writer, as_api_error
-from serving.operations import (APIError, GeneratingBody, Operation, ReplyBody, ResponseBody, find_operation,
-                                openapi, parse)
+from serving.operations import (APIError, GeneratingBody, Operation, ReplyBody, ResponseBody,
+                                find_operation, openapi, parse)
 from serving.sessions import Answer, Answering, LiveTurn, Sessions
 
 MAX_BODY_BYTES = 2 * 2**20
@@ -692,7 +692,7 @@ def read_query(query: str) -> dict[str, str | list[str]]:
 
 
 def zstd_decoder() -> Any:
-    """codex compresses its bodies so. APIError if this Python cannot read them."""
+    """Some agents compress their bodies so. APIError if this Python cannot read them."""
     try:
         if sys.version_info < (3, 14):
             from backports import zstd
