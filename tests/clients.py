@@ -30,6 +30,16 @@ TEMPLATE = ("{% for message in messages %}"
 CONTEXT = 2048
 
 
+def save_random_gpt2(directory: Path, vocab_size: int):
+    """Its last token is the end token."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, n_positions=CONTEXT, n_embd=48, n_layer=2,
+                                       n_head=2, eos_token_id=vocab_size - 1, bos_token_id=vocab_size - 1))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(directory)
+
+
 def make_checkpoint(directory: Path):
     """A random model over printable ASCII, a token for each character, so that any reply is valid text."""
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -37,12 +47,7 @@ def make_checkpoint(directory: Path):
     library = Tokenizer(models.BPE(vocabulary, []))
     library.pre_tokenizer, library.decoder = letters, decoders.ByteLevel()
     library.add_special_tokens([AddedToken(name, normalized=False) for name in SPECIAL])
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_positions=CONTEXT, n_embd=48, n_layer=2, n_head=2,
-                                       eos_token_id=98, bos_token_id=98))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    model.save_pretrained(directory)
+    save_random_gpt2(directory, 99)
     library.save(str(directory / "tokenizer.json"))
     settings = dict(eos_token="<|end|>", chat_template=TEMPLATE)
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))

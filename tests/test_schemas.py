@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from pydantic import BaseModel
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import sampling
 from engine import Engine
@@ -21,7 +20,8 @@ from serving import schemas
 from serving.schemas import Grammars, Unusable
 from serving.sessions import Sessions
 from serving.tokenizer import load_tokenizer
-from clients import CONTEXT, ROOT, ask, connect, eventually, fetch, hang_up_after, serving, user
+from clients import (CONTEXT, ROOT, ask, connect, eventually, fetch, hang_up_after, save_random_gpt2, serving,
+                     user)
 
 openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
 pytest.importorskip("llguidance", reason="needs llguidance (requirements-dev.txt)")
@@ -478,12 +478,7 @@ def any_text(tmp_path_factory):
     directory.mkdir()
     for name in "tokenizer.json", "tokenizer_config.json":
         shutil.copy(ROOT / "tiny_chat" / name, directory)
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=CONTEXT, n_embd=48, n_layer=2, n_head=2,
-                                       eos_token_id=511, bos_token_id=511))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    model.save_pretrained(directory)
+    save_random_gpt2(directory, 512)
     return directory
 
 
