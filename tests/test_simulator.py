@@ -59,6 +59,17 @@ def test_a_decode_is_bound_by_memory_and_a_prefill_by_flops():
     assert slow.attention_seconds(3, 5) == pytest.approx(4 * 2 * 4 * 8 * (3 + 4 + 5) / 1e6)
 
 
+def test_their_attention_reads_k_and_v_for_each_query_head():
+    """Two query heads share K and V. A prefill is bound by its products with either kernel."""
+    slow = ROUND._replace(flops=1e6)
+    ours, theirs = worker(), worker(operators=IDEAL._replace(per_query_head=True))
+    assert theirs.attention_seconds(1, 1000) == pytest.approx(2 * ours.attention_seconds(1, 1000))
+    assert theirs.copy_seconds([ticket("in")]) == ours.copy_seconds([ticket("in")])
+    assert (worker(slow, IDEAL._replace(per_query_head=True)).attention_seconds(9, 9)
+            == worker(slow).attention_seconds(9, 9))
+    assert OPERATORS["then"] == OPERATORS["eager"]._replace(per_query_head=True)
+
+
 def test_a_batch_pays_for_every_span_and_moves_the_clock():
     sim = worker(operators=IDEAL._replace(per_layer=0.5, per_step=2.0))
     result = sim.execute(batch((request(9), 8, 9), (request(6, samples=False), 0, 6)))
