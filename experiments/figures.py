@@ -50,7 +50,8 @@ DRAFT = [
           latency="p90_normalized_latency_ms")
     for model, dataset, rates, paper in (
         ("gpt3-6.7b", "sharegpt-draft", FAST, 1.51), ("gpt3-13b", "sharegpt-draft", FAST, 1.65),
-        ("gpt3-6.7b", "lmsys-draft", FASTER, 1.84), ("gpt3-13b", "lmsys-draft", FAST, 1.95))
+        ("gpt3-6.7b", "lmsys-draft", FASTER, 1.84), ("gpt3-13b", "lmsys-draft", FAST, 1.95),
+        ("gpt3-13b", "sharegpt-draft-long", SLOW, None))        # its Figure 9: the gain decreases
 ]
 BASELINES = "vllm then", "stateless", "stateless, fused", "gpu cache"
 
@@ -203,8 +204,10 @@ PAPER = {
         partial(sweep, BASELINES + ("pensieve",), FOUR_GPUS, HERE),
         "latency over throughput of larger models, four GPUs (11 minutes; simulated: 7)"),
     "fig13": latency_figure(
-        partial(sweep, ("separate phases", "pensieve"), with_their_kernels([LLAMA]), HERE),
-        "prefill and decode in one batch or in batches of their own (3 minutes; simulated: 10)"),
+        partial(sweep, ("request level", "separate phases", "pensieve"),
+                with_their_kernels([LLAMA]), HERE),
+        "prefill and decode in one batch or in batches of their own; batches of whole requests "
+        "(4 minutes; simulated: 20)"),
     "fig14": latency_figure(
         fig14, "eviction policies, also some that no server has (15 minutes; simulated: 40)",
         "request_rate", "recomputed_seconds")._replace(seeds=5),

@@ -234,6 +234,7 @@ class System(NamedTuple):
     flags: dict = {}                # of Engine
     operators: str | None = None    # of a simulation: a key of OPERATORS; None: the panel's
     hinted: bool = False            # do its users give hints, --warm seconds before their turns?
+    whole_batches: bool = False     # see batch_by_request
 
 
 STATELESS = dict(stateless=True, cpu_cache_tokens=0)
@@ -247,6 +248,7 @@ SYSTEMS = {
     "pensieve": System(),
     "pensieve, hinted": System(hinted=True),
     "separate phases": System(dict(separate_phases=True)),
+    "request level": System(whole_batches=True),        # batches as they were before Orca
     # evicts as the paper's draft did
     "draft": System(dict(policy="trailing-half", swap_threshold=0.5)),
 }
@@ -412,9 +414,30 @@ def build(system: System, panel: Panel, conversations: list[PlannedConversation]
           options) -> Engine:
     """The engine of one run: on this machine, or the same engine on a simulated worker."""
     if options.simulate:
-        return simulated_engine(system, panel, conversations, options)
-    cost = load_profile(options.profile) if options.profile else None
-    return Engine(panel.model, cost=cost, **(MEASURED | options.given | system.flags))
+        engine = simulated_engine(system, panel, conversations, options)
+    else:
+        cost = load_profile(options.profile) if options.profile else None
+        engine = Engine(panel.model, cost=cost, **(MEASURED | options.given | system.flags))
+    if system.whole_batches:
+        batch_by_request(engine.scheduler)
+    return engine
+
+
+def batch_by_request(scheduler):
+    """Make it batch whole requests (paper §2.2): nobody joins a batch before all its replies are
+    complete. The next batch has the requests that wait then, as many as fit.
+
+    (Replies that end early are given at once, and nothing is padded: real systems did worse.)"""
+    fits, last = scheduler.fits, None               # arrival number of the batch's last request
+
+    def fits_batch(request) -> bool:
+        nonlocal last
+        if not scheduler.running:
+            last = scheduler.queue[-1].arrival
+        if last is None or request.arrival > last or not fits(request):
+            last = None                             # the batch is complete
+        return last is not None
+    scheduler.fits = fits_batch
 
 
 def simulated_engine(system: System, panel: Panel, conversations: list[PlannedConversation], options

@@ -1,6 +1,6 @@
 """The simulated worker: its arithmetic by hand, its pipeline against a simulation of single layers, and the
 decisions of an engine on it against those of an engine on a real worker."""
-from itertools import count
+from itertools import count, groupby
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +11,7 @@ from eviction import RecomputeCost
 from kv_cache import Chunk, Ticket
 from checkpoint import PRESETS
 from scheduler import Batch, Span
-from experiments.run import drive
+from experiments.run import batch_by_request, drive
 from experiments.simulator import (HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker, VirtualClock,
                                    kv_token_bytes)
 from experiments.workload import PlannedConversation, PlannedTurn
@@ -177,6 +177,23 @@ def test_copies_begin_while_nobody_waits_for_a_reply():
              PlannedConversation("b", [PlannedTurn(12, 2)], 100.0)]
     _, b = drive(engine, users, seed=0, sleep=sim.clock.sleep)
     assert b.first_token - b.due < 512e-6
+
+
+@pytest.mark.parametrize("slots, batches", [(64, "ab b cd"), (46, "a bcd b")])
+def test_whole_requests_are_batched(slots, batches):
+    """c and d come while a and b run: they wait for b, too. In 46 slots there is room for a alone. Then b does
+    not join before a ends, and c and d have come."""
+    sim = SimulatedWorker(SHAPE, ROUND, IDEAL._replace(per_step=1.0), VirtualClock(), slots, 8, slots,
+                          chunk_size=4)
+    engine = Engine(worker=sim, clock=sim.clock, chunk_size=4, stateless=True)
+    batch_by_request(engine.scheduler)
+    seen = []
+    engine.watchers.append(lambda batch: seen.append([span.request.conversation.name for span in batch.spans]))
+    users = [PlannedConversation(name, [PlannedTurn(*lengths)], arrival)
+             for name, lengths, arrival in (("a", (22, 3), 0.0), ("b", (22, 6), 0.0), ("c", (4, 2), 1.0),
+                                            ("d", (4, 2), 1.0))]
+    drive(engine, users, seed=0, sleep=sim.clock.sleep)
+    assert [name for name, _ in groupby("".join(sorted(names)) for names in seen) if name] == batches.split()
 
 
 @pytest.mark.parametrize("warm, recomputed", [(0.0, 36), (5.0, 0)])
