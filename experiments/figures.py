@@ -199,17 +199,17 @@ PAPER = {
         "context", "seconds", ("system", "context", "seconds")),
     "fig10": latency_figure(
         partial(sweep, BASELINES + ("pensieve",), ONE_GPU, HERE),
-        "latency over throughput of five systems, one GPU (11 minutes; simulated: 10)"),
+        "latency over throughput of five systems, one GPU (11 minutes; simulated: 15)"),
     "fig11": latency_figure(
         partial(sweep, BASELINES + ("pensieve",), FOUR_GPUS, HERE),
-        "latency over throughput of larger models, four GPUs (11 minutes; simulated: 7)"),
+        "latency over throughput of larger models, four GPUs (11 minutes; simulated: 10)"),
     "fig13": latency_figure(
         partial(sweep, ("request level", "separate phases", "pensieve"),
                 with_their_kernels([LLAMA]), HERE),
         "prefill and decode in one batch or in batches of their own; batches of whole requests "
-        "(4 minutes; simulated: 20)"),
+        "(4 minutes; simulated: 15)"),
     "fig14": latency_figure(
-        fig14, "eviction policies, also some that no server has (15 minutes; simulated: 40)",
+        fig14, "eviction policies, also some that no server has (15 minutes; simulated: 44)",
         "request_rate", "recomputed_seconds")._replace(seeds=5),
     "fig15": latency_figure(
         partial(sweep, ("vllm then", "stateless", "pensieve"),
@@ -217,8 +217,8 @@ PAPER = {
                                     for think in (60.0, 120.0, 300.0, 600.0)]),
                 [HERE[0]._replace(think=think) for think in (0.1, 0.4, 1.6)]),
         "both stateless systems and Pensieve, by the users' think time "
-        "(19 minutes; simulated: 12)"),
+        "(19 minutes; simulated: 24)"),
     "draft": latency_figure(
         partial(sweep, ("vllm then", "stateless", "pensieve", "draft"), DRAFT, HERE),
-        "the system of the paper's draft, on its datasets (8 minutes; simulated: 17)"),
+        "the system of the paper's draft, on its datasets (8 minutes; simulated: 21)"),
 }

@@ -234,8 +234,8 @@ def stepping(worker: Worker, spans: list[Span], swap_in=(), swap_out=()) -> Call
 
 
 def copies(bench: Bench, model: str, pool: KVPool, slots: list[int], chunks: int):
-    """Copies of chunks in shuffled slots: in, out, and both ways at once, as when a step's copies in
-    find the copies out of the step before still under way.
+    """Copies of chunks in shuffled slots: in, out, and both ways at once, as when a step's copies
+    in find the copies out of the step before still under way.
 
     The limit is one large copy of as many bytes, from and to page-locked memory."""
     host = torch.empty_like(pool.cpu[:, :, :CHUNK * chunks], pin_memory=bench.cuda)

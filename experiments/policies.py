@@ -150,5 +150,5 @@ class Oracle(RetentionValue):
 
 EXPERIMENTS = {
     "literal idleness": LiteralIdleness, "literal lru": LiteralLRU,
-    "tail-optimized": TailOptimized, "reuse by category": ReuseByCategory, "expected cost": ExpectedCost,
-    "oracle": Oracle}
+    "tail-optimized": TailOptimized, "reuse by category": ReuseByCategory,
+    "expected cost": ExpectedCost, "oracle": Oracle}

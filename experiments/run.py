@@ -443,7 +443,8 @@ def batch_by_request(scheduler):
 def simulated_engine(system: System, panel: Panel, conversations: list[PlannedConversation], options
                      ) -> Engine:
     if at_scale(options):
-        hardware, operators = HARDWARE[panel.hardware], OPERATORS[system.operators or panel.operators]
+        hardware = HARDWARE[panel.hardware]
+        operators = OPERATORS[system.operators or panel.operators]
         limits = SIMULATED
     else:
         hardware, operators = load_machine(panel.hardware)

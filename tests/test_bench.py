@@ -263,8 +263,10 @@ def test_their_kernels_are_played_only_where_heads_share_k_and_v(monkeypatch):
     for name, sharing in (("fig10", 2), ("fig11", 1), ("fig13", 1), ("fig15", 4)):
         theirs = [panel for panel in bench.FIGURES[name].run.args[1] if panel.operators == "then"]
         assert len(theirs) == sharing
-        assert all(panel.model.startswith("llama") and str(panel).endswith("their kernels") for panel in theirs)
-    options, users = bench.parse_flags(["fig10", "--simulate"]), [PlannedConversation("", [PlannedTurn(9, 9)])]
+        assert all(panel.model.startswith("llama") for panel in theirs)
+        assert all(str(panel).endswith("their kernels") for panel in theirs)
+    options = bench.parse_flags(["fig10", "--simulate"])
+    users = [PlannedConversation("", [PlannedTurn(9, 9)])]
     for system, operators in (("vllm then", "then"), ("pensieve", "then"), ("stateless, fused", "fused")):
         engine = run.build(run.SYSTEMS[system], theirs[0], users, options)
         assert engine.worker.operators == OPERATORS[operators]

@@ -179,21 +179,21 @@ def test_copies_begin_while_nobody_waits_for_a_reply():
     assert b.first_token - b.due < 512e-6
 
 
-@pytest.mark.parametrize("slots, batches", [(64, "ab b cd"), (46, "a bcd b")])
-def test_whole_requests_are_batched(slots, batches):
-    """c and d come while a and b run: they wait for b, too. In 46 slots there is room for a alone. Then b does
-    not join before a ends, and c and d have come."""
-    sim = SimulatedWorker(SHAPE, ROUND, IDEAL._replace(per_step=1.0), VirtualClock(), slots, 8, slots,
-                          chunk_size=4)
+@pytest.mark.parametrize("requests, batches", [
+    (dict(a=(22, 3, 0), b=(22, 6, 0), c=(4, 2, 1), d=(4, 2, 1)), "ab b cd"),    # c and d come while a and b run
+    (dict(a=(20, 9, 0), b=(20, 2, 0), c=(20, 2, 0)), "ab a c")])                # two of three fit
+def test_whole_requests_are_batched(requests, batches):
+    """Nobody joins a batch before its last reply has ended. A request: prompt, reply, arrival."""
+    sim = SimulatedWorker(SHAPE, ROUND, IDEAL._replace(per_step=1.0), VirtualClock(), 64, 8, 64, chunk_size=4)
     engine = Engine(worker=sim, clock=sim.clock, chunk_size=4, stateless=True)
     batch_by_request(engine.scheduler)
     seen = []
-    engine.watchers.append(lambda batch: seen.append([span.request.conversation.name for span in batch.spans]))
-    users = [PlannedConversation(name, [PlannedTurn(*lengths)], arrival)
-             for name, lengths, arrival in (("a", (22, 3), 0.0), ("b", (22, 6), 0.0), ("c", (4, 2), 1.0),
-                                            ("d", (4, 2), 1.0))]
+    engine.watchers.append(lambda batch: seen.append(
+        "".join(sorted(span.request.conversation.name for span in batch.spans))))
+    users = [PlannedConversation(name, [PlannedTurn(prompt, reply)], arrival)
+             for name, (prompt, reply, arrival) in requests.items()]
     drive(engine, users, seed=0, sleep=sim.clock.sleep)
-    assert [name for name, _ in groupby("".join(sorted(names)) for names in seen) if name] == batches.split()
+    assert [names for names, _ in groupby(seen) if names] == batches.split()
 
 
 @pytest.mark.parametrize("warm, recomputed", [(0.0, 36), (5.0, 0)])
