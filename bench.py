@@ -152,7 +152,7 @@ def panel_of(row: dict) -> str:
     if "model" not in row:
         return "this machine"
     return panel_title(**{name: row[name]
-                          for name in ("model", "dataset", "think", "cpu_gb", "operators")
+                          for name in ("model", "dataset", "think", "cpu_gb", "per_query_head")
                           if name in row})
 
 

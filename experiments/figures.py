@@ -22,11 +22,15 @@ from recompute_cost import all_but_attention, device_seconds
 
 
 def with_their_kernels(panels: list[Panel]) -> list[Panel]:
-    """The panels; and once more, with the papers' attention kernels, those of models whose query
-    heads share K and V. The other models have the same latencies with either."""
+    """The panels; and those of models whose query heads share K and V once more, with attention as
+    the papers' kernels probably were.
+
+    PyTorch 2.0's kernel, from which Pensieve's was made, runs a program per query head, and vLLM
+    0.2 did not group the heads either. A cache may serve some of the repeated reads, so the truth
+    lies between the two panels."""
     sharing = [panel for panel in panels
                if PRESETS[panel.model].num_heads > PRESETS[panel.model].num_kv_heads]
-    return panels + [panel._replace(operators="then") for panel in sharing]
+    return panels + [panel._replace(per_query_head=True) for panel in sharing]
 
 
 # On the paper's machines, simulated. The rates are wide enough that every system crosses at_ms.

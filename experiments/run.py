@@ -232,7 +232,7 @@ def summary(served: list[Served], begin: float = 0.0) -> dict:
 
 class System(NamedTuple):
     flags: dict = {}                # of Engine
-    operators: str | None = None    # of a simulation: a key of OPERATORS; None: the panel's
+    operators: str = "eager"        # of a simulation: a key of OPERATORS
     hinted: bool = False            # do its users give hints, --warm seconds before their turns?
     whole_batches: bool = False     # see batch_by_request
 
@@ -269,24 +269,24 @@ class Panel(NamedTuple):
     cpu_gb: float = 220.0           # CPU tier of each GPU; the paper's machine has 220 GB
     latency: str = "normalized_latency_ms"  # what is compared; for the draft its p90
     think: float | str = 60.0       # mean seconds from reply to next turn; or a key of THINKING
-    operators: str = "eager"        # of a simulation, unless the system has its own
+    per_query_head: bool = False    # in a simulation, how attention reads: see Operators
 
     def __str__(self):
-        return panel_title(self.model, self.dataset, self.think, self.cpu_gb, self.operators)
+        return panel_title(self.model, self.dataset, self.think, self.cpu_gb, self.per_query_head)
 
 
 THINKING = {"reading": "think while reading", "own": "think as in the trace"}
 
 
 def panel_title(model: str, dataset: str, think: float | str | None = None,
-                cpu_gb: float = 220.0, operators: str = "eager") -> str:
+                cpu_gb: float = 220.0, per_query_head: bool = False) -> str:
     """opt-13b, sharegpt, think 60 s, 110 GB of CPU tier"""
     names = [model, dataset]
     if think is not None:
         names.append(THINKING.get(think) or f"think {think:g} s")
     if cpu_gb != 220:
         names.append(f"{cpu_gb:g} GB of CPU tier")
-    if operators == "then":
+    if per_query_head:
         names.append("their kernels")
     return ", ".join(names)
 
@@ -363,7 +363,7 @@ def play(name: str, panel: Panel, rate: float | None, options) -> dict:
     row = dict(system=name, policy=name if name in EXPERIMENTS else engine.config.policy,
                model=panel.model, dataset=panel.dataset, think=panel.think, request_rate=rate)
     if at_scale(options):
-        row |= dict(cpu_gb=panel.cpu_gb, operators=panel.operators)
+        row |= dict(cpu_gb=panel.cpu_gb, per_query_head=panel.per_query_head)
     row |= results
     if places := stats["cpu_chunks_total"]:
         row["turnovers"] = stats["chunks_dropped"] / places             # of the CPU tier
@@ -444,7 +444,7 @@ def simulated_engine(system: System, panel: Panel, conversations: list[PlannedCo
                      ) -> Engine:
     if at_scale(options):
         hardware = HARDWARE[panel.hardware]
-        operators = OPERATORS[system.operators or panel.operators]
+        operators = OPERATORS[system.operators]._replace(per_query_head=panel.per_query_head)
         limits = SIMULATED
     else:
         hardware, operators = load_machine(panel.hardware)

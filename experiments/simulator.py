@@ -77,15 +77,10 @@ class Operators(NamedTuple):
 # On an A100, matrix products of large batches, long copies and FlashAttention-2 (190 of 312
 # TFLOP/s) reach about these shares; gathered attention in Triton is somewhat slower. An eager
 # engine in Python makes ten launches of 5 us per layer, and takes 3 ms per step. "fused" stands for
-# an engine of compiled operators, such as TensorRT-LLM; nothing in it was measured on one. "then"
-# has the attention that Pensieve and vLLM 0.2 had: PyTorch 2.0's kernel, from which the paper made
-# its own, runs a program per query head. A cache may serve some of the repeated reads, so the truth
-# lies between "eager" and "then".
-EAGER = Operators(matmul=0.65, attention=0.45, memory=0.80, link=0.80, per_layer=50e-6,
-                  per_step=3e-3)
+# an engine of compiled operators, such as TensorRT-LLM; nothing in it was measured on one.
 OPERATORS = {
-    "eager": EAGER,
-    "then": EAGER._replace(per_query_head=True),
+    "eager": Operators(matmul=0.65, attention=0.45, memory=0.80, link=0.80, per_layer=50e-6,
+                       per_step=3e-3),
     "fused": Operators(matmul=0.75, attention=0.55, memory=0.90, link=0.80, per_layer=15e-6,
                        per_step=1e-3),
 }

@@ -258,19 +258,20 @@ def test_ratios_stand_beside_the_papers(monkeypatch):
     assert papers("draft") == [(1.51, 1.5), (1.65, 1.5), (1.84, 1.5), (1.95, 1.5)]
 
 
-def test_their_kernels_are_played_only_where_heads_share_k_and_v(monkeypatch):
-    """And a system with operators of its own keeps them."""
+def test_their_kernels_are_played_only_where_heads_share_k_and_v():
     for name, sharing in (("fig10", 2), ("fig11", 1), ("fig13", 1), ("fig15", 4)):
-        theirs = [panel for panel in bench.FIGURES[name].run.args[1] if panel.operators == "then"]
+        theirs = [panel for panel in bench.FIGURES[name].run.args[1] if panel.per_query_head]
         assert len(theirs) == sharing
         assert all(panel.model.startswith("llama") for panel in theirs)
         assert all(str(panel).endswith("their kernels") for panel in theirs)
     options = bench.parse_flags(["fig10", "--simulate"])
     users = [PlannedConversation("", [PlannedTurn(9, 9)])]
-    for system, operators in (("vllm then", "then"), ("pensieve", "then"), ("stateless, fused", "fused")):
-        engine = run.build(run.SYSTEMS[system], theirs[0], users, options)
-        assert engine.worker.operators == OPERATORS[operators]
-        engine.close()
+    for system, operators in (("vllm then", "eager"), ("stateless, fused", "fused")):
+        for panel in theirs[0], theirs[0]._replace(per_query_head=False):
+            engine = run.build(run.SYSTEMS[system], panel, users, options)
+            assert engine.worker.operators == OPERATORS[operators]._replace(
+                per_query_head=panel.per_query_head)
+            engine.close()
 
 
 def test_figures_have_the_papers_models_and_measures():

@@ -67,7 +67,6 @@ def test_their_attention_reads_k_and_v_for_each_query_head():
     assert theirs.copy_seconds([ticket("in")]) == ours.copy_seconds([ticket("in")])
     assert (worker(slow, IDEAL._replace(per_query_head=True)).attention_seconds(9, 9)
             == worker(slow).attention_seconds(9, 9))
-    assert OPERATORS["then"] == OPERATORS["eager"]._replace(per_query_head=True)
 
 
 def test_a_batch_pays_for_every_span_and_moves_the_clock():
@@ -180,8 +179,8 @@ def test_copies_begin_while_nobody_waits_for_a_reply():
 
 
 @pytest.mark.parametrize("requests, batches", [
-    (dict(a=(22, 3, 0), b=(22, 6, 0), c=(4, 2, 1), d=(4, 2, 1)), "ab b cd"),    # c and d come while a and b run
-    (dict(a=(20, 9, 0), b=(20, 2, 0), c=(20, 2, 0)), "ab a c")])                # two of three fit
+    (dict(a=(22, 3, 0), b=(22, 6, 0), c=(4, 2, 1), d=(4, 2, 1)), "ab b cd"),  # c, d come while a and b run
+    (dict(a=(20, 9, 0), b=(20, 2, 0), c=(20, 2, 0)), "ab a c")])              # two of three fit
 def test_whole_requests_are_batched(requests, batches):
     """Nobody joins a batch before its last reply has ended. A request: prompt, reply, arrival."""
     sim = SimulatedWorker(SHAPE, ROUND, IDEAL._replace(per_step=1.0), VirtualClock(), 64, 8, 64, chunk_size=4)
