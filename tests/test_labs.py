@@ -289,7 +289,7 @@ def test_a_submission_is_graded_as_gradescope_does_it(starters, tmp_path):
             (starter / file).write_text(lab.replaced((starter / file).read_text(), name, written))
     done = run("labs/lab.py", "submit", "4", cwd=starter)
     assert done.stdout == ("Still to be written: cheapest_by_scanning\n"
-                           "Hand in lab4.zip. It has eviction.py and experiments/policies.py.\n")
+                           "Hand in lab4.zip. It has eviction.py and experiments/own_policy.py.\n")
     done = run(ROOT / "labs" / "lab.py", "autograder", "4", "--seed", "7", cwd=tmp_path)
     assert done.stdout.startswith("autograder_4.zip grades lab 4 with seed 7"), done.stderr
 

@@ -272,7 +272,7 @@ def test_nothing_generated_is_lost():
         assert request.generated == [answer(tokens[:6 + count]) for count in range(8)]
 
 
-@points(10, "Scheduler.suspend")
+@points(9, "Scheduler.suspend")
 def test_a_suspended_request_returns_to_its_place_in_the_queue():
     world = World(slots=64, rows=2)
     world.submit("a", 3, 9)
@@ -288,15 +288,17 @@ def test_a_suspended_request_returns_to_its_place_in_the_queue():
 
 # ---- all of it
 
-LOADS = {       # conversations, longest prompt, chance of a cancellation in a step; a World's arguments
-    "short_prompts": ("abcdefgh", 12, 0, dict(slots=48, places=8)),
-    "launched_ahead": ("abcdefgh", 12, 0.1, dict(slots=40, places=6, depth=1)),
-    "long_prompts": ("abcd", 24, 0.1, dict(slots=90, places=8, depth=1, max_batch_tokens=6)),
-    "no_cpu_tier": ("abcdefgh", 12, 0.05, dict(slots=36, places=0, swap_threshold=0)),
+# Conversations, longest prompt and reply, chance of a cancellation in a step; a World's arguments.
+LOADS = {
+    "short_prompts": ("abcdefgh", 12, 12, 0.05, dict(slots=48, places=8)),
+    "launched_ahead": ("abcdefgh", 12, 12, 0.1, dict(slots=40, places=6, depth=1)),
+    "long_prompts": ("abcd", 24, 12, 0.1, dict(slots=80, places=12, depth=1, max_batch_tokens=6)),
+    "suspensions": ("abcdefgh", 6, 24, 0.05, dict(slots=40, places=8, depth=1, swap_threshold=0, rows=8)),
+    "no_cpu_tier": ("abcdefgh", 12, 12, 0.05, dict(slots=36, places=0, swap_threshold=0)),
 }
 
 
-@points(6, "all together")
+@points(5, "all together")
 @pytest.mark.parametrize("name", LOADS)
 def test_the_trace_of_a_random_load(name, compare):
     traces = []
@@ -309,15 +311,16 @@ def test_the_trace_of_a_random_load(name, compare):
 
 def random_load(name, seed):
     """The traces of 120 steps of conversations in tiers that are too small for them."""
-    rng, (names, longest, cancelled, arguments) = random.Random(seed), LOADS[name]
+    rng, (names, prompt, reply, cancelled, arguments) = random.Random(seed), LOADS[name]
     world = World(reserve=0, seed=seed, **arguments,
                   land=lambda tickets: [ticket for ticket in tickets if rng.random() < 0.6])
     requests = []
     for _ in range(120):
         if rng.random() < 0.4:
-            requests.append(world.submit(rng.choice(names), rng.randint(1, longest), rng.randint(2, 12)))
-        if requests and rng.random() < cancelled:
-            world.scheduler.cancel(rng.choice(requests), world.now)
+            requests.append(world.submit(rng.choice(names), rng.randint(1, prompt), rng.randint(2, reply)))
+        unfinished = [request for request in requests if not request.finish_reason]
+        if unfinished and rng.random() < cancelled:
+            world.scheduler.cancel(rng.choice(unfinished), world.now)
         seen = len(world.worker.traces)
         world.step()
         yield from world.worker.traces[seen:]
