@@ -21,6 +21,7 @@ import argparse
 import ast
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -162,6 +163,9 @@ def start(number: int, directory: Path):
         (directory / file).write_text(hidden_source(number, file), encoding="utf-8")
     (directory / "labs" / given.FILE.name).write_text(json.dumps(bodies, indent=1) + "\n")
     shutil.copy(ROOT / "labs" / "AGENTS.md", directory)
+    readme = (directory / "README.md").read_text(encoding="utf-8")
+    readme = re.sub(r"\[([^]]*)\]\(chapter_one\.py\)", r"\1", readme)        # it is kept back
+    (directory / "README.md").write_text(readme, encoding="utf-8")
     print(f"The starter of lab {number} is in {directory}. Read labs/{LABS[number].name}.md there, "
           f"then run\n    python labs/lab.py check {number}")
 

@@ -139,6 +139,7 @@ def test_a_starter_differs_in_bodies_alone(number, starters):
                  if path.name in ("test_labs.py", "wrong_solutions", ".git", ".github", "chapter_one.py",
                                   "INSTRUCTORS.md", "exam.md", "test_exam.py")]
     assert not kept_back and (starters[number] / "AGENTS.md").exists()
+    assert "](chapter_one.py)" not in (starters[number] / "README.md").read_text()
 
 
 @every_lab
@@ -197,11 +198,11 @@ def test_list_names_every_function_and_file_and_the_hours():
 # ---- handouts
 
 def commands():
-    """All commands of the handouts but those of lab.py itself, which other tests run."""
+    """All commands of the handouts but those of lab.py and server.py, which other tests run."""
     for handout in sorted((ROOT / "labs").glob("[1-6]_*.md")):
         text = handout.read_text().replace("\\\n", "")         # a command on two lines is one
         for command in re.findall(r"(?:^|`)((?:\w+=1 )?python [^`\n]+)", text, re.MULTILINE):
-            if not command.startswith("python labs/lab.py"):
+            if not command.startswith(("python labs/lab.py", "python server.py")):
                 marks = pytest.mark.slow if "bench.py" in command else ()
                 yield pytest.param(command, marks=marks, id=f"{handout.stem}: {command}")
 
