@@ -21,6 +21,7 @@ import argparse
 import ast
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -53,7 +54,8 @@ class Lab(NamedTuple):
     """A lab called "2_x" has its handout in labs/2_x.md and its tests in labs/tests/test_2_x.py."""
     name: str
     hours: str
-    files: dict[str, list[str]]             # file -> the functions to write, by qualified name
+    # file -> the functions (or classes) to write, by qualified name
+    files: dict[str, list[str]]
     leaks: dict[str, list[str]] = {}        # the same -> functions that are nearly the answers
 
     def functions(self) -> list[tuple[str, str]]:
@@ -75,10 +77,10 @@ LABS = {
     3: Lab("3_two_tiers", "4-5", {"kv_cache.py": [
         "KVCache.admit", "KVCache.computed", "KVCache.plan_swap_out", "KVCache.complete",
         "KVCache.reclaim"]}),
-    # A policy of one's own lies in experiments/policies.py.
-    4: Lab("4_eviction", "2-3", {"eviction.py": [
-        "RecomputeCost.__call__", "RetentionValue.value", "cheapest_by_scanning"],
-        "experiments/policies.py": []}, {"experiments/policies.py": ["ExpectedCost.value"]}),
+    4: Lab("4_eviction", "3-4", {
+        "eviction.py": ["RecomputeCost.__call__", "RetentionValue.value", "cheapest_by_scanning"],
+        "experiments/own_policy.py": ["OwnPolicy"]},
+        {"experiments/policies.py": ["ExpectedCost.value"]}),
     5: Lab("5_overlap", "3-4", {"experiments/simulator.py": ["SimulatedWorker.overlapped"],
                                 "kv_pool.py": ["KVPool.swap_in", "KVPool.wait", "KVPool.swap_out"]}),
     6: Lab("6_triton", "4-7", {"attention_kernel.py": ["attend_range"]},
@@ -88,8 +90,8 @@ LABS = {
 
 # ---- functions in a source
 
-def find(source: str, name: str) -> ast.FunctionDef:
-    """The function of that qualified name, such as "KVCache.admit".
+def find(source: str, name: str) -> ast.FunctionDef | ast.ClassDef:
+    """The function of that qualified name, such as "KVCache.admit"; or the class.
     LookupError if there is none."""
     node = ast.parse(source)
     for part in name.split("."):
@@ -119,15 +121,18 @@ def replaced(source: str, name: str, written: str) -> str:
 
 
 def blank(source: str, name: str, message: str) -> str:
-    """The source without that function's body. Everything up to the end of its docstring stays."""
+    """The source without that function's body. Everything up to the end of its docstring stays. (A
+    class gets a constructor that raises the error.)"""
     function = find(source, name)
     docstring = function.body[0]
     if ast.get_docstring(function) is None:
         raise ValueError(f"{name} needs a docstring, from which a student can write it")
     lines = source.splitlines(keepends=True)
-    indent = " " * docstring.col_offset
+    body = f'raise NotImplementedError("{message}")\n'
+    if isinstance(function, ast.ClassDef):
+        body = f"\ndef __init__(self, *arguments):\n    {body}"
     lines[docstring.end_lineno:function.end_lineno] = [
-        f'{indent}raise NotImplementedError("{message}")\n']
+        textwrap.indent(body, " " * docstring.col_offset)]
     return "".join(lines)
 
 
@@ -158,6 +163,9 @@ def start(number: int, directory: Path):
         (directory / file).write_text(hidden_source(number, file), encoding="utf-8")
     (directory / "labs" / given.FILE.name).write_text(json.dumps(bodies, indent=1) + "\n")
     shutil.copy(ROOT / "labs" / "AGENTS.md", directory)
+    readme = (directory / "README.md").read_text(encoding="utf-8")
+    readme = re.sub(r"\[([^]]*)\]\(chapter_one\.py\)", r"\1", readme)        # it is kept back
+    (directory / "README.md").write_text(readme, encoding="utf-8")
     print(f"The starter of lab {number} is in {directory}. Read labs/{LABS[number].name}.md there, "
           f"then run\n    python labs/lab.py check {number}")
 
@@ -191,15 +199,14 @@ def hidden_source(number: int, file: str) -> str:
 # ---- grading
 
 class Graded(NamedTuple):
-    tests: list[dict]       # name, function, points, passed, message, progress
+    tests: list[dict]       # name, function, points, reached, passed, message, progress
     notes: list[str]        # what whoever grades should know
     seconds: float
 
     def score(self, function: str | None = None) -> tuple[int, int]:
         """(reached, of so many), of one function or of all."""
         tests = [test for test in self.tests if function in (None, test["function"])]
-        reached = sum(test["points"] for test in tests if test["passed"])
-        return reached, sum(test["points"] for test in tests)
+        return sum(test["reached"] for test in tests), sum(test["points"] for test in tests)
 
 
 @contextmanager
@@ -265,7 +272,7 @@ def grade(number: int, code: Path, seed: int = 0) -> Graded:
                 grader.run_test, places[test["function"]], file, test["name"], seed),
                 listed["tests"]))
         expected = asked(expected.result())
-    tests = [{**test, **judged(number, report, expected.get(test["name"]))}
+    tests = [{**test, **judged(number, report, test["points"], expected.get(test["name"]))}
              for test, report in zip(listed["tests"], reports)]
     notes = [listed["skipped"]] * bool(listed["skipped"]) + unusual(number, code)
     return Graded(tests, notes, time.monotonic() - begin)
@@ -283,22 +290,25 @@ def project_for(function: str, number: int, code: Path, project: Path) -> Path:
     return place
 
 
-def judged(number: int, answer: tuple, expected) -> dict:
-    """passed, message, progress of a test. expected: None if nothing is compared."""
+def judged(number: int, answer: tuple, points: int, expected) -> dict:
+    """reached, passed, message, progress of a test. expected: None if nothing is compared."""
     report, failure = answer
     if failure:
-        return dict(passed=False, message=failure, progress=None)
+        return dict(reached=0, passed=False, message=failure, progress=None)
+    share = 0
     passed, message, progress, found = (report[name] for name in (
         "passed", "message", "progress", "found"))
     if expected is not None and found is not None:
         try:
-            problem, progress = COMPARE[number](expected, found)
+            problem, progress, *shares = COMPARE[number](expected, found)
+            share = sum(shares) * passed
         except (KeyError, TypeError, ValueError) as error:
             problem = f"the result has another form than it should: {error!r}"
         passed, message = passed and not problem, message or problem or ""
     elif expected is not None:
         passed, message = False, message or "The test did not report what it found."
-    return dict(passed=passed, message=message, progress=progress)
+    return dict(reached=points if passed else int(points * share), passed=passed, message=message,
+                progress=progress)
 
 
 def unusual(number: int, code: Path) -> list[str]:
@@ -333,7 +343,7 @@ def report(number: int, graded: Graded):
 
 def gradescope(graded: Graded) -> dict:
     """Gradescope's results.json."""
-    tests = [dict(name=f"{test['function']}: {test['name']}", score=test["points"] * test["passed"],
+    tests = [dict(name=f"{test['function']}: {test['name']}", score=test["reached"],
                   max_score=test["points"],
                   output=f"{test['message']}\n{test['progress'] or ''}".strip())
              for test in graded.tests]

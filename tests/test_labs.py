@@ -2,6 +2,7 @@
 solutions that are wrong but plausible lose points, for a reason that is named. Every command of a handout
 runs. Who cheats the grader in an easy way gets nothing."""
 import json
+import math
 import os
 import re
 import runpy
@@ -106,6 +107,9 @@ def test_blank_keeps_every_byte_of_signature_and_docstring():
     def g(self):
         return 2
 '''
+    assert lab.blank('class B(A):\n    """Says b."""\n    b = 1\n', "B", "lab 9: B") == (
+        'class B(A):\n    """Says b."""\n\n    def __init__(self, *arguments):\n'
+        '        raise NotImplementedError("lab 9: B")\n')
     with pytest.raises(LookupError, match="no function A.h"):
         lab.blank(source, "A.h", "")
     with pytest.raises(ValueError, match="A.g needs a docstring"):
@@ -136,6 +140,7 @@ def test_a_starter_differs_in_bodies_alone(number, starters):
                  if path.name in ("test_labs.py", "wrong_solutions", ".git", ".github", "chapter_one.py",
                                   "INSTRUCTORS.md", "exam.md", "test_exam.py")]
     assert not kept_back and (starters[number] / "AGENTS.md").exists()
+    assert "](chapter_one.py)" not in (starters[number] / "README.md").read_text()
 
 
 @every_lab
@@ -194,11 +199,11 @@ def test_list_names_every_function_and_file_and_the_hours():
 # ---- handouts
 
 def commands():
-    """All commands of the handouts but those of lab.py itself, which other tests run."""
+    """All commands of the handouts but those of lab.py and server.py, which other tests run."""
     for handout in sorted((ROOT / "labs").glob("[1-6]_*.md")):
         text = handout.read_text().replace("\\\n", "")         # a command on two lines is one
         for command in re.findall(r"(?:^|`)((?:\w+=1 )?python [^`\n]+)", text, re.MULTILINE):
-            if not command.startswith("python labs/lab.py"):
+            if not command.startswith(("python labs/lab.py", "python server.py")):
                 marks = pytest.mark.slow if "bench.py" in command else ()
                 yield pytest.param(command, marks=marks, id=f"{handout.stem}: {command}")
 
@@ -298,7 +303,7 @@ def test_a_submission_is_graded_as_gradescope_does_it(starters, tmp_path):
             (starter / file).write_text(lab.replaced((starter / file).read_text(), name, written))
     done = run("labs/lab.py", "submit", "4", cwd=starter)
     assert done.stdout == ("Still to be written: cheapest_by_scanning\n"
-                           "Hand in lab4.zip. It has eviction.py and experiments/policies.py.\n")
+                           "Hand in lab4.zip. It has eviction.py and experiments/own_policy.py.\n")
     done = run(ROOT / "labs" / "lab.py", "autograder", "4", "--seed", "7", cwd=tmp_path)
     assert done.stdout.startswith("autograder_4.zip grades lab 4 with seed 7"), done.stderr
 
@@ -376,6 +381,17 @@ def test_cheating_earns_nothing(cheat, starters, tmp_path):
     assert "look at eviction.py: it uses " in graded.notes[0]
 
 
+@pytest.mark.parametrize("seconds, points", [(8.0, 0), (7.0, 0), (6.5, 10), (5.1, 38), (5.0, 40), (4.0, 40),
+                                             (math.nan, 0)])
+def test_a_policy_of_ones_own_earns_a_part_of_the_points(seconds, points):
+    """LRU recomputes for 8 s, the retention value for 7, ours for 5, and the oracle for 0."""
+    loads = [dict(lru=8.0, retention=7.0, ours=5.0, oracle=0.0)] * 10
+    told = dict(passed=True, message="", progress=None, found=[seconds] * 10)
+    assert lab.judged(4, (told, None), 40, loads)["reached"] == points
+    told |= dict(passed=False, message="the value rises")
+    assert lab.judged(4, (told, None), 40, loads)["reached"] == 0
+
+
 def test_a_crash_costs_one_test(tmp_path):
     directory = solved_files(4, tmp_path)
     source = (ROOT / "eviction.py").read_text()
@@ -389,4 +405,4 @@ def test_a_crash_costs_one_test(tmp_path):
     failed = [test for test in graded.tests if not test["passed"]]
     assert failed[0]["name"] == "test_the_numbers_of_the_module"
     assert failed[0]["message"].startswith("The process crashed (SIGSEGV).")
-    assert graded.score("RetentionValue.value") == (5, 15)
+    assert graded.score("RetentionValue.value") == (3, 10)
