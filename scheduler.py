@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from kv_cache import Conversation, KVCache, Ticket
@@ -80,7 +81,7 @@ class Request:
         `filled` tokens of each chunk are cached or arriving. A request that prefills, with chunks
         of 4, filled = 0, 4, 2, 0, and 14 tokens in all, misses [(0, 4), (10, 14)]. A decode misses
         its last position alone."""
-        total, size = self.total, self.conversation.chunk_size
+        total, size = len(self.conversation.tokens), self.conversation.chunk_size
         if not self.prefilling:
             return [(total - 1, total)]
         # The runs lie between the cached parts. In the example these are [4, 8) and [8, 10):
@@ -138,7 +139,8 @@ class Batch:
         The last one may stop early: with a budget of 6, the runs (0, 4) and (10, 14) become [0:4)
         and [10:12)."""
         for start, end in request.missing():
-            end = min(end, start + self.budget)
+            if end > start + self.budget:
+                end = start + self.budget
             if end == start:
                 return
             self.spans.append(Span(request, start, end))
@@ -160,7 +162,7 @@ class Result(NamedTuple):
 
 def decodes_first(requests: list[Request]) -> list[Request]:
     """Decodes, then requests that prefill. Both keep their order."""
-    return sorted(requests, key=lambda request: request.prefilling)
+    return sorted(requests, key=attrgetter("prefilling"))
 
 
 class Scheduler:
