@@ -125,7 +125,7 @@ class Conversation:
         return gpu, sum(chunk.filled for chunk in self.chunks) - gpu
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Ticket:
     """A copy in flight between `slots` (of the first `filled` tokens of a chunk) and a CPU `place`.
 

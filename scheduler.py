@@ -15,6 +15,7 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -81,9 +82,10 @@ class Request:
         `filled` tokens of each chunk are cached or arriving. A request that prefills, with chunks
         of 4, filled = 0, 4, 2, 0, and 14 tokens in all, misses [(0, 4), (10, 14)]. A decode misses
         its last position alone."""
-        total, size = len(self.conversation.tokens), self.conversation.chunk_size
+        total = len(self.conversation.tokens)
         if not self.prefilling:
             return [(total - 1, total)]
+        size = self.conversation.chunk_size
         # The runs lie between the cached parts. In the example these are [4, 8) and [8, 10):
         cached = [(chunk.index * size, chunk.filled) for chunk in self.conversation.chunks
                   if chunk.filled]
@@ -112,6 +114,10 @@ class Span(NamedTuple):
         """Is its last position the last of the context? Then the next token is sampled there. (Ask
         before `Scheduler.launched`, which makes the context longer.)"""
         return self.end == len(self.request.conversation.tokens)
+
+
+# Makes a Span of a tuple in half the time of Span(...), and a step may need hundreds.
+as_span = partial(tuple.__new__, Span)
 
 
 class Batch:
@@ -143,7 +149,7 @@ class Batch:
                 end = start + self.budget
             if end == start:
                 return
-            self.spans.append(Span(request, start, end))
+            self.spans.append(as_span((request, start, end)))
             self.budget -= end - start
 
     def __str__(self) -> str:
