@@ -152,7 +152,8 @@ def panel_of(row: dict) -> str:
     if "model" not in row:
         return "this machine"
     return panel_title(**{name: row[name]
-                          for name in ("model", "dataset", "think", "cpu_gb") if name in row})
+                          for name in ("model", "dataset", "think", "cpu_gb", "per_query_head")
+                          if name in row})
 
 
 def by_panel(rows: list[dict]) -> dict[str, list[dict]]:

@@ -214,12 +214,11 @@ def drain(pool: KVPool):
 
 
 def copying(pool: KVPool, swap_in=(), swap_out=()) -> Callable:
-    """A run that makes these copies alone."""
+    """A run that makes these copies alone, and both ways at once if there are both. (A copy out
+    waits for the copies in before it, so it starts first.)"""
     def run(n):
-        if swap_in:
-            pool.swap_in(swap_in)
-        if swap_out:
-            pool.swap_out(swap_out)
+        pool.swap_out(swap_out)
+        pool.swap_in(swap_in)
         drain(pool)
     return run
 
@@ -234,29 +233,34 @@ def stepping(worker: Worker, spans: list[Span], swap_in=(), swap_out=()) -> Call
     return run
 
 
-def one_way(bench: Bench, model: str, pool: KVPool, slots: list[int], chunks: int):
-    """Copies of chunks in shuffled slots, in and out, one way at a time. (A copy out waits for
-    those in. Only the next step's copies in may overlap it.)
+def copies(bench: Bench, model: str, pool: KVPool, slots: list[int], chunks: int):
+    """Copies of chunks in shuffled slots: in, out, and both ways at once, as when a step's copies
+    in find the copies out of the step before still under way.
 
     The limit is one large copy of as many bytes, from and to page-locked memory."""
     host = torch.empty_like(pool.cpu[:, :, :CHUNK * chunks], pin_memory=bench.cuda)
     there = torch.empty_like(host, device=bench.device)
     neighbours = tickets(range(chunks), slots)
     scattered = tickets(range(0, 2 * chunks, 2), slots)
+    others = tickets(range(chunks, 2 * chunks), slots[CHUNK * chunks:])
     runs = {"one copy in": lambda n: there.copy_(host),
             "one copy out": lambda n: host.copy_(there),
             "swap in": copying(pool, swap_in=neighbours),
             "swap out": copying(pool, swap_out=neighbours),
-            "swap in, scattered places": copying(pool, swap_in=scattered)}
+            "swap in, scattered places": copying(pool, swap_in=scattered),
+            "both ways": copying(pool, swap_in=neighbours, swap_out=others)}
     taken = in_turns("cpu", runs, repeats=10)
     for name, seconds in taken.items():
-        bench.row(name, model, "one way", CHUNK * chunks, seconds, host.nbytes)
+        moved = 2 * host.nbytes if name == "both ways" else host.nbytes
+        bench.row(name, model, "copies", CHUNK * chunks, seconds, moved)
     bench.ratio("swap in, shuffled slots / one copy in",
                 taken["one copy in"] / taken["swap in"], must=0.9)
     bench.ratio("swap out, shuffled slots / one copy out",
                 taken["one copy out"] / taken["swap out"], must=0.9)
     bench.ratio("swap in, scattered places / neighbouring ones",
                 taken["swap in"] / taken["swap in, scattered places"])
+    bench.ratio("both ways: time / one after the other",
+                taken["both ways"] / (taken["swap in"] + taken["swap out"]))
 
 
 def cached_request(worker: Worker, row: int, slots: list[int], seed: int) -> Request:
@@ -317,7 +321,7 @@ def swap(device: str, seed: int) -> Found:
     worker = Worker(decoder, num_slots, 2 * chunks, CHUNK, batch + 1, history + prompt)
     speed_up(worker)
     slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(seed)).tolist()
-    one_way(bench, model, worker.pool, slots, chunks)
+    copies(bench, model, worker.pool, slots, chunks)
     overlap(bench, model, worker, slots, batch, context, chunks, prompt, seed)
     return Found(bench.rows, bench.ratios)
 

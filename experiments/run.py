@@ -234,6 +234,7 @@ class System(NamedTuple):
     flags: dict = {}                # of Engine
     operators: str = "eager"        # of a simulation: a key of OPERATORS
     hinted: bool = False            # do its users give hints, --warm seconds before their turns?
+    whole_batches: bool = False     # see batch_by_request
 
 
 STATELESS = dict(stateless=True, cpu_cache_tokens=0)
@@ -247,6 +248,7 @@ SYSTEMS = {
     "pensieve": System(),
     "pensieve, hinted": System(hinted=True),
     "separate phases": System(dict(separate_phases=True)),
+    "request level": System(whole_batches=True),        # batches as they were before Orca
     # evicts as the paper's draft did
     "draft": System(dict(policy="trailing-half", swap_threshold=0.5)),
 }
@@ -267,22 +269,25 @@ class Panel(NamedTuple):
     cpu_gb: float = 220.0           # CPU tier of each GPU; the paper's machine has 220 GB
     latency: str = "normalized_latency_ms"  # what is compared; for the draft its p90
     think: float | str = 60.0       # mean seconds from reply to next turn; or a key of THINKING
+    per_query_head: bool = False    # in a simulation, how attention reads: see Operators
 
     def __str__(self):
-        return panel_title(self.model, self.dataset, self.think, self.cpu_gb)
+        return panel_title(self.model, self.dataset, self.think, self.cpu_gb, self.per_query_head)
 
 
 THINKING = {"reading": "think while reading", "own": "think as in the trace"}
 
 
 def panel_title(model: str, dataset: str, think: float | str | None = None,
-                cpu_gb: float = 220.0) -> str:
+                cpu_gb: float = 220.0, per_query_head: bool = False) -> str:
     """opt-13b, sharegpt, think 60 s, 110 GB of CPU tier"""
     names = [model, dataset]
     if think is not None:
         names.append(THINKING.get(think) or f"think {think:g} s")
     if cpu_gb != 220:
         names.append(f"{cpu_gb:g} GB of CPU tier")
+    if per_query_head:
+        names.append("their kernels")
     return ", ".join(names)
 
 
@@ -358,7 +363,7 @@ def play(name: str, panel: Panel, rate: float | None, options) -> dict:
     row = dict(system=name, policy=name if name in EXPERIMENTS else engine.config.policy,
                model=panel.model, dataset=panel.dataset, think=panel.think, request_rate=rate)
     if at_scale(options):
-        row["cpu_gb"] = panel.cpu_gb
+        row |= dict(cpu_gb=panel.cpu_gb, per_query_head=panel.per_query_head)
     row |= results
     if places := stats["cpu_chunks_total"]:
         row["turnovers"] = stats["chunks_dropped"] / places             # of the CPU tier
@@ -409,15 +414,37 @@ def build(system: System, panel: Panel, conversations: list[PlannedConversation]
           options) -> Engine:
     """The engine of one run: on this machine, or the same engine on a simulated worker."""
     if options.simulate:
-        return simulated_engine(system, panel, conversations, options)
-    cost = load_profile(options.profile) if options.profile else None
-    return Engine(panel.model, cost=cost, **(MEASURED | options.given | system.flags))
+        engine = simulated_engine(system, panel, conversations, options)
+    else:
+        cost = load_profile(options.profile) if options.profile else None
+        engine = Engine(panel.model, cost=cost, **(MEASURED | options.given | system.flags))
+    if system.whole_batches:
+        batch_by_request(engine.scheduler)
+    return engine
+
+
+def batch_by_request(scheduler):
+    """Make it batch whole requests (paper §2.2): nobody joins a batch before all its replies are
+    complete. The next batch has the requests that wait then, as many as fit.
+
+    (Replies that end early are given at once, and nothing is padded: real systems did worse.)"""
+    fits, last = scheduler.fits, None               # arrival number of the batch's last request
+
+    def fits_batch(request) -> bool:
+        nonlocal last
+        if not scheduler.running:
+            last = scheduler.queue[-1].arrival
+        if last is None or request.arrival > last or not fits(request):
+            last = None                             # the batch is complete
+        return last is not None
+    scheduler.fits = fits_batch
 
 
 def simulated_engine(system: System, panel: Panel, conversations: list[PlannedConversation], options
                      ) -> Engine:
     if at_scale(options):
-        hardware, operators = HARDWARE[panel.hardware], OPERATORS[system.operators]
+        hardware = HARDWARE[panel.hardware]
+        operators = OPERATORS[system.operators]._replace(per_query_head=panel.per_query_head)
         limits = SIMULATED
     else:
         hardware, operators = load_machine(panel.hardware)

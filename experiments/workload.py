@@ -177,6 +177,8 @@ SHAPES = {
     # arXiv 2312.05516
     "sharegpt-draft": Shape(7.58, 31.26, 180.44, 2_048, turn_sigma=0.3, least_turns=5),
     "lmsys-draft": Shape(7.73, 22.49, 100.67, 2_048, turn_sigma=0.3, least_turns=5),
+    # Its Figure 9 has no means: these are of the conversations of "sharegpt" with 5 turns or more.
+    "sharegpt-draft-long": Shape(12.5, 37.4, 205.0, 16_384, least_turns=5),
 }
 
 

@@ -16,6 +16,7 @@ from engine import Engine
 from eviction import POLICIES, RecomputeCost
 from experiments import curves, fleet, memory as memory_file, run
 from experiments.policies import EXPERIMENTS
+from experiments.simulator import OPERATORS
 from experiments.workload import PlannedConversation, PlannedTurn
 
 COST = RecomputeCost({32: 1e-3, 1024: 4e-3}, rest=1e-3)
@@ -99,7 +100,7 @@ def test_the_draft_has_a_rule_of_its_own_for_thinking(tmp_path, monkeypatch):
 def test_a_latency_figure_is_simulated_and_repeats(tmp_path, monkeypatch):
     command = "fig15 --simulate --rates 0.5,1 --seconds 60 --seed 7"
     figure = run_bench(tmp_path, monkeypatch, command)
-    assert len(figure["rows"]) == 4 * 3 * 2 and len(figure["ratios"]) == 4 * 2      # panels x systems x rates
+    assert len(figure["rows"]) == 8 * 3 * 2 and len(figure["ratios"]) == 8 * 2      # panels x systems x rates
     fields = {"system", "model", "dataset", "request_rate", "throughput", "normalized_latency_ms"}
     assert fields <= figure["rows"][0].keys()
     assert all(ratio["how"] == "simulated" for ratio in figure["ratios"])
@@ -162,6 +163,15 @@ def test_costs_of_a_model(tmp_path, monkeypatch, name):
     first = [row["seconds"] for row in rows if row["system"] == rows[0]["system"]]
     # Prefill rises with the history, attention with the context.
     assert first == sorted(first) and first[-1] > 2 * first[0]
+
+
+def test_a_chunk_alone_pays_for_reading_all_weights(tmp_path, monkeypatch):
+    for how, paid in (("--simulate", 21.6e-3), ("--device cpu", None)):
+        figure = run_bench(tmp_path, monkeypatch, f"fig4 {how}")
+        attention, alone = ([row["seconds"] for row in figure["rows"] if row["system"] == system]
+                            for system in ("attention", "all else, alone"))
+        assert len(set(alone)) == 1 and alone[0] == pytest.approx(paid or alone[0], rel=1e-2)
+        assert figure["ratios"][1]["ours"] == attention[-1] / alone[0]
 
 
 def test_a_single_user_waits_turn_by_turn(tmp_path, monkeypatch):
@@ -233,14 +243,35 @@ def test_ratios_stand_beside_the_papers(monkeypatch):
     """A system with a number here serves so many turns per second, the others serve one."""
     served = {"vllm then": 2.0, "stateless, fused": 2.5, "pensieve": 3.0}
     monkeypatch.setattr(curves, "play_curve", lambda task: [
-        dict(system=task[1], throughput=served.get(task[1], 1.0), normalized_latency_ms=1.0)])
+        dict(system=task[1], throughput=served.get(task[1], 1.0), normalized_latency_ms=1.0,
+             p90_normalized_latency_ms=1.0)])
 
     def papers(figure):
         ratios = bench.FIGURES[figure].run(bench.parse_flags([figure, "--simulate", "--jobs", "1"])).ratios
         return [(ratio["paper"], ratio["ours"]) for ratio in ratios if ratio["paper"] or ratio["ours"] == 1.2]
-    assert papers("fig10") == [(1.36, 1.5), (1.14, 1.2), (1.70, 1.5), (1.58, 1.2),
-                               (1.17, 1.5), (1.14, 1.2), (1.58, 1.5), (1.47, 1.2)]
-    assert papers("fig11") == [(2.04, 1.5), (None, 1.2), (3.0, 1.5), (None, 1.2)]
+    llama = [(1.70, 1.5), (1.58, 1.2)], [(1.58, 1.5), (1.47, 1.2)]
+    # Ours, and then the Llama panels with their kernels.
+    assert papers("fig10") == [(1.36, 1.5), (1.14, 1.2), *llama[0], (1.17, 1.5), (1.14, 1.2), *llama[1],
+                               *llama[0], *llama[1]]
+    assert papers("fig11") == [(2.04, 1.5), (1.64, 1.2), (3.0, 1.5), (2.47, 1.2), (3.0, 1.5), (2.47, 1.2)]
+    served.update(draft=3.0)
+    assert papers("draft") == [(1.51, 1.5), (1.65, 1.5), (1.84, 1.5), (1.95, 1.5)]
+
+
+def test_their_kernels_are_played_only_where_heads_share_k_and_v():
+    for name, sharing in (("fig10", 2), ("fig11", 1), ("fig13", 1), ("fig15", 4)):
+        theirs = [panel for panel in bench.FIGURES[name].run.args[1] if panel.per_query_head]
+        assert len(theirs) == sharing
+        assert all(panel.model.startswith("llama") for panel in theirs)
+        assert all(str(panel).endswith("their kernels") for panel in theirs)
+    options = bench.parse_flags(["fig10", "--simulate"])
+    users = [PlannedConversation("", [PlannedTurn(9, 9)])]
+    for system, operators in (("vllm then", "eager"), ("stateless, fused", "fused")):
+        for panel in theirs[0], theirs[0]._replace(per_query_head=False):
+            engine = run.build(run.SYSTEMS[system], panel, users, options)
+            assert engine.worker.operators == OPERATORS[operators]._replace(
+                per_query_head=panel.per_query_head)
+            engine.close()
 
 
 def test_figures_have_the_papers_models_and_measures():
@@ -264,6 +295,8 @@ def test_policies_are_compared_in_seconds_beside_three_sizes_of_the_cpu_tier(mon
         load = f"at 2.5/s, {size} GB"
         assert ours[f"{load}: seconds of recomputation, retention / lru"] == 0.8
         assert ours[f"{load}: share of the gap from lru to oracle that retention closes"] == 0.25
+        for pair in ("retention / lru", "literal idleness / literal lru"):
+            assert ours[f"{load}: recomputed tokens, {pair} (paper: at best)"] == 1
     assert figure.seeds == 5 and "hits_of_attainable" in figure.columns
 
 

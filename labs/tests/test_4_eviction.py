@@ -174,7 +174,8 @@ def turn(cache, policy, conversation, tokens, now) -> float:
 def test_the_gap_between_lru_and_the_oracle(compare, monkeypatch):
     """A policy of one's own, in experiments/policies.py, is measured, too (but earns no points)."""
     monkeypatch.setattr(kv_cache, "VictimIndex", Scan)
-    known = "literal idleness", "tail-optimized", "reuse by category", "expected cost", "oracle"
+    known = ("literal idleness", "literal lru", "tail-optimized", "reuse by category", "expected cost",
+             "oracle")
     own = {name: policy for name, policy in EXPERIMENTS.items() if name not in known}
     found = {}
     try:
