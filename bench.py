@@ -295,6 +295,8 @@ def draw_lines(canvas, panels: dict[str, list[dict]], x: str, y: str, linear: bo
                             weight="bold", textcoords="offset points", color=drawn.get_color())
                 ax.margins(y=0.12)              # the highest name, too, stands inside
         ax.set(title=panel, xlabel=WORDS[x], ylabel=WORDS[y], yscale="linear" if linear else "log")
+        if max(row[x] or 0 for row in rows) > 1000 * min(row[x] or 1 for row in rows):
+            ax.set(xscale="log")
     if not linear:
         axes[0].legend()
 
