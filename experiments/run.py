@@ -22,6 +22,7 @@ import heapq
 import json
 import math
 import time
+from array import array
 from contextlib import closing
 from functools import partial
 from multiprocessing import parent_process
@@ -38,9 +39,9 @@ from eviction import POLICIES, RecomputeCost
 from experiments.policies import EXPERIMENTS, Oracle
 from experiments.simulator import (HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker,
                                    VirtualClock, kv_token_bytes)
-from experiments.workload import (SHAPES, PlannedConversation, exponential_think, many_turns,
-                                  reading_think,
-                                  synthetic, under_way, with_arrivals, within_context)
+from experiments.workload import (SHAPES, PlannedConversation, PlannedTurn, exponential_think,
+                                  many_turns, reading_think, synthetic, under_way,
+                                  with_arrivals, within_context)
 from scheduler import SOURCES
 from warm import WarmUp
 
@@ -57,9 +58,15 @@ class Served(NamedTuple):
     recomputed_seconds: float = 0.0     # see watch_recomputation
 
 
+NO_TURN = PlannedTurn(0, 0, math.inf)       # it comes after the last one
+
+
 class Users:
     """The users submit turns to an engine, and think about the replies. A turn is (due time, number
-    of its conversation, its index in that conversation)."""
+    of its conversation, its index in that conversation).
+
+    A turn that rewinds begins a branch, with a name of its own: "a@3" for the turn with index 3 of
+    the conversation "a". From then on that is where the conversation goes on."""
 
     def __init__(self, engine, conversations: list[PlannedConversation], seed: int,
                  foresee: Callable | None, warm: float):
@@ -67,6 +74,11 @@ class Users:
         self.warm = warm
         self.hints: list[tuple[float, str]] = []        # a heap: when a hint is due, and for whom
         self.rng = np.random.default_rng([seed, 2])     # the load draws from other streams
+        # What the engine calls each conversation now; and, where turns rewind, the tokens so far.
+        self.names = [conversation.name for conversation in conversations]
+        self.contexts = {number: array("i") for number, conversation in enumerate(conversations)
+                         if any(turn.keep is not None for turn in conversation.turns)}
+        self.left: list[str] = []                       # branches to which nobody returns
         self.due = [(conversation.arrival, number, 0)
                     for number, conversation in enumerate(conversations)]
         heapq.heapify(self.due)                         # turns that nobody has submitted yet
@@ -87,16 +99,39 @@ class Users:
             self.engine.warm(heapq.heappop(self.hints)[1])
         while self.due and self.due[0][0] <= now:
             _, number, index = turn = heapq.heappop(self.due)
-            name, turns, _ = self.conversations[number]
-            if self.foresee:
-                is_last = index + 1 == len(turns)
-                self.foresee(name, math.inf if is_last else turns[index + 1].think_seconds)
-            vocabulary, size = self.engine.worker.vocab_size, turns[index].input_tokens
-            prompt = self.rng.integers(vocabulary, size=size).tolist()
-            handle = self.engine.submit(prompt, name, max_tokens=turns[index].output_tokens,
-                                        ignore_eos=True, on_end=self.ended.append)
-            self.serving[handle] = turn
+            self.serving[self._submit(number, index)] = turn
         return hinted
+
+    def _submit(self, number: int, index: int):
+        """Submit a turn now. Returns its handle."""
+        turns = self.conversations[number].turns
+        turn, options = turns[index], {}
+        if turn.keep is not None:
+            options = self._branch(number, index, turn.keep)
+        name = self.names[number]
+        if self.foresee:
+            following = turns[index + 1] if index + 1 < len(turns) else NO_TURN
+            self.foresee(name, following.think_seconds, following.keep)
+        prompt = self.rng.integers(self.engine.worker.vocab_size, size=turn.input_tokens).tolist()
+        if number in self.contexts:
+            self.contexts[number].extend(prompt)
+        return self.engine.submit(prompt, name, max_tokens=turn.output_tokens, ignore_eos=True,
+                                  on_end=self.ended.append, **options)
+
+    def _branch(self, number: int, index: int, keep: int) -> dict:
+        """Begin a branch with the first `keep` tokens. Returns what `submit` needs for that.
+
+        Nobody returns to the old branch, but no server can know that: its chunks stay until they
+        are evicted. After that it leaves the books, too, at a later rewind (`forget_left`)."""
+        context, parent = self.contexts[number], self.names[number]
+        del context[keep:]
+        self.names[number] = f"{self.conversations[number].name}@{index}"
+        if self.foresee:
+            self.foresee(parent, math.inf, keep)
+            held = self.engine.cache.conversations[parent]
+            self.engine.cache.set_waiting(held, False)          # so the cache asks the policy again
+        self.left = forget_left(self.engine, self.left) + [parent]
+        return dict(context=context.tolist(), parent=parent)
 
     def read_replies(self, now: float) -> Iterator[tuple[str, float, object]]:
         """Yield (conversation, due time, handle) of each reply that is complete. Its user begins
@@ -104,13 +139,29 @@ class Users:
         while self.ended:
             handle = self.ended.pop(0)
             due, number, index = self.serving.pop(handle)
-            name, turns, _ = self.conversations[number]
+            name, turns = self.names[number], self.conversations[number].turns
+            if number in self.contexts:
+                self.contexts[number].extend(handle.token_ids)
             if index + 1 < len(turns):
                 think = turns[index + 1].think_seconds
                 heapq.heappush(self.due, (now + think, number, index + 1))
-                if self.warm:
+                if self.warm and turns[index + 1].keep is None:     # who rewinds gives no hint
                     heapq.heappush(self.hints, (now + max(think - self.warm, 0.0), name))
             yield name, due, handle
+
+
+def forget_left(engine, names: list[str]) -> list[str]:
+    """Let the engine forget those of these conversations that cache nothing for themselves alone,
+    and return the others. No KV leaves a tier: what they share stays with those who share it.
+    (A RemoteEngine keeps nothing of a branch that was left.)"""
+    if not isinstance(engine, Engine):
+        return []
+    held = engine.cache.conversations
+    for name in names:
+        left = held[name]
+        if not any(chunk.state and chunk.users == left.alone for chunk in left.chunks):
+            engine.forget(name)
+    return [name for name in names if name in held]
 
 
 def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Callable = time.sleep,
@@ -121,7 +172,8 @@ def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Ca
 
     Steps the engine in this thread. Ends when all turns have ended, or `until` seconds after the
     start. engine: an Engine or a RemoteEngine. sleep(seconds): how to wait for the next turn.
-    foresee(name, seconds): is told, with every turn, how long its user will think about the reply.
+    foresee(name, seconds, keep): is told, with every turn, how long its user will think about the
+    reply (inf: for ever), and how many tokens the next turn keeps (None: all).
     warm: so many seconds before a turn its user gives a hint (Engine.warm); 0: no user does.
     """
     users, served = Users(engine, conversations, seed, foresee, warm), []

@@ -179,8 +179,8 @@ def sessions(path: str) -> list[PlannedConversation]:
         else:
             think = record["timestamp"] / 1000 - previous
         turn = PlannedTurn(int(record["input_length"]), int(record["output_length"]), think)
-        if min(turn) < 0 or min(turn[:2]) < 1:
-            raise ValueError(f"lengths must be at least 1 and waits at least 0, got {tuple(turn)}")
+        if think < 0 or min(turn[:2]) < 1:
+            raise ValueError(f"lengths must be at least 1 and waits at least 0, got {turn[:3]}")
         turns[session].append(turn)
 
     for _ in json_lines(path, parse):

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import time
+from contextlib import closing
 from functools import partial
 from types import SimpleNamespace
 
@@ -45,6 +46,46 @@ def test_drive_serves_every_turn_at_its_time(system):
     assert row["prompt_tokens_new"] == sum(5 + n + 4 + 1 + 7 + 1 for n in range(4))
     assert (row["gpu_hit_rate"] + row["cpu_hit_rate"] == 0) == (system == "stateless")
     assert row["computed_tokens"] == row["prompt_tokens_recomputed"] + row["prompt_tokens_new"] + 4 * 13
+
+
+def rewinding(*keeps):
+    """A conversation whose turns keep so many tokens; each adds 30 and 10."""
+    return [PlannedTurn(30, 10, 0.01, keep) for keep in keeps]
+
+
+@pytest.mark.parametrize("flags", [
+    dict(gpu_cache_tokens=512), dict(gpu_cache_tokens=136, cpu_cache_tokens=32), run.STATELESS,
+    dict(gpu_cache_tokens=136, cpu_cache_tokens=32, policy=EXPERIMENTS["oracle"])])
+def test_a_turn_that_rewinds_finds_what_it_keeps(flags):
+    """What it keeps has had KV; of a whole context the last token has not."""
+    users = [PlannedConversation(name, rewinding(None, None, 50, None, 0, 39), 0.01 * n)
+             for n, name in enumerate("ab")]
+    flags = dict(cpu_cache_tokens=256, chunk_size=8, debug=True) | flags
+    with closing(Engine("tiny_chat", cost=COST, **flags)) as engine:
+        foresee = getattr(engine.cache.policy, "foresee", None)
+        served = run.drive(engine, users, seed=0, foresee=foresee)
+    usages = [turn.usage for turn in served]
+    assert sorted(usage["prompt_tokens"] for usage in usages) == sorted(2 * [30, 70, 80, 120, 30, 69])
+    attainable = sorted(usage["prompt_tokens"] - usage["new"] for usage in usages)
+    assert attainable == sorted(2 * [0, 39, 50, 89, 0, 39])
+    hits = sum(usage["gpu"] + usage["cpu"] for usage in usages)
+    if "policy" in flags or flags.get("gpu_cache_tokens") == 136:
+        assert 0 < hits < sum(attainable)
+    else:
+        assert hits == (0 if flags.get("stateless") else sum(attainable))
+
+
+def test_a_branch_that_was_left_is_evicted_and_then_forgotten():
+    """Nobody tells the engine that no user returns to a branch. Each turn rewinds by 31 tokens."""
+    users = [PlannedConversation("a", rewinding(None, *[9] * 20))]
+    flags = dict(gpu_cache_tokens=112, cpu_cache_tokens=64, chunk_size=8, debug=True)
+    with closing(Engine("tiny_chat", cost=COST, **flags)) as engine:
+        held, cache = [], engine.cache
+        engine.watchers.append(lambda batch: held.append(len(cache.conversations)))
+        run.drive(engine, users, seed=0)
+        assert cache.conversations["a@20"].chunks[0].users[-1].name == "a@20"
+        assert "a@19" in cache.conversations and "a@1" not in cache.conversations
+    assert 3 <= max(held) <= 8          # 22 slots and places hold no more chunks of old branches
 
 
 def test_the_workload_repeats_and_fits():

@@ -37,7 +37,7 @@ def request(timestamp, input_length, output_length, *hash_ids):
                 hash_ids=list(hash_ids))
 
 
-turn = st.builds(PlannedTurn, st.integers(1, 300), st.integers(1, 300))
+turn = st.builds(PlannedTurn, st.integers(1, 300), st.integers(1, 300), keep=st.none())
 turn_lists = st.lists(turn, min_size=1, max_size=8)
 
 
