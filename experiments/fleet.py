@@ -107,7 +107,7 @@ class Fleet:
         self.computing[server] += self._time(server) - begin
 
     def _submit(self, when: float, number: int, index: int):
-        name, turns, _ = self.conversations[number]
+        name, turns = self.conversations[number][:2]
         turn, said = turns[index], self.spoken[number]
         server = self.router(name, self.unfinished)
         engine = self.engines[server]

@@ -71,7 +71,7 @@ class Users:
     def __init__(self, engine, conversations: list[PlannedConversation], seed: int,
                  foresee: Callable | None, warm: float):
         self.engine, self.conversations, self.foresee = engine, conversations, foresee
-        self.warm = warm
+        self.warm, self.seed = warm, seed
         self.hints: list[tuple[float, str]] = []        # a heap: when a hint is due, and for whom
         self.rng = np.random.default_rng([seed, 2])     # the load draws from other streams
         # What the engine calls each conversation now; and, where turns rewind, the tokens so far.
@@ -79,6 +79,9 @@ class Users:
         self.contexts = {number: array("i") for number, conversation in enumerate(conversations)
                          if any(turn.keep is not None for turn in conversation.turns)}
         self.left: list[str] = []                       # branches to which nobody returns
+        # If conversations begin alike, all have one owner, so the engine finds what they share.
+        begins_alike = any(conversation.begins for conversation in conversations)
+        self.options = dict(owner="users") if begins_alike else {}
         self.due = [(conversation.arrival, number, 0)
                     for number, conversation in enumerate(conversations)]
         heapq.heapify(self.due)                         # turns that nobody has submitted yet
@@ -105,18 +108,28 @@ class Users:
     def _submit(self, number: int, index: int):
         """Submit a turn now. Returns its handle."""
         turns = self.conversations[number].turns
-        turn, options = turns[index], {}
+        turn, options = turns[index], self.options
         if turn.keep is not None:
-            options = self._branch(number, index, turn.keep)
+            options = options | self._branch(number, index, turn.keep)
         name = self.names[number]
         if self.foresee:
             following = turns[index + 1] if index + 1 < len(turns) else NO_TURN
             self.foresee(name, following.think_seconds, following.keep)
-        prompt = self.rng.integers(self.engine.worker.vocab_size, size=turn.input_tokens).tolist()
+        prompt = self._prompt(number, index)
         if number in self.contexts:
             self.contexts[number].extend(prompt)
         return self.engine.submit(prompt, name, max_tokens=turn.output_tokens, ignore_eos=True,
                                   on_end=self.ended.append, **options)
+
+    def _prompt(self, number: int, index: int) -> list[int]:
+        """Random tokens, but the same ones for each Piece with which conversations begin."""
+        conversation, vocabulary = self.conversations[number], self.engine.worker.vocab_size
+        prompt = []
+        for piece in conversation.begins if index == 0 else ():
+            rng = np.random.default_rng([self.seed, 4, piece.id])
+            prompt += rng.integers(vocabulary, size=piece.tokens).tolist()
+        size = conversation.turns[index].input_tokens - len(prompt)
+        return prompt + self.rng.integers(vocabulary, size=size).tolist()
 
     def _branch(self, number: int, index: int, keep: int) -> dict:
         """Begin a branch with the first `keep` tokens. Returns what `submit` needs for that.
@@ -268,9 +281,9 @@ def summary(served: list[Served], begin: float = 0.0) -> dict:
         row[f"prompt_tokens_{source}"] = count
     row["recomputed_tokens"] = tokens["recomputed"]
     row["recomputed_seconds"] = sum(turn.recomputed_seconds for turn in served)
-    # The next three rates are shares of `seen_before`: an infinite cache would hit all of
-    # these tokens. (Prefixes that the conversations of a trace have in common do not count: a
-    # replay does not share them.)
+    # The next three rates are shares of `seen_before`: an infinite cache would hit all of these
+    # tokens. (A prefix that conversations of a trace have in common counts if the replay shares it:
+    # see PlannedConversation.begins.)
     row["gpu_hit_rate"] = tokens["gpu"] / seen_before
     row["cpu_hit_rate"] = tokens["cpu"] / seen_before
     row["hits_of_attainable"] = row["gpu_hit_rate"] + row["cpu_hit_rate"]
