@@ -118,7 +118,7 @@ class Fleet:
         def ended(handle: Handle):
             now = engine.clock()
             served = Served(when, handle.request.times[0], now, turn.output_tokens,
-                            handle.reply.usage)
+                            handle.reply.usage, turn=index + 1)
             self.served.append((served, said))
             self.unfinished[server] -= 1
             if index + 1 < len(turns):

@@ -56,6 +56,7 @@ class Served(NamedTuple):
     output_tokens: int
     usage: dict
     recomputed_seconds: float = 0.0     # see watch_recomputation
+    turn: int = 1                       # its number in its conversation
 
 
 NO_TURN = PlannedTurn(0, 0, math.inf)       # it comes after the last one
@@ -146,9 +147,9 @@ class Users:
         self.left = forget_left(self.engine, self.left) + [parent]
         return dict(context=context.tolist(), parent=parent)
 
-    def read_replies(self, now: float) -> Iterator[tuple[str, float, object]]:
-        """Yield (conversation, due time, handle) of each reply that is complete. Its user begins
-        to think about the next turn."""
+    def read_replies(self, now: float) -> Iterator[tuple[str, int, float, object]]:
+        """Yield (conversation, number of the turn, due time, handle) of each reply that is
+        complete. Its user begins to think about the next turn."""
         while self.ended:
             handle = self.ended.pop(0)
             due, number, index = self.serving.pop(handle)
@@ -160,7 +161,7 @@ class Users:
                 heapq.heappush(self.due, (now + think, number, index + 1))
                 if self.warm and turns[index + 1].keep is None:     # who rewinds gives no hint
                     heapq.heappush(self.hints, (now + max(think - self.warm, 0.0), name))
-            yield name, due, handle
+            yield name, index + 1, due, handle
 
 
 def forget_left(engine, names: list[str]) -> list[str]:
@@ -201,10 +202,10 @@ def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Ca
             else:
                 sleep(min(users.next_due, until) - now)
             now = engine.clock() - begin
-            for name, due, handle in users.read_replies(now):
+            for name, turn, due, handle in users.read_replies(now):
                 reply, first_token = handle.result(), handle.request.times[0] - begin
                 served.append(Served(due, first_token, now, len(reply.token_ids), reply.usage,
-                                     recomputed.pop(name, 0.0)))
+                                     recomputed.pop(name, 0.0), turn))
             done = len(served) if until == math.inf else int(min(now, until))
             progress.update(done - progress.n)
     return served
@@ -291,6 +292,31 @@ def summary(served: list[Served], begin: float = 0.0) -> dict:
     row["turns"] = len(served)
     row["computed_tokens"] = tokens["recomputed"] + tokens["new"] + outputs
     return row
+
+
+def by_turn(served: list[Served], begin: float = 0.0) -> list[dict]:
+    """The cliff: what the turns that ended after `begin` seconds found, by their number in the
+    conversation (1, 2, 3, 4, 5-8, 9-16, ...). A server that remembers has a hit rate that rises
+    with the turns; where its cache ends, the rate falls and the first token is late.
+
+    hit_rate: cached tokens, of all tokens of the prompts. recomputed_tokens: of a turn, on average.
+    """
+    groups: dict[int, list[Served]] = {}                # by the last turn of the group
+    for turn in served:
+        if turn.ended > begin:
+            last = turn.turn if turn.turn <= 4 else 1 << (turn.turn - 1).bit_length()
+            groups.setdefault(last, []).append(turn)
+    rows = []
+    for last, turns in sorted(groups.items()):
+        tokens = {source: sum(turn.usage[source] for turn in turns) for source in SOURCES}
+        seconds = [turn.first_token - turn.due for turn in turns]
+        rows.append(dict(
+            turn=str(last) if last <= 4 else f"{last // 2 + 1}-{last}", turns=len(turns),
+            hit_rate=(tokens["gpu"] + tokens["cpu"]) / max(1, sum(tokens.values())),
+            median_ttft_ms=1e3 * float(np.median(seconds)),
+            p95_ttft_ms=1e3 * float(np.percentile(seconds, 95)),
+            recomputed_tokens=tokens["recomputed"] / len(turns)))
+    return rows
 
 
 # ---- systems and loads
@@ -429,6 +455,8 @@ def play(name: str, panel: Panel, rate: float | None, options) -> dict:
         row["turnovers"] = stats["chunks_dropped"] / places             # of the CPU tier
     for counter, value in stats.items():        # of the whole run, so the fields of the summary win
         row.setdefault(counter, value)
+    if options.trace or panel.dataset == "many turns":      # who is met under way has begun before
+        row["by_turn"] = by_turn(served, begin)
     return row
 
 

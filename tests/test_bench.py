@@ -126,7 +126,28 @@ def test_the_default_figure_is_measured(tmp_path, monkeypatch, capsys):
     assert fields <= figure["rows"][0].keys()
     assert all(ratio["how"] == "measured" and ratio["ours"] > 0 for ratio in figure["ratios"])
     assert not any("cpu_gb" in row for row in figure["rows"])           # this machine's tier has another size
-    assert "pensieve" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "pensieve" in printed and "turn by turn" in printed and "p95_ttft_ms" in printed
+    for row in figure["rows"]:
+        assert [(each["turn"], each["turns"]) for each in row["by_turn"]] == [("1", 4), ("2", 4), ("3", 4)]
+        recomputed = sum(each["turns"] * each["recomputed_tokens"] for each in row["by_turn"])
+        assert recomputed == pytest.approx(row["recomputed_tokens"])
+    stateless, *_, pensieve = (row["by_turn"] for row in figure["rows"])
+    assert not any(each["hit_rate"] for each in stateless) and pensieve[2]["hit_rate"] > 0.5
+
+
+def test_turns_are_grouped_by_their_number():
+    """Turn n of 20 takes n seconds to its first token, and finds half of 10 n tokens."""
+    def turn(number, ended):
+        usage = dict(gpu=2 * number, cpu=3 * number, recomputed=number, new=4 * number)
+        return run.Served(1.0, 1.0 + number, ended, 5, usage, turn=number)
+    served = [turn(number, 50.0) for number in range(20, 0, -1)] + [turn(1, 10.0)]
+    rows = run.by_turn(served, begin=10.0)
+    assert [(row["turn"], row["turns"]) for row in rows] == [
+        ("1", 1), ("2", 1), ("3", 1), ("4", 1), ("5-8", 4), ("9-16", 8), ("17-32", 4)]
+    assert all(row["hit_rate"] == 0.5 for row in rows)
+    assert [row["recomputed_tokens"] for row in rows] == [1, 2, 3, 4, 6.5, 12.5, 18.5]
+    assert rows[4]["median_ttft_ms"] == 6500 and rows[4]["p95_ttft_ms"] == pytest.approx(7850)
 
 
 def test_the_draft_has_a_rule_of_its_own_for_thinking(tmp_path, monkeypatch):
@@ -163,7 +184,7 @@ def test_pensieve_beside_itself_with_hints(tmp_path, monkeypatch):
     assert figure["ratios"][0]["ours"] == hinted["mean_ttft_ms"] / without["mean_ttft_ms"]
 
 
-def test_policies_on_a_trace(tmp_path, monkeypatch):
+def test_policies_on_a_trace(tmp_path, monkeypatch, capsys):
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(record) + "\n" for record in TRACE))
     figure = run_bench(tmp_path, monkeypatch, f"fig14 --simulate --trace {trace} --gpu-cache-tokens 2048 "
@@ -181,6 +202,8 @@ def test_policies_on_a_trace(tmp_path, monkeypatch):
         assert (row["recomputed_seconds"] > 0) == (row["recomputed_tokens"] > 0)
         assert row["hits_of_attainable"] == pytest.approx(1 - row["recomputed_tokens"] / seen)
     assert rows["lru"]["recomputed_tokens"] > 0
+    assert [each["turn"] for each in rows["lru"]["by_turn"]] == ["1", "2", "3"]
+    assert "turn by turn" in capsys.readouterr().out
 
 
 def test_progress_bars_name_what_they_count(tmp_path, monkeypatch):
