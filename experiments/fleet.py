@@ -134,13 +134,17 @@ class Fleet:
 def play_fleet(task: tuple[Panel, int, str, argparse.Namespace]) -> dict:
     """One row: that many servers behind one router. The panel's rate is that of each server.
 
-    ValueError: the load has its own times, so it cannot grow with the servers."""
+    ValueError: the load has its own times, so it cannot grow with the servers; or its turns
+    rewind, and no router here knows branches."""
     panel, servers, name, options = task
     if panel.rates[0] is None:
         raise ValueError("this trace has its own times, but a fleet's load must grow with it: "
                          "add --rates")
     rate = panel.rates[0] * servers
     conversations = planned(panel, rate, options)
+    if any(turn.keep is not None for one in conversations for turn in one.turns):
+        raise ValueError("the turns of this trace rewind, which a fleet does not play: "
+                         "name another figure, such as fig14")
     engines = [build(System(), panel, conversations, options) for _ in range(servers)]
     conversations = within_context(conversations, engines[0].scheduler.limit)
     router = ROUTERS[name](servers, np.random.default_rng([options.seed, 3]))

@@ -494,6 +494,14 @@ def test_a_trace_with_times_has_a_load_of_its_own(tmp_path, monkeypatch, capsys,
     test_bad_input_gets_one_line_and_exit_2(monkeypatch, capsys, [*flags, "--trace", str(trace)], message)
 
 
+def test_a_fleet_does_not_rewind(tmp_path, monkeypatch, capsys):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("session_id,round_idx,prefix_len,input_len,output_len,tool_wait_after_ms\n"
+                     "a,0,0,90,10,5\na,1,50,90,10,5\n")
+    flags = ["fleet", "--simulate", "--jobs", "1", "--rates", "1", "--trace", str(trace)]
+    test_bad_input_gets_one_line_and_exit_2(monkeypatch, capsys, flags, "does not play: name another figure")
+
+
 def test_a_measured_trace_is_played_by_the_embedded_model(tmp_path):
     options = bench.parse_flags(["fig10"])
     options.trace, options.conversations = "trace.jsonl", USERS

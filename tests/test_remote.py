@@ -74,6 +74,9 @@ def test_the_figure_has_the_names_that_others_use(server, tmp_path, monkeypatch,
     assert [row["system"] for row in rows] == ["resend", "stateful"]
     assert {"request_throughput", "output_throughput", "total_token_throughput", "mean_ttft_ms",
             "median_tpot_ms", "p99_e2el_ms"} <= rows[0].keys()
+    assert [each["turn"] for each in rows[1]["by_turn"]] == ["1", "2", "3"]
+    printed = capsys.readouterr().out
+    assert printed.count("p95_ttft_ms") == 1 and "turn by turn" in printed and "by_turn" not in printed
 
 
 @pytest.mark.parametrize("flags", [[], ["--server-pid", str(os.getpid())]])

@@ -346,6 +346,14 @@ def agents_in_tracelab(path, rng):
                           for number, (kept, new, reply) in enumerate(turns)))
 
 
+def simulated(num_slots):
+    """An engine whose GPU tier holds everything."""
+    clock = VirtualClock()
+    worker = SimulatedWorker(PRESETS["opt-125m"], HARDWARE["a100"], OPERATORS["eager"], clock, num_slots, 0,
+                             max_context=3000)
+    return Engine(worker=worker, clock=clock)
+
+
 @pytest.mark.parametrize("make, count", [(agents_in_weka, counted_in_weka),
                                          (agents_in_tracelab, counted_in_tracelab)])
 @pytest.mark.parametrize("seed", range(2))
@@ -356,10 +364,8 @@ def test_a_replay_of_agents_attains_what_the_file_allows(tmp_path, make, count, 
     later = [turn for one in conversations for turn in one.turns[1:]]
     assert (len(conversations), len(later) + sessions) == (sessions, turns)
     assert sum(turn.keep is not None for turn in later) == rewinds > 5
-    clock = VirtualClock()
-    worker = SimulatedWorker(PRESETS["opt-125m"], HARDWARE["a100"], OPERATORS["eager"], clock, 60_000, 0, 3000)
-    with closing(Engine(worker=worker, clock=clock)) as engine:
-        row = summary(drive(engine, conversations, seed=0, sleep=clock.sleep))
+    with closing(simulated(num_slots=60_000)) as engine:
+        row = summary(drive(engine, conversations, seed=0, sleep=engine.clock.sleep))
     assert row["attainable_hit_rate"] == attainable / prompts and row["hits_of_attainable"] == 1
 
 
@@ -368,10 +374,8 @@ def test_sessions_compute_a_system_prompt_once(tmp_path):
     path = write(tmp_path / "s.jsonl", in_session("a", 1600, 9, timestamp=0, hash_ids=[5, 6, 7, 8]),
                  in_session("b", 1100, 9, timestamp=1000, hash_ids=[5, 6, 9]),
                  in_session("c", 1024, 9, timestamp=2000, hash_ids=[5, 6]))
-    clock = VirtualClock()
-    worker = SimulatedWorker(PRESETS["opt-125m"], HARDWARE["a100"], OPERATORS["eager"], clock, 9000, 0, 3000)
-    with closing(Engine(worker=worker, clock=clock)) as engine:
-        served = drive(engine, load(path, "none"), seed=0, sleep=clock.sleep)
+    with closing(simulated(num_slots=9_000)) as engine:
+        served = drive(engine, load(path, "none"), seed=0, sleep=engine.clock.sleep)
     assert [turn.usage["gpu"] for turn in served] == [0, 1024, 1023]
 
 
