@@ -263,7 +263,8 @@ def tracelab(path: str) -> list[PlannedConversation]:
                              whole(record, "tool_wait_after_ms") / 1000)
         if "arrival_time" in record:
             arrival = whole(record, "arrival_time") / 1000
-            arrivals[record["session_id"]] = min(arrival, arrivals.get(record["session_id"], arrival))
+            earliest = arrivals.get(record["session_id"], arrival)
+            arrivals[record["session_id"]] = min(arrival, earliest)
 
     for _ in csv_lines(path, parse):
         pass
