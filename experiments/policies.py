@@ -125,18 +125,29 @@ class ExpectedCost(ReuseByCategory):
 
 class Oracle(RetentionValue):
     """No real policy can do this: recomputation cost per second until the conversation *returns*.
+    A chunk behind what the next turn keeps is worth nothing.
 
     The experiment, which has planned the turns, calls `foresee`. `last_needed` is minus the time of
     the return. So the order is as for all policies: who returns later is counted as idle longer."""
+    NOT_KEPT = -1       # the key of a chunk of which the next turn does not keep all
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
         super().__init__(cost, chunk_size)
         self.thinks: dict[str, float] = {}          # conversation -> seconds of its next think time
+        self.keeps: dict[str, float] = {}           # and tokens that its next turn keeps
 
-    def foresee(self, name: str, think_seconds: float):
+    def foresee(self, name: str, think_seconds: float, keep: int | None = None):
         """After its present turn the conversation will be idle for think_seconds (inf: for ever).
-        """
+        Its next turn keeps `keep` tokens of the context (None: all)."""
         self.thinks[name] = think_seconds
+        self.keeps[name] = math.inf if keep is None else keep
+
+    def key(self, conversation, index):
+        kept = (index + 1) * self.chunk_size <= self.keeps.get(conversation.name, math.inf)
+        return index if kept else self.NOT_KEPT
+
+    def value(self, key, idle):
+        return 0.0 if key == self.NOT_KEPT else super().value(key, idle)
 
     def last_needed(self, conversation):
         if conversation.waiting:
