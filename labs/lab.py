@@ -51,6 +51,7 @@ class Lab(NamedTuple):
     hours: str
     files: dict[str, list[str]]             # file -> the functions to write, by qualified name
     leaks: dict[str, list[str]] = {}        # the same -> functions that are nearly the answers
+    whole: bool = False                     # are its files graded as they are?
 
     def functions(self) -> list[tuple[str, str]]:
         return [(file, name) for file, names in self.files.items() for name in names]
@@ -79,6 +80,9 @@ LABS = {
                                 "kv_pool.py": ["KVPool.swap_in", "KVPool.wait", "KVPool.swap_out"]}),
     6: Lab("6_triton", "4-7", {"attention_kernel.py": ["attend_range"]},
            {"attention_kernel.py": ["merge_kernel"]}),
+    7: Lab("7_your_server", "8-12", {"experiments/my_server.py": ["open_engine"], "scheduler.py": [],
+                                     "kv_cache.py": [], "eviction.py": [],
+                                     "experiments/policies.py": []}, whole=True),
 }
 
 
@@ -182,15 +186,18 @@ def hidden_source(number: int, file: str) -> str:
 # ---- grading
 
 class Graded(NamedTuple):
-    tests: list[dict]       # name, function, points, passed, message, progress
+    tests: list[dict]       # name, function, points, and what `judged` says
     notes: list[str]        # what whoever grades should know
     seconds: float
 
     def score(self, function: str | None = None) -> tuple[int, int]:
         """(reached, of so many), of one function or of all."""
         tests = [test for test in self.tests if function in (None, test["function"])]
-        reached = sum(test["points"] for test in tests if test["passed"])
-        return reached, sum(test["points"] for test in tests)
+        return sum(map(reached, tests)), sum(test["points"] for test in tests)
+
+
+def reached(test: dict) -> int:
+    return round(test["points"] * test["share"])
 
 
 @contextmanager
@@ -230,10 +237,11 @@ def asked(answer: tuple):
 
 
 def submitted(number: int, code: Path, file: str, functions: list[str]) -> str:
-    """A student's file. All functions that belong to a lab are solved, but these."""
+    """A student's file. All functions that belong to a lab are solved, but these. (If the lab
+    takes whole files, nothing is replaced.)"""
     source = (code / file).read_text(encoding="utf-8")
     for name in hidden_in(file):
-        if name not in functions:
+        if name not in functions and not LABS[number].whole:
             source = replaced(source, name, taken(solved(file), name))
     ast.parse(source)
     return source
@@ -275,21 +283,24 @@ def project_for(function: str, number: int, code: Path, project: Path) -> Path:
 
 
 def judged(number: int, answer: tuple, expected) -> dict:
-    """passed, message, progress of a test. expected: None if nothing is compared."""
+    """passed, message, progress, share of a test. expected: None if nothing is compared.
+    share: of its points. A comparison may give a part of them, and a leaderboard."""
     report, failure = answer
     if failure:
-        return dict(passed=False, message=failure, progress=None)
+        return dict(passed=False, message=failure, progress=None, share=0)
+    more: list[dict] = []
     passed, message, progress, found = (report[name] for name in (
         "passed", "message", "progress", "found"))
     if expected is not None and found is not None:
         try:
-            problem, progress = COMPARE[number](expected, found)
+            problem, progress, *more = COMPARE[number](expected, found)
         except (KeyError, TypeError, ValueError) as error:
             problem = f"the result has another form than it should: {error!r}"
         passed, message = passed and not problem, message or problem or ""
     elif expected is not None:
         passed, message = False, message or "The test did not report what it found."
-    return dict(passed=passed, message=message, progress=progress)
+    told = dict(passed=passed, message=message, progress=progress, share=int(passed))
+    return told | more[0] if more else told
 
 
 def unusual(number: int, code: Path) -> list[str]:
@@ -323,12 +334,13 @@ def report(number: int, graded: Graded):
 
 def gradescope(graded: Graded) -> dict:
     """Gradescope's results.json."""
-    tests = [dict(name=f"{test['function']}: {test['name']}", score=test["points"] * test["passed"],
+    tests = [dict(name=f"{test['function']}: {test['name']}", score=reached(test),
                   max_score=test["points"],
                   output=f"{test['message']}\n{test['progress'] or ''}".strip())
              for test in graded.tests]
+    leaderboard = [entry for test in graded.tests for entry in test.get("leaderboard", [])]
     return dict(score=graded.score()[0], execution_time=round(graded.seconds), tests=tests,
-                output="\n".join(graded.notes))
+                output="\n".join(graded.notes), **dict(leaderboard=leaderboard) if leaderboard else {})
 
 
 def check(number: int, code: Path, seed: int, file: str | None) -> int:

@@ -114,4 +114,34 @@ def shares(expected: dict, found: dict):
             f"  reference {right:.3f} s are recomputed\n  yours     {own:.3f} s"), progress
 
 
-COMPARE = {1: attention, 2: trace, 3: turns, 4: shares, 6: lambda *both: (attention(*both)[0], None)}
+FIGURES = ("first_token", "throughput", "recomputed")
+
+
+def server(expected: dict, found: dict):
+    """The figures of one's server, beside those of a stateless one, the solved one and the oracle.
+
+    A server has closed a share of each figure's gap between the stateless one, 0%, and the oracle,
+    100%. The mean of the three counts: who closes as much as the solved server has all points."""
+    def closed(row):
+        zero, top = expected["stateless"], expected["oracle"]
+        parts = [(zero[name] - row[name]) / (zero[name] - top[name]) for name in FIGURES]
+        return sum(parts) / len(parts)
+    rows = {"stateless": expected["stateless"], "yours": found, **expected}
+    lines = [f"{'':10} first token  throughput  recomputed   hit rate in turn"
+             "   2  3-4  5-8   9-      gap"]
+    for name, row in rows.items():
+        hits = "".join(f"{hit:5.0%}" for hit in row["hits"])
+        lines.append(f"{name:10} {row['first_token']:9.3f} s {row['throughput']:9.2f}/s "
+                     f"{row['recomputed']:11,}  {'':16}{hits} {closed(row):8.1%}")
+    mine, wanted = closed(found), closed(expected["solved"])
+    share = min(max(mine / wanted, 0.0), 1.0)
+    board = [dict(name="gap closed (%)", value=round(100 * mine, 1)),
+             dict(name="first token, p95 (s)", value=round(found["first_token"], 3), order="asc"),
+             dict(name="reply tokens per busy second", value=round(found["throughput"], 2)),
+             dict(name="recomputed tokens", value=found["recomputed"], order="asc")]
+    problem = (f"it closes {mine:.1%} of the gap between a stateless server and the oracle, "
+               f"the solved one {wanted:.1%}")
+    return problem if share < 1 else None, "\n  ".join(lines), dict(share=share, leaderboard=board)
+
+
+COMPARE = {1: attention, 2: trace, 3: turns, 4: shares, 7: server, 6: lambda *both: (attention(*both)[0], None)}
