@@ -43,8 +43,11 @@ def full_recompute(context: list[int], count: int) -> list[int]:
 class CheckingWorker(SimulatedWorker):
     """OPT-13B on an A100."""
 
-    def __init__(self, num_slots: int, num_places: int, max_context: int):
-        super().__init__(PRESETS["opt-13b"], HARDWARE["a100"], OPERATORS["eager"], VirtualClock(),
+    def __init__(self, num_slots: int, num_places: int, max_context: int, slow_link: float = 1.0):
+        """slow_link: copies take so many times as long."""
+        machine = HARDWARE["a100"]
+        machine = machine._replace(host_link=machine.host_link / slow_link)
+        super().__init__(PRESETS["opt-13b"], machine, OPERATORS["eager"], VirtualClock(),
                          num_slots, num_places, max_context)
         self.vocab_size = VOCABULARY
         self.kv = np.zeros(num_slots, np.uint64)        # what each slot holds

@@ -60,17 +60,17 @@ def users(rng: random.Random, count: int, seconds: float, limit: int) -> list[Us
 
 
 def small_users(rng: random.Random, count: int, limit: int, long: float) -> list[User]:
-    """They hardly think. long: this share of first prompts takes most of the limit. At the end somebody
-    comes whose prompt needs every slot."""
+    """They hardly think. Prompts are short and replies long, so those who run grow; but this share of
+    first prompts takes most of the limit. At the end somebody comes whose prompt needs every slot."""
     for _ in range(count):
         turns, context = [], 0
-        for number in range(rng.randint(1, 8)):
-            most = limit * 3 // 4 if not number and rng.random() < long else limit // 8
-            prompt, reply = some_tokens(rng, rng.randint(most // 2, most)), rng.randint(1, 24)
+        for number in range(rng.randint(2, 8)):
+            most = limit * 3 // 4 if not number and rng.random() < long else 16
+            prompt, reply = some_tokens(rng, rng.randint(most // 2, most)), rng.randint(1, limit // 4)
             context += len(prompt) + reply
             if context > limit:
                 break
-            turns.append(Turn(prompt, reply, rng.choice([0.0, 0.0, 0.1, 2.0])))
+            turns.append(Turn(prompt, reply, rng.choice([0.0, 0.1, 2.0, 5.0])))
         yield User(rng.uniform(0, 1), turns)
     yield User(1e6, [Turn(some_tokens(rng, limit - 1), 1, 0.0)])
 
@@ -97,17 +97,23 @@ class Play:
         while self.due or self.serving:
             self.submit_due()
             if self.serving or batch:
-                batch = self.engine.step()
+                try:
+                    batch = self.engine.step()
+                except TimeoutError:                    # conftest.py gives a test so much time
+                    self.stalled()
                 quiet = 0 if batch.spans else quiet + 1
             else:
                 self.clock.sleep(self.due[0][0] - self.clock())
             if quiet == QUIET:
-                turns = ", ".join(f"{turn + 1} of user {user}" for _, user, turn, _ in self.serving.values())
-                fail(f"nothing is computed any more, and turns wait\n  {turns}")
+                self.stalled()
             for handle in [handle for handle in self.serving if handle.token_ids or handle.tokens.closed.is_set()]:
                 self.look_at(handle)
             if self.serving and rng.random() < cancelled:
                 rng.choice(list(self.serving)).cancel()
+
+    def stalled(self):
+        turns = [f"turn {index + 1} of user {number}" for _, number, index, _ in self.serving.values()]
+        fail(f"nothing is computed any more, and turns wait\n  {', '.join(turns):.150}")
 
     def submit_due(self):
         while self.due and self.due[0][0] <= self.clock():
@@ -170,13 +176,10 @@ def fail(message: str):
     pytest.fail(message, pytrace=False)
 
 
-def play(open_it, slots: int, places: int, limit: int, load: list[User], cancelled: float = 0.0) -> Play:
+def play(open_it, worker: CheckingWorker, load: list[User], cancelled: float = 0.0) -> Play:
     """open_it(worker, clock): an engine."""
-    worker = CheckingWorker(slots, places, limit)
     engine = open_it(worker, worker.clock)
-    policy = engine.cache.policy
-    foreseeing = policy if open_it is oracle else None
-    played = Play(engine, worker, load, foreseeing)
+    played = Play(engine, worker, load, engine.cache.policy if open_it is oracle else None)
     played.run(cancelled)
     return played
 
@@ -194,37 +197,38 @@ def oracle(worker, clock) -> Engine:
 # ---- the tests
 
 @points(22, "exact replies")
-@pytest.mark.seconds(40)
+@pytest.mark.seconds(15)
 def test_every_reply_is_that_of_a_full_recompute():
-    rng = random.Random(f"exact {SEED}")
-    play(open_engine, 4000, 150, 3000, list(users(rng, 20, 30.0, 2900)))
+    load = list(users(random.Random(f"exact {SEED}"), 20, 30.0, 2900))
+    play(open_engine, CheckingWorker(4000, 150, 3000), load)
 
 
-# slots, places, limit; the share of users with a long prompt; the chance of a cancellation in a step
+# slots, places, limit, slow_link; the share of users with a long prompt; the chance of a cancellation
+# in a step
 CASES = {
-    "long_prompts": (2000, 40, 2000, 0.7, 0.0),
-    "cancelled_turns": (600, 20, 500, 0.2, 0.1),
-    "tiny_tiers": (200, 4, 200, 0.2, 0.02),
-    "no_cpu_tier": (400, 0, 300, 0.2, 0.02),
+    "long_prompts": ((1000, 40, 1000, 1), 0.5, 0.0),
+    "slow_copies": ((500, 20, 200, 100), 0.05, 0.0),
+    "cancelled_turns": ((500, 20, 200, 20), 0.1, 0.1),
+    "tiny_tiers": ((200, 4, 200, 1), 0.2, 0.02),
 }
 
 
 @points(7, "hard cases")
-@pytest.mark.seconds(40)
+@pytest.mark.seconds(8)
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_lost(name):
-    slots, places, limit, long, cancelled = CASES[name]
-    load = list(small_users(random.Random(f"{name} {SEED}"), 25, limit, long))
-    play(open_engine, slots, places, limit, load, cancelled)
+    machine, long, cancelled = CASES[name]
+    load = list(small_users(random.Random(f"{name} {SEED}"), 25, machine[2], long))
+    play(open_engine, CheckingWorker(*machine), load, cancelled)
 
 
 def measured(open_it, seed: int) -> dict:
     load = list(users(random.Random(f"load {seed}"), 60, 100.0, 4000))
-    return play(open_it, 8000, 400, 4096, load).figures()
+    return play(open_it, CheckingWorker(8000, 400, 4096), load).figures()
 
 
 @points(50, "the load")
-@pytest.mark.seconds(40)
+@pytest.mark.seconds(20)
 def test_the_load(compare):
     compare(measured(open_engine, SEED))
 
