@@ -1,8 +1,9 @@
-"""The six labs: starter code made from the repository's own files, and grading.
+"""The labs: starter code made from the repository's own files, and grading.
 
     python labs/lab.py list
     python labs/lab.py start 3 ../lab3          a copy of the project to work in
     cd ../lab3; python labs/lab.py check 3      points for each function, and the number of progress
+    python labs/lab.py submit 3                 lab3.zip, to hand in
 
 A starter is the whole project without the bodies of one lab's functions. Each of them is found by
 its qualified name and becomes one line; its signature and docstring stay as they are:
@@ -33,6 +34,7 @@ from typing import NamedTuple
 
 import given
 import grader
+import hand_in
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "labs" / "tests"
@@ -41,8 +43,10 @@ from grading import COMPARE  # noqa: E402
 
 # Not for students. chapter_one.py is labs 1 to 4 in small.
 KEPT_BACK = (".git", ".github", ".ci", "wrong_solutions", "test_labs.py", "chapter_one.py",
-             "test_chapter_one.py")
+             "test_chapter_one.py", "INSTRUCTORS.md", "exam.md", "test_exam.py")
 MESSAGE_LINES = 5                           # of a failed test
+UNREADABLE = (SyntaxError, LookupError, OSError, ValueError)    # of a file that a student wrote
+AT_ONCE = min(os.cpu_count(), 4)            # tests; a container may have less than the machine
 
 
 class Lab(NamedTuple):
@@ -149,11 +153,7 @@ def start(number: int, directory: Path):
     or is a part of the project."""
     if directory.exists() and any(directory.iterdir()) or ROOT in [directory, *directory.parents]:
         raise ValueError(f"{directory} must be a new or empty directory outside of {ROOT}")
-    if given.FILE.exists():
-        raise ValueError(f"{ROOT} is a starter itself: make a new one from the solved project")
-    ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split()]
-    shutil.copytree(ROOT, directory, ignore=shutil.ignore_patterns(*ignored, *KEPT_BACK),
-                    dirs_exist_ok=True)
+    copy_project(directory)
     bodies = {}
     for file in {file for lab in LABS.values() for file, _ in lab.hidden()}:
         source = solved(file)
@@ -164,6 +164,15 @@ def start(number: int, directory: Path):
     shutil.copy(ROOT / "labs" / "AGENTS.md", directory)
     print(f"The starter of lab {number} is in {directory}. Read labs/{LABS[number].name}.md there, "
           f"then run\n    python labs/lab.py check {number}")
+
+
+def copy_project(directory: Path):
+    """Copy the solved project, but for what is not for students."""
+    if given.FILE.exists():
+        raise ValueError(f"{ROOT} is a starter itself: run this in the solved project")
+    ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split()]
+    shutil.copytree(ROOT, directory, ignore=shutil.ignore_patterns(*ignored, *KEPT_BACK),
+                    dirs_exist_ok=True)
 
 
 def hidden_source(number: int, file: str) -> str:
@@ -251,13 +260,13 @@ def grade(number: int, code: Path, seed: int = 0) -> Graded:
     """Run the lab's tests on the lab's files in a project's directory."""
     begin, file = time.monotonic(), test_file(number)
     preload(number)
-    with solved_project() as project, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with solved_project() as project, ThreadPoolExecutor(AT_ONCE) as pool:
         expected = pool.submit(grader.ask, grader.reference, project, file, seed)
         listed = asked(grader.ask(grader.list_tests, project, file))
         try:
             places = {function: project_for(function, number, code, project)
                       for function in {test["function"] for test in listed["tests"]}}
-        except (SyntaxError, LookupError) as error:
+        except UNREADABLE as error:
             reports = [(None, f"{type(error).__name__}: {error}")] * len(listed["tests"])
         else:
             reports = list(pool.map(lambda test: grader.ask(
@@ -309,7 +318,7 @@ def unusual(number: int, code: Path) -> list[str]:
     for file in LABS[number].files:
         try:
             uses = grader.new_imports((code / file).read_text(encoding="utf-8"), solved(file))
-        except SyntaxError:
+        except UNREADABLE:
             continue
         if uses:
             notes.append(f"look at {file}: it uses {', '.join(uses)}, which the solved one does not")
@@ -353,36 +362,67 @@ def check(number: int, code: Path, seed: int, file: str | None) -> int:
     return 0 if graded.tests and reached == points else 1
 
 
+# ---- handing in
+
+def submit(number: int):
+    """In a starter: what a student hands in."""
+    archive, files = Path(f"lab{number}.zip"), list(LABS[number].files)
+    unwritten = hand_in.submission(ROOT, files, archive)
+    if unwritten:
+        print("Still to be written:", ", ".join(unwritten))
+    print(f"Hand in {archive}. It has {' and '.join(files)}.")
+
+
+def autograder(number: int, seed: int):
+    archive = Path(f"autograder_{number}.zip")
+    with tempfile.TemporaryDirectory() as scratch:
+        copy_project(Path(scratch))
+        hand_in.autograder(Path(scratch), number, seed, archive)
+    print(f"{archive} grades lab {number} with seed {seed}: it is Gradescope's autograder.")
+
+
 # ---- the command line
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="the labs and the functions to write")
+    commands.add_parser("list", help="the labs: hours, files to hand in, functions to write")
     starting = commands.add_parser("start", help="write a lab's starter")
     checking = commands.add_parser("check",
                                    help="points, the first difference, the number of progress")
-    for command in (starting, checking):
+    submitting = commands.add_parser("submit", help="zip what you hand in (in a starter)")
+    packing = commands.add_parser("autograder", help="zip Gradescope's grader of a lab")
+    for command in (starting, checking, submitting, packing):
         command.add_argument("lab", type=int, choices=LABS)
     starting.add_argument("directory", type=Path)
     checking.add_argument("directory", type=Path, nargs="?", default=ROOT,
                           help="default: where lab.py lies")
     checking.add_argument("--json", metavar="FILE",
                           help="write Gradescope's results.json there, too")
-    checking.add_argument("--seed", type=int, default=0, help="of the random loads (default: 0)")
+    for command in (checking, packing):
+        command.add_argument("--seed", type=int, default=0, help="of the random loads (default: 0)")
     options = parser.parse_args()
-    if options.command == "list":
-        for number, lab in LABS.items():
-            names = ", ".join(name for _, name in lab.functions())
-            print(f"{lab.name:20} {lab.hours} hours: {names}")
-        return 0
     try:
-        if options.command == "check":
-            return check(options.lab, options.directory.resolve(), options.seed, options.json)
-        start(options.lab, options.directory.resolve())
-        return 0
-    except (ValueError, OSError) as error:
+        match options.command:
+            case "list":
+                show_labs()
+            case "start":
+                start(options.lab, options.directory.resolve())
+            case "check":
+                return check(options.lab, options.directory.resolve(), options.seed, options.json)
+            case "submit":
+                submit(options.lab)
+            case "autograder":
+                autograder(options.lab, options.seed)
+    except (ValueError, OSError, SyntaxError) as error:
         parser.error(str(error))
+    return 0
+
+
+def show_labs():
+    for lab in LABS.values():
+        print(f"{lab.name}: {lab.hours} hours. Hand in {' and '.join(lab.files)}")
+        print("".join(f"    {name}\n" for _, name in lab.functions()), end="")
 
 
 if __name__ == "__main__":

@@ -132,7 +132,8 @@ def test_a_starter_differs_in_bodies_alone(number, starters):
         shown, _, rest = (starters[number] / file).read_text().partition("\n\n# These functions work")
         assert shown == source and re.findall(r'"(.*)"', rest) == later
     kept_back = [path for path in starters[number].rglob("*")
-                 if path.name in ("test_labs.py", "wrong_solutions", ".git", ".github", "chapter_one.py")]
+                 if path.name in ("test_labs.py", "wrong_solutions", ".git", ".github", "chapter_one.py",
+                                  "INSTRUCTORS.md", "exam.md", "test_exam.py")]
     assert not kept_back and (starters[number] / "AGENTS.md").exists()
 
 
@@ -179,10 +180,14 @@ def test_start_writes_into_no_directory_that_is_in_use(tmp_path):
     assert not (ROOT / "labs" / "mine").exists()
 
 
-def test_list_names_every_function():
+def test_list_names_every_function_and_file_and_the_hours():
     done = run("labs/lab.py", "list", cwd=ROOT)
     assert done.returncode == 0
-    assert all(name in done.stdout for each in lab.LABS.values() for _, name in each.functions())
+    heads = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
+    for each, head in zip(lab.LABS.values(), heads, strict=True):
+        assert head.startswith(f"{each.name}: {each.hours} hours. Hand in ")
+        assert all(file in head for file in each.files)
+        assert all(f"    {name}\n" in done.stdout for _, name in each.functions())
 
 
 # ---- handouts
@@ -212,6 +217,11 @@ def test_check_is_a_command(starters):
         done = run("labs/lab.py", "check", "4", "--seed", seed, "--json", "results.json", cwd=starters[4])
         assert done.returncode == 1 and "  0 of 100 points" in done.stdout, done.stdout + done.stderr
         check_starter(4, json.loads((starters[4] / "results.json").read_text()))
+
+
+def test_the_solved_code_has_all_points_with_another_seed_by_the_command():
+    done = run("labs/lab.py", "check", "4", "--seed", "1", cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 slow_but_4 = [number if number == 4 else pytest.param(number, marks=pytest.mark.slow) for number in lab.LABS]
@@ -262,6 +272,62 @@ def check_starter(number, results):
     assert results["score"] == 0 and sum(test["max_score"] for test in results["tests"]) == 100
     for test in results["tests"]:
         assert re.search(rf"NotImplementedError.*lab {number}: ", test["output"]), test
+
+
+def test_a_submission_is_graded_as_gradescope_does_it(starters, tmp_path):
+    """Its folder and ours differ in one thing: there is no new virtual environment."""
+    starter = shutil.copytree(starters[4], tmp_path / "starter")
+    done = run("labs/lab.py", "submit", "4", cwd=starter)
+    assert "Still to be written: RecomputeCost.__call__, RetentionValue.value" in done.stdout
+    for file, name in lab.LABS[4].functions():
+        if name != "cheapest_by_scanning":
+            written = lab.taken((ROOT / file).read_text(), name)
+            (starter / file).write_text(lab.replaced((starter / file).read_text(), name, written))
+    done = run("labs/lab.py", "submit", "4", cwd=starter)
+    assert done.stdout == ("Still to be written: cheapest_by_scanning\n"
+                           "Hand in lab4.zip. It has eviction.py and experiments/policies.py.\n")
+    done = run(ROOT / "labs" / "lab.py", "autograder", "4", "--seed", "7", cwd=tmp_path)
+    assert done.stdout.startswith("autograder_4.zip grades lab 4 with seed 7"), done.stderr
+
+    place = tmp_path / "autograder"
+    shutil.unpack_archive(tmp_path / "autograder_4.zip", place / "source")
+    shutil.unpack_archive(starter / "lab4.zip", place / "submission")
+    shutil.copy(place / "source" / "run_autograder", place)
+    (place / "run_autograder").chmod(0o755)         # unpack_archive forgets it
+    (place / "venv").symlink_to(sys.prefix)
+    assert subprocess.run(["bash", "-n", place / "source" / "setup.sh"]).returncode == 0
+    done = subprocess.run(place / "run_autograder", cwd="/", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+    results = json.loads((place / "results" / "results.json").read_text())
+    tests = results["tests"]
+    assert sum(test["max_score"] for test in tests) == 100
+    assert 0 < results["score"] == sum(test["score"] for test in tests) < 100
+    wrong = [test for test in tests if test["score"] < test["max_score"]]
+    assert all("lab 4: cheapest_by_scanning" in test["output"] for test in wrong)
+
+
+def test_only_files_that_python_can_read_are_handed_in(starters, tmp_path):
+    starter = shutil.copytree(starters[4], tmp_path / "starter")
+    (starter / "eviction.py").write_text("def value(:")
+    done = run("labs/lab.py", "submit", "4", cwd=starter)
+    assert done.returncode == 2 and "(eviction.py, line 1)" in done.stderr
+    (starter / "eviction.py").unlink()
+    done = run("labs/lab.py", "submit", "4", cwd=starter)
+    assert done.returncode == 2 and "eviction.py" in done.stderr
+    assert not (starter / "lab4.zip").exists()
+
+
+@pytest.mark.parametrize("content", [None, "def value(:", "", "\0", b"\xff"])
+def test_a_file_that_cannot_be_graded_has_no_points_and_says_why(content, tmp_path):
+    directory = solved_files(4, tmp_path)
+    if content is None:
+        (directory / "eviction.py").unlink()
+    else:
+        (directory / "eviction.py").write_bytes(content if isinstance(content, bytes) else content.encode())
+    graded = lab.grade(4, directory)
+    assert graded.score() == (0, 100)
+    assert re.match(r"[A-Za-z]+Error: .", graded.tests[0]["message"])
 
 
 CHEATS = {

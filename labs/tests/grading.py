@@ -144,4 +144,5 @@ def server(expected: dict, found: dict):
     return problem if share < 1 else None, "\n  ".join(lines), dict(share=share, leaderboard=board)
 
 
-COMPARE = {1: attention, 2: trace, 3: turns, 4: shares, 7: server, 6: lambda *both: (attention(*both)[0], None)}
+COMPARE = {1: attention, 2: trace, 3: turns, 4: shares, 6: lambda *both: (attention(*both)[0], None),
+           7: server}

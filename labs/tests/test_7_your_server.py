@@ -106,8 +106,9 @@ class Play:
                 self.clock.sleep(self.due[0][0] - self.clock())
             if quiet == QUIET:
                 self.stalled()
-            for handle in [handle for handle in self.serving if handle.token_ids or handle.tokens.closed.is_set()]:
-                self.look_at(handle)
+            for handle in list(self.serving):
+                if handle.token_ids or handle.tokens.closed.is_set():
+                    self.look_at(handle)
             if self.serving and rng.random() < cancelled:
                 rng.choice(list(self.serving)).cancel()
 
