@@ -57,6 +57,7 @@ class Lab(NamedTuple):
     # file -> the functions (or classes) to write, by qualified name
     files: dict[str, list[str]]
     leaks: dict[str, list[str]] = {}        # the same -> functions that are nearly the answers
+    whole: bool = False                     # are its files graded as they are?
 
     def functions(self) -> list[tuple[str, str]]:
         return [(file, name) for file, names in self.files.items() for name in names]
@@ -85,6 +86,9 @@ LABS = {
                                 "kv_pool.py": ["KVPool.swap_in", "KVPool.wait", "KVPool.swap_out"]}),
     6: Lab("6_triton", "4-7", {"attention_kernel.py": ["attend_range"]},
            {"attention_kernel.py": ["merge_kernel"]}),
+    7: Lab("7_your_server", "8-12", {"experiments/my_server.py": ["open_engine"], "scheduler.py": [],
+                                     "kv_cache.py": [], "eviction.py": [],
+                                     "experiments/policies.py": []}, whole=True),
 }
 
 
@@ -199,7 +203,7 @@ def hidden_source(number: int, file: str) -> str:
 # ---- grading
 
 class Graded(NamedTuple):
-    tests: list[dict]       # name, function, points, reached, passed, message, progress
+    tests: list[dict]       # name, function, points, and what `judged` says
     notes: list[str]        # what whoever grades should know
     seconds: float
 
@@ -246,10 +250,11 @@ def asked(answer: tuple):
 
 
 def submitted(number: int, code: Path, file: str, functions: list[str]) -> str:
-    """A student's file. All functions that belong to a lab are solved, but these."""
+    """A student's file. All functions that belong to a lab are solved, but these. (If the lab
+    takes whole files, nothing is replaced.)"""
     source = (code / file).read_text(encoding="utf-8")
     for name in hidden_in(file):
-        if name not in functions:
+        if name not in functions and not LABS[number].whole:
             source = replaced(source, name, taken(solved(file), name))
     ast.parse(source)
     return source
@@ -291,24 +296,25 @@ def project_for(function: str, number: int, code: Path, project: Path) -> Path:
 
 
 def judged(number: int, answer: tuple, points: int, expected) -> dict:
-    """reached, passed, message, progress of a test. expected: None if nothing is compared."""
+    """reached, passed, message, progress of a test, and what else its comparison tells: a table, a
+    leaderboard. expected: None if nothing is compared."""
     report, failure = answer
     if failure:
         return dict(reached=0, passed=False, message=failure, progress=None)
-    share = 0
+    more: dict = {}
     passed, message, progress, found = (report[name] for name in (
         "passed", "message", "progress", "found"))
     if expected is not None and found is not None:
         try:
-            problem, progress, *shares = COMPARE[number](expected, found)
-            share = sum(shares) * passed
+            problem, progress, *rest = COMPARE[number](expected, found)
+            more = dict(*rest)
         except (KeyError, TypeError, ValueError) as error:
             problem = f"the result has another form than it should: {error!r}"
         passed, message = passed and not problem, message or problem or ""
     elif expected is not None:
         passed, message = False, message or "The test did not report what it found."
-    return dict(reached=points if passed else int(points * share), passed=passed, message=message,
-                progress=progress)
+    share = more.get("share", passed) * report["passed"]        # of the points
+    return more | dict(reached=int(points * share), passed=passed, message=message, progress=progress)
 
 
 def unusual(number: int, code: Path) -> list[str]:
@@ -336,8 +342,7 @@ def report(number: int, graded: Graded):
             print("\n        ".join([f"    {message[0]}    ({failed[0]['name']})", *message[1:]]))
     print("  {:32} {:3} of {:3} points, {:.0f} s".format("all", *graded.score(), graded.seconds))
     passed = sum(test["passed"] for test in graded.tests)
-    told = [line for test in graded.tests               # (a table is for Gradescope)
-            if (line := test["progress"]) and "\n" not in line]
+    told = [test["progress"] for test in graded.tests if test["progress"]]
     print("  progress:", (told or [f"{passed} of {len(graded.tests)} cases are right"])[-1])
 
 
@@ -345,10 +350,11 @@ def gradescope(graded: Graded) -> dict:
     """Gradescope's results.json."""
     tests = [dict(name=f"{test['function']}: {test['name']}", score=test["reached"],
                   max_score=test["points"],
-                  output=f"{test['message']}\n{test['progress'] or ''}".strip())
+                  output="\n".join(filter(None, (test["message"], test["progress"], test.get("table")))))
              for test in graded.tests]
+    leaderboard = [entry for test in graded.tests for entry in test.get("leaderboard", [])]
     return dict(score=graded.score()[0], execution_time=round(graded.seconds), tests=tests,
-                output="\n".join(graded.notes))
+                output="\n".join(graded.notes), **dict(leaderboard=leaderboard) if leaderboard else {})
 
 
 def check(number: int, code: Path, seed: int, file: str | None) -> int:

@@ -71,8 +71,8 @@ def compare(request, record_property):
         import lab
         number = int(request.module.__name__.split("_")[1])
         expected = lab.expected_results(number, SEED)[request.node.name]
-        problem, progress, *_ = COMPARE[number](expected, found)
-        print(progress)
+        problem, progress, *more = COMPARE[number](expected, found)
+        print(progress or dict(*more).get("table"))
         if problem:
             pytest.fail(problem, pytrace=False)
     return told

@@ -46,8 +46,10 @@ def same_lines(expected: list[str], found: list[str]):
         pytest.fail(difference, pytrace=False)
 
 
-# ---- (expected, found) -> (what differs, or None; the number of progress, or None; if a part of the
-# points is possible, which share of them)
+# ---- (expected, found) -> (what differs, or None; the number of progress, or None)
+#
+# Some add a dictionary: share, of the points, if a part of them is possible; table, a text for
+# Gradescope; leaderboard, a list for it.
 #
 # By lab, in COMPARE. `expected` is what the module's `reference` gives for a test, `found` is what
 # the test gives to `compare`.
@@ -117,7 +119,7 @@ def starved(load: dict, found: list):
 
 # Figures of machine code: 1 if more of it is better, -1 if less is; the cause if it is worse than the
 # reference's. The first of these is told.
-FIGURES = [
+OF_A_BUILD = [
     ("spilled", -1, "registers are spilled: more numbers are kept than a thread has registers for"),
     ("TF32", -1, 'float32 is rounded to TF32: give each tl.dot input_precision="ieee"'),
     ("tensor cores", 1, "a product misses the tensor cores: both factors need the cache's type"),
@@ -133,9 +135,9 @@ def build(expected: dict, found: dict):
         return "  ".join([f"  {label:9}", *(f"{cell:>{len(name)}}" for name, cell in zip(expected, cells))])
     table = "\n".join([row("", expected), row("reference", expected.values()),
                        row("yours", [found[name] for name in expected])])
-    cause = next((cause for name, sign, cause in FIGURES
+    cause = next((cause for name, sign, cause in OF_A_BUILD
                   if sign * found[name] < sign * expected[name]), None)
-    return (f"{cause}\n{table}", None) if cause else (None, table)
+    return (f"{cause}\n{table}", None) if cause else (None, None, dict(table=table))
 
 
 def kernel(expected: dict, found):
@@ -144,8 +146,8 @@ def kernel(expected: dict, found):
 
 
 def own_policy(loads: list[dict], found: list):
-    """The same on many loads; `ours` is OwnPolicy of the solved project. Returns the share of points,
-    too: none for the mean share of the retention value, all for ours."""
+    """The same on many loads; `ours` is OwnPolicy of the solved project. Its share of the points is
+    none for the mean share of the retention value, all for ours."""
     if len(found) < len(loads):
         return f"the policy has played {len(found)} of {len(loads)} loads", None
     mean = np.mean([[share_of_the_gap(load, seconds) for seconds in (
@@ -155,11 +157,42 @@ def own_policy(loads: list[dict], found: list):
     told = (f"your policy closes {own:.1%} of the gap between LRU and the oracle, on average over "
             f"{len(loads)} loads;\n  no points for {retention:.1%}, which the retention value closes; "
             f"all for {ours:.1%}")
-    return None if reached >= 1 else told, told.replace("\n ", ""), min(reached, 1.0)
+    return (None if reached >= 1 else told, told.replace("\n ", ""), dict(share=min(reached, 1.0)))
 
 
 def of_lab_4(expected, found):
     return (own_policy if isinstance(expected, list) else starved)(expected, found)
 
 
-COMPARE = {1: attention, 2: trace, 3: turns, 4: of_lab_4, 6: kernel}
+
+FIGURES = ("first_token", "throughput", "recomputed")
+
+
+def server(expected: dict, found: dict):
+    """The figures of one's server, beside those of a stateless one, the solved one and the oracle.
+
+    A server has closed a share of each figure's gap between the stateless one, 0%, and the oracle,
+    100%. The mean of the three counts: who closes as much as the solved server has all points."""
+    def closed(row):
+        zero, top = expected["stateless"], expected["oracle"]
+        parts = [(zero[name] - row[name]) / (zero[name] - top[name]) for name in FIGURES]
+        return sum(parts) / len(parts)
+    rows = {"stateless": expected["stateless"], "yours": found, **expected}
+    lines = [f"{'':10} first token  throughput  recomputed   hit rate in turn"
+             "   2  3-4  5-8   9-      gap"]
+    for name, row in rows.items():
+        hits = "".join(f"{hit:5.0%}" for hit in row["hits"])
+        lines.append(f"{name:10} {row['first_token']:9.3f} s {row['throughput']:9.2f}/s "
+                     f"{row['recomputed']:11,}  {'':16}{hits} {closed(row):8.1%}")
+    mine, wanted = closed(found), closed(expected["solved"])
+    share = min(max(mine / wanted, 0.0), 1.0)
+    board = [dict(name="gap closed (%)", value=round(100 * mine, 1)),
+             dict(name="first token, p95 (s)", value=round(found["first_token"], 3), order="asc"),
+             dict(name="reply tokens per busy second", value=round(found["throughput"], 2)),
+             dict(name="recomputed tokens", value=found["recomputed"], order="asc")]
+    problem = (f"it closes {mine:.1%} of the gap between a stateless server and the oracle, "
+               f"the solved one {wanted:.1%}")
+    return problem if share < 1 else None, "\n  ".join(lines), dict(share=share, leaderboard=board)
+
+
+COMPARE = {1: attention, 2: trace, 3: turns, 4: of_lab_4, 6: kernel, 7: server}
