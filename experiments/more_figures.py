@@ -4,7 +4,7 @@ memory.
     default, turns, hints, profile, check           the embedded model on this machine
     fig12, kernel, swap, step, scheduling           parts of the engine (microbench.py)
     serve, chats                                    a server that runs already
-    agents, fleet, waste, sharing                   simulated, or only counted
+    agents, reasoning, fleet, waste, sharing        simulated, or only counted
 
 `MORE`, at the end of this file, names them all. curves.py says what a figure is.
 """
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from engine import Engine
-from experiments import agents, chats, hints, memory, microbench
+from experiments import agents, chats, hints, memory, microbench, reasoning
 from experiments.curves import Figure, Found, adapted, mapped, ratio, sweep
 from experiments.figures import costs
 from experiments.fleet import ROUTERS, play_fleet
@@ -249,6 +249,13 @@ MORE = {
         "(simulated only: 4 minutes a seed)", "request_rate", "recomputed_seconds",
         ("system", "request_rate", "cpu_gb", "throughput", "mean_ttft_ms", "p99_ttft_ms",
          "recomputed_seconds", "gpu_hit_rate", "hits_of_attainable"))._replace(seeds=3),
+    "reasoning": Figure(
+        reasoning.reasoning,
+        "thoughts that the next turn does not resend: kept, or taken back "
+        "(simulated only: 4 minutes a seed)", "request_rate", "mean_ttft_ms",
+        ("system", "request_rate", "throughput", "mean_ttft_ms", "p99_ttft_ms",
+         "normalized_latency_ms", "hits_of_attainable", "recomputed_tokens",
+         "prompt_tokens_new"))._replace(seeds=3),
     "waste": Figure(
         partial(of_memory, memory.waste),
         "how many slots of a cache hold KV, by who gives them (1 minute)",
