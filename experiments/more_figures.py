@@ -4,7 +4,8 @@ memory.
     default, turns, hints, profile, check           the embedded model on this machine
     fig12, kernel, swap, step, scheduling           parts of the engine (microbench.py)
     serve, chats                                    a server that runs already
-    agents, reasoning, fleet, waste, sharing        simulated, or only counted
+    agents, reasoning, fleet                        only simulated
+    waste, sharing, together                        simulated, or only counted
 
 `MORE`, at the end of this file, names them all. curves.py says what a figure is.
 """
@@ -265,6 +266,11 @@ MORE = {
         partial(of_memory, memory.sharing),
         "slots that several replies to a prompt save together (20 s)",
         "replies", "saved", ("system", "dataset", "chunk", "replies", "saved")),
+    "together": Figure(
+        partial(of_memory, memory.together),
+        "throughput if several replies share a prompt, or all requests a prefix (2 minutes)",
+        "running", "tokens_per_second",
+        ("system", "replies", "prefix", "running", "tokens_per_second")),
     "hints": Figure(
         hinted,
         "a first token behind evicted KV, with and without a hint, measured here (1 minute)",

@@ -87,7 +87,7 @@ def test_the_client_that_expects_its_user_makes_room_for_the_others():
 
 @pytest.mark.slow
 def test_agents_are_simulated_and_repeat(tmp_path, monkeypatch):
-    command = "agents --simulate --jobs 1 --seconds 90 --seeds 1 --chunk-size 128 --rates 2 --cpu-gb 10"
+    command = "agents --simulate --jobs 1 --seconds 90 --seeds 1 --rates 2 --gpu-cache-tokens 40000 --cpu-gb 1"
     figure = run_bench(tmp_path, monkeypatch, command)
     assert [row["system"] for row in figure["rows"]] == list(agents.SYSTEMS)
     seconds = {row["system"]: row["recomputed_seconds"] for row in figure["rows"]}
