@@ -35,11 +35,11 @@ MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}
 SIGMAS = 1.2, 0.8               # of the logarithms of these lengths
 MAX_RUNNING = 256               # requests at a time, as in our other simulations
 WASTE_TOKENS, SHARING_REQUESTS = 400_000, 300           # how much of each dataset is played
-TOGETHER_TOKENS = 200_000                               # of each load, prefixes included
+TOGETHER_REPLIES = 3000         # that `together` plays of each load
 
 # What the paper reports: shares of slots in percent (Figure 2), requests at once (Figure 13, at 2
 # and at 30 requests per second), and slots saved in percent (Figure 15) by (system, replies);
-# throughput over Orca (Oracle) by the tokens of a shared prefix (Figure 16).
+# throughput over Orca (Oracle) by (replies, tokens of a shared prefix) (Figures 14 and 16).
 PUBLISHED_USE = {"whole context": 20.4, "power of two": 26.8, "true length": 38.2,
                  "chunks of 16": 96.3}
 PUBLISHED_RUNNING = {
@@ -50,7 +50,7 @@ PUBLISHED_RUNNING = {
 PUBLISHED_SAVING = {("parallel sampling", 2): 6.09, ("parallel sampling", 4): 8.53,
                     ("parallel sampling", 6): 9.79, ("beam search", 2): 37.56,
                     ("beam search", 4): 53.13, ("beam search", 6): 55.16}
-PUBLISHED_GAIN = {80: 1.67, 341: 3.58}
+PUBLISHED_GAIN = {(1, 0): 1.3, (1, 80): 1.67, (1, 341): 3.58}
 
 
 def lengths_of(dataset: str, requests: int, seed: int) -> list[tuple[int, int]]:
@@ -269,8 +269,7 @@ def together(seed: int) -> tuple[list[dict], list[dict]]:
     the same shape.)"""
     rows, ratios = [], []
     for replies, prefix in ((1, 0), (2, 0), (4, 0), (6, 0), (1, 80), (1, 341)):
-        requests = int(TOGETHER_TOKENS / replies / (sum(MEANS["alpaca"]) + prefix))
-        lengths = lengths_of("alpaca", requests, seed)
+        lengths = lengths_of("alpaca", TOGETHER_REPLIES // replies, seed)
         alone = [(prefix + prompt, reply) for prompt, reply in lengths for _ in range(replies)]
         orca, ours = (waste_row(name, "alpaca", steps) for name, steps in (
             ("true length", play(alone, RULES["true length"](), simulated_worker())),
@@ -279,7 +278,8 @@ def together(seed: int) -> tuple[list[dict], list[dict]]:
         rows += [row | dict(replies=replies, prefix=prefix) for row in (orca, ours)]
         gain = ours["tokens_per_second"] / orca["tokens_per_second"]
         ratios.append(ratio(f"{replies} replies, prefix of {prefix} tokens: throughput, "
-                            "ours / true length", gain, PUBLISHED_GAIN.get(prefix), "simulated"))
+                            "ours / true length", gain, PUBLISHED_GAIN.get((replies, prefix)),
+                            "simulated"))
     return rows, ratios
 
 

@@ -268,7 +268,7 @@ MORE = {
         "replies", "saved", ("system", "dataset", "chunk", "replies", "saved")),
     "together": Figure(
         partial(of_memory, memory.together),
-        "throughput if several replies share a prompt, or all requests a prefix (2 minutes)",
+        "throughput if several replies share a prompt, or all requests a prefix (15 s)",
         "running", "tokens_per_second",
         ("system", "replies", "prefix", "running", "tokens_per_second")),
     "hints": Figure(

@@ -80,14 +80,16 @@ def test_the_client_that_expects_its_user_makes_room_for_the_others():
     cache = KVCache(32, 8, 4, 4, 64, Told(fakes.COST, 4))
     cache.policy.expect("a", 1.0)
     cache.policy.expect("b", 84.0)
-    a, b = idle_in_cache(cache, "a", 8), idle_in_cache(cache, "b", 8)
+    a = idle_in_cache(cache, "a", 8)
+    idle_in_cache(cache, "b", 8)
     assert [ticket.chunk.users[0].name for ticket in copy(cache, 8)] == ["b", "b"]
     assert [chunk.state for chunk in a.chunks] == ["GPU", "GPU"]
 
 
 @pytest.mark.slow
 def test_agents_are_simulated_and_repeat(tmp_path, monkeypatch):
-    command = "agents --simulate --jobs 1 --seconds 90 --seeds 1 --rates 2 --gpu-cache-tokens 40000 --cpu-gb 1"
+    command = ("agents --simulate --jobs 1 --seconds 90 --seeds 1 --rates 2 "
+               "--gpu-cache-tokens 40000 --cpu-gb 1")
     figure = run_bench(tmp_path, monkeypatch, command)
     assert [row["system"] for row in figure["rows"]] == list(agents.SYSTEMS)
     seconds = {row["system"]: row["recomputed_seconds"] for row in figure["rows"]}
