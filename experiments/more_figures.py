@@ -247,7 +247,7 @@ MORE = {
     "agents": Figure(
         agents.agents,
         "policies under agents, whose pauses are mostly tool calls, and what hints are worth "
-        "(simulated only: 4 minutes a seed)", "request_rate", "recomputed_seconds",
+        "(simulated only: 6 minutes a seed)", "request_rate", "recomputed_seconds",
         ("system", "request_rate", "cpu_gb", "throughput", "mean_ttft_ms", "p99_ttft_ms",
          "recomputed_seconds", "gpu_hit_rate", "hits_of_attainable"))._replace(seeds=3),
     "reasoning": Figure(
