@@ -125,7 +125,7 @@ class Conversation:
         return gpu, sum(chunk.filled for chunk in self.chunks) - gpu
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Ticket:
     """A copy in flight between `slots` (of the first `filled` tokens of a chunk) and a CPU `place`.
 
@@ -225,13 +225,14 @@ class KVCache:
         return total - conversation.held + reserve - others
 
     def admit(self, conversation: Conversation, total: int, now: float) -> list[Ticket]:
-        """Pin the conversation. Give it a row, and a slot to each position below `total` that has
-        none, all at once. Returns the swap-ins: one ticket (`_begin_copy`) for each chunk in state
-        CPU. The caller has checked `shortfall` and `free_rows`.
+        """The conversation runs from now on: pinned, in a row of the table, with a slot for each
+        position below `total`. Returns the swap-ins, one (`_begin_copy`) for each chunk that was in
+        state CPU. The caller has checked `shortfall` and `free_rows`.
 
-        The order matters. It is pinned before `_take_slots`, which takes none of its own then. Its
-        chunks in state CPU are listed before `_give_slots`, after which they have slots like all
-        others. Its turn waits no longer, and none of its chunks stays evictable without a copy."""
+        Slots that it had stay where they are, and none of them is taken for it. All that it lacks
+        are taken at once. Its turn waits no longer, and no chunk of it is evictable without a copy.
+        Example, in chunks of 4: absent, CPU, GPU, and 6 new tokens, so total = 18. 14 slots are
+        taken, for [0:8) and [12:18), and [4:8) is copied in."""
         conversation.pinned, conversation.waiting = True, False
         conversation.row = self.free_rows.pop()
         self.running[conversation.order] = conversation
@@ -274,16 +275,18 @@ class KVCache:
         has grown needs more than its copy holds: it gives up its place, and a copy in flight is
         outdated. (A shared chunk may be filled further already. Then it stays as it is.)"""
         size = self.chunk_size
-        for index in range(start // size, (end - 1) // size + 1):
-            chunk, first = conversation.chunks[index], index * size
+        while start < end:
+            chunk = conversation.chunks[start // size]
+            first = chunk.index * size
             assert chunk.filled >= start - first, "spans fill a chunk from the left"
-            filled = min(end - first, size)
+            filled = end - first if end < first + size else size    # min() would take longer
             if filled > chunk.filled:
                 chunk.filled = filled
                 if chunk.ticket:
                     chunk.ticket.outdated = True
                 if chunk.place is not None:
                     self._give_up_place(chunk)
+            start = first + size
         if end > conversation.known:
             conversation.known = end
 
@@ -307,10 +310,11 @@ class KVCache:
     # ---- eviction
 
     def plan_swap_out(self, wanted: int, now: float) -> list[Ticket]:
-        """Copy idle chunks to the CPU ahead of need, the cheapest first, until `wanted` more slots
-        are available, or will be when the copies in flight have ended (`_coming_available`).
-        Returns the new copies. A chunk for which `_take_place` finds no place is marked
-        `evictable_without_copy`.
+        """Begin copies to the CPU ahead of need, of the cheapest idle chunks (`_victims`), and
+        return them. When all copies in flight have ended, the older ones included, `wanted` more
+        slots are available, or no chunk is left to copy. Each chunk is needed for that, or leaves
+        with one that is. Where no place is worth taking (`_take_place`), the chunk is marked
+        `evictable_without_copy` instead: its slots are available at once.
 
         Three full chunks of 32 tokens are idle on the GPU, worth 1, 2 and 3. 60 slots are wanted.
         The CPU tier has one place, and the chunk there is worth 1.5:
@@ -353,7 +357,8 @@ class KVCache:
         return tickets
 
     def complete(self, ticket: Ticket):
-        """The copy has ended, and what was given up meanwhile becomes free. After a copy out, if
+        """The copy has ended: `stats` counts it, outdated or not, and what was given up meanwhile
+        becomes free. After a copy out, if
 
             nothing happened; steps may have read it    the chunk gets the place: GPU_AND_CPU
             a part of the chunk was truncated           the same; frees the slots that it gave up
@@ -373,8 +378,8 @@ class KVCache:
         self.stats["chunks_swapped_" + ticket.direction] += 1
 
     def reclaim(self, chunk: Chunk):
-        """Free the slots of an idle chunk. If it has a CPU copy, it lives on there. If it has none,
-        it becomes absent (`_drop`)."""
+        """Free the slots of an idle chunk. With a place it lives on in the CPU tier. Without one
+        its only KV is lost, and it becomes absent (`_drop`)."""
         if chunk.place is None:
             self._drop(chunk)
         else:

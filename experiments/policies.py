@@ -1,6 +1,7 @@
 """Eviction policies that no server offers: `bench.py fig14` compares them with the others.
 
     literal idleness    the paper to the letter, which evicts a conversation whose turn waits
+    literal lru         LRU that does so, too
     tail-optimized      LRU, but first the chunks whose loss would not make the next answer late
     reuse by category   the chance that a conversation of this category returns within minutes
     expected cost       ours: the recomputation that one more second in the cache saves on average
@@ -23,6 +24,11 @@ class LiteralIdleness(RetentionValue):
 
     def last_needed(self, conversation):
         return conversation.last_active
+
+
+class LiteralLRU(LeastRecentlyUsed):
+    """LRU that does not know who waits, either: the fair partner of `LiteralIdleness`."""
+    last_needed = LiteralIdleness.last_needed
 
 
 class TailOptimized(LeastRecentlyUsed):
@@ -176,5 +182,6 @@ class Told(RetentionValue):
 
 
 EXPERIMENTS = {
-    "literal idleness": LiteralIdleness, "tail-optimized": TailOptimized,
-    "reuse by category": ReuseByCategory, "expected cost": ExpectedCost, "oracle": Oracle}
+    "literal idleness": LiteralIdleness, "literal lru": LiteralLRU,
+    "tail-optimized": TailOptimized, "reuse by category": ReuseByCategory,
+    "expected cost": ExpectedCost, "oracle": Oracle}

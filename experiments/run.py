@@ -56,6 +56,7 @@ class Served(NamedTuple):
     output_tokens: int
     usage: dict
     recomputed_seconds: float = 0.0     # see watch_recomputation
+    turn: int = 1                       # its number in its conversation
 
 
 NO_TURN = PlannedTurn(0, 0, math.inf)       # it comes after the last one
@@ -71,7 +72,7 @@ class Users:
     def __init__(self, engine, conversations: list[PlannedConversation], seed: int,
                  foresee: Callable | None, warm: float):
         self.engine, self.conversations, self.foresee = engine, conversations, foresee
-        self.warm = warm
+        self.warm, self.seed = warm, seed
         self.hints: list[tuple[float, str]] = []        # a heap: when a hint is due, and for whom
         self.rng = np.random.default_rng([seed, 2])     # the load draws from other streams
         # What the engine calls each conversation now; and, where turns rewind, the tokens so far.
@@ -79,6 +80,9 @@ class Users:
         self.contexts = {number: array("i") for number, conversation in enumerate(conversations)
                          if any(turn.keep is not None for turn in conversation.turns)}
         self.left: list[str] = []                       # branches to which nobody returns
+        # If conversations begin alike, all have one owner, so the engine finds what they share.
+        begins_alike = any(conversation.begins for conversation in conversations)
+        self.options = dict(owner="users") if begins_alike else {}
         self.due = [(conversation.arrival, number, 0)
                     for number, conversation in enumerate(conversations)]
         heapq.heapify(self.due)                         # turns that nobody has submitted yet
@@ -105,18 +109,28 @@ class Users:
     def _submit(self, number: int, index: int):
         """Submit a turn now. Returns its handle."""
         turns = self.conversations[number].turns
-        turn, options = turns[index], {}
+        turn, options = turns[index], self.options
         if turn.keep is not None:
-            options = self._branch(number, index, turn.keep)
+            options = options | self._branch(number, index, turn.keep)
         name = self.names[number]
         if self.foresee:
             following = turns[index + 1] if index + 1 < len(turns) else NO_TURN
             self.foresee(name, following.think_seconds, following.keep)
-        prompt = self.rng.integers(self.engine.worker.vocab_size, size=turn.input_tokens).tolist()
+        prompt = self._prompt(number, index)
         if number in self.contexts:
             self.contexts[number].extend(prompt)
         return self.engine.submit(prompt, name, max_tokens=turn.output_tokens, ignore_eos=True,
                                   on_end=self.ended.append, **options)
+
+    def _prompt(self, number: int, index: int) -> list[int]:
+        """Random tokens, but the same ones for each Piece with which conversations begin."""
+        conversation, vocabulary = self.conversations[number], self.engine.worker.vocab_size
+        prompt = []
+        for piece in conversation.begins if index == 0 else ():
+            rng = np.random.default_rng([self.seed, 4, piece.id])
+            prompt += rng.integers(vocabulary, size=piece.tokens).tolist()
+        size = conversation.turns[index].input_tokens - len(prompt)
+        return prompt + self.rng.integers(vocabulary, size=size).tolist()
 
     def _branch(self, number: int, index: int, keep: int) -> dict:
         """Begin a branch with the first `keep` tokens. Returns what `submit` needs for that.
@@ -133,9 +147,9 @@ class Users:
         self.left = forget_left(self.engine, self.left) + [parent]
         return dict(context=context.tolist(), parent=parent)
 
-    def read_replies(self, now: float) -> Iterator[tuple[str, float, object]]:
-        """Yield (conversation, due time, handle) of each reply that is complete. Its user begins
-        to think about the next turn."""
+    def read_replies(self, now: float) -> Iterator[tuple[str, int, float, object]]:
+        """Yield (conversation, number of the turn, due time, handle) of each reply that is
+        complete. Its user begins to think about the next turn."""
         while self.ended:
             handle = self.ended.pop(0)
             due, number, index = self.serving.pop(handle)
@@ -147,7 +161,7 @@ class Users:
                 heapq.heappush(self.due, (now + think, number, index + 1))
                 if self.warm and turns[index + 1].keep is None:     # who rewinds gives no hint
                     heapq.heappush(self.hints, (now + max(think - self.warm, 0.0), name))
-            yield name, due, handle
+            yield name, index + 1, due, handle
 
 
 def forget_left(engine, names: list[str]) -> list[str]:
@@ -188,10 +202,10 @@ def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Ca
             else:
                 sleep(min(users.next_due, until) - now)
             now = engine.clock() - begin
-            for name, due, handle in users.read_replies(now):
+            for name, turn, due, handle in users.read_replies(now):
                 reply, first_token = handle.result(), handle.request.times[0] - begin
                 served.append(Served(due, first_token, now, len(reply.token_ids), reply.usage,
-                                     recomputed.pop(name, 0.0)))
+                                     recomputed.pop(name, 0.0), turn))
             done = len(served) if until == math.inf else int(min(now, until))
             progress.update(done - progress.n)
     return served
@@ -268,9 +282,9 @@ def summary(served: list[Served], begin: float = 0.0) -> dict:
         row[f"prompt_tokens_{source}"] = count
     row["recomputed_tokens"] = tokens["recomputed"]
     row["recomputed_seconds"] = sum(turn.recomputed_seconds for turn in served)
-    # The next three rates are shares of `seen_before`: an infinite cache would hit all of
-    # these tokens. (Prefixes that the conversations of a trace have in common do not count: a
-    # replay does not share them.)
+    # The next three rates are shares of `seen_before`: an infinite cache would hit all of these
+    # tokens. (A prefix that conversations of a trace have in common counts if the replay shares it:
+    # see PlannedConversation.begins.)
     row["gpu_hit_rate"] = tokens["gpu"] / seen_before
     row["cpu_hit_rate"] = tokens["cpu"] / seen_before
     row["hits_of_attainable"] = row["gpu_hit_rate"] + row["cpu_hit_rate"]
@@ -280,12 +294,38 @@ def summary(served: list[Served], begin: float = 0.0) -> dict:
     return row
 
 
+def by_turn(served: list[Served], begin: float = 0.0) -> list[dict]:
+    """The cliff: what the turns that ended after `begin` seconds found, by their number in the
+    conversation (1, 2, 3, 4, 5-8, 9-16, ...). A server that remembers has a hit rate that rises
+    with the turns; where its cache ends, the rate falls and the first token is late.
+
+    hit_rate: cached tokens, of all tokens of the prompts. recomputed_tokens: of a turn, on average.
+    """
+    groups: dict[int, list[Served]] = {}                # by the last turn of the group
+    for turn in served:
+        if turn.ended > begin:
+            last = turn.turn if turn.turn <= 4 else 1 << (turn.turn - 1).bit_length()
+            groups.setdefault(last, []).append(turn)
+    rows = []
+    for last, turns in sorted(groups.items()):
+        tokens = {source: sum(turn.usage[source] for turn in turns) for source in SOURCES}
+        seconds = [turn.first_token - turn.due for turn in turns]
+        rows.append(dict(
+            turn=str(last) if last <= 4 else f"{last // 2 + 1}-{last}", turns=len(turns),
+            hit_rate=(tokens["gpu"] + tokens["cpu"]) / max(1, sum(tokens.values())),
+            median_ttft_ms=1e3 * float(np.median(seconds)),
+            p95_ttft_ms=1e3 * float(np.percentile(seconds, 95)),
+            recomputed_tokens=tokens["recomputed"] / len(turns)))
+    return rows
+
+
 # ---- systems and loads
 
 class System(NamedTuple):
     flags: dict = {}                # of Engine
     operators: str = "eager"        # of a simulation: a key of OPERATORS
     hinted: bool = False            # do its users give hints, --warm seconds before their turns?
+    whole_batches: bool = False     # see batch_by_request
 
 
 STATELESS = dict(stateless=True, cpu_cache_tokens=0)
@@ -299,6 +339,7 @@ SYSTEMS = {
     "pensieve": System(),
     "pensieve, hinted": System(hinted=True),
     "separate phases": System(dict(separate_phases=True)),
+    "request level": System(whole_batches=True),        # batches as they were before Orca
     # evicts as the paper's draft did
     "draft": System(dict(policy="trailing-half", swap_threshold=0.5)),
 }
@@ -319,22 +360,25 @@ class Panel(NamedTuple):
     cpu_gb: float = 220.0           # CPU tier of each GPU; the paper's machine has 220 GB
     latency: str = "normalized_latency_ms"  # what is compared; for the draft its p90
     think: float | str = 60.0       # mean seconds from reply to next turn; or a key of THINKING
+    per_query_head: bool = False    # in a simulation, how attention reads: see Operators
 
     def __str__(self):
-        return panel_title(self.model, self.dataset, self.think, self.cpu_gb)
+        return panel_title(self.model, self.dataset, self.think, self.cpu_gb, self.per_query_head)
 
 
 THINKING = {"reading": "think while reading", "own": "think as in the trace"}
 
 
 def panel_title(model: str, dataset: str, think: float | str | None = None,
-                cpu_gb: float = 220.0) -> str:
+                cpu_gb: float = 220.0, per_query_head: bool = False) -> str:
     """opt-13b, sharegpt, think 60 s, 110 GB of CPU tier"""
     names = [model, dataset]
     if think is not None:
         names.append(THINKING.get(think) or f"think {think:g} s")
     if cpu_gb != 220:
         names.append(f"{cpu_gb:g} GB of CPU tier")
+    if per_query_head:
+        names.append("their kernels")
     return ", ".join(names)
 
 
@@ -410,12 +454,14 @@ def play(name: str, panel: Panel, rate: float | None, options) -> dict:
     row = dict(system=name, policy=name if name in EXPERIMENTS else engine.config.policy,
                model=panel.model, dataset=panel.dataset, think=panel.think, request_rate=rate)
     if at_scale(options):
-        row["cpu_gb"] = panel.cpu_gb
+        row |= dict(cpu_gb=panel.cpu_gb, per_query_head=panel.per_query_head)
     row |= results
     if places := stats["cpu_chunks_total"]:
         row["turnovers"] = stats["chunks_dropped"] / places             # of the CPU tier
     for counter, value in stats.items():        # of the whole run, so the fields of the summary win
         row.setdefault(counter, value)
+    if options.trace or panel.dataset == "many turns":      # who is met under way has begun before
+        row["by_turn"] = by_turn(served, begin)
     return row
 
 
@@ -461,15 +507,37 @@ def build(system: System, panel: Panel, conversations: list[PlannedConversation]
           options) -> Engine:
     """The engine of one run: on this machine, or the same engine on a simulated worker."""
     if options.simulate:
-        return simulated_engine(system, panel, conversations, options)
-    cost = load_profile(options.profile) if options.profile else None
-    return Engine(panel.model, cost=cost, **(MEASURED | options.given | system.flags))
+        engine = simulated_engine(system, panel, conversations, options)
+    else:
+        cost = load_profile(options.profile) if options.profile else None
+        engine = Engine(panel.model, cost=cost, **(MEASURED | options.given | system.flags))
+    if system.whole_batches:
+        batch_by_request(engine.scheduler)
+    return engine
+
+
+def batch_by_request(scheduler):
+    """Make it batch whole requests (paper §2.2): nobody joins a batch before all its replies are
+    complete. The next batch has the requests that wait then, as many as fit.
+
+    (Replies that end early are given at once, and nothing is padded: real systems did worse.)"""
+    fits, last = scheduler.fits, None               # arrival number of the batch's last request
+
+    def fits_batch(request) -> bool:
+        nonlocal last
+        if not scheduler.running:
+            last = scheduler.queue[-1].arrival
+        if last is None or request.arrival > last or not fits(request):
+            last = None                             # the batch is complete
+        return last is not None
+    scheduler.fits = fits_batch
 
 
 def simulated_engine(system: System, panel: Panel, conversations: list[PlannedConversation], options
                      ) -> Engine:
     if at_scale(options):
-        hardware, operators = HARDWARE[panel.hardware], OPERATORS[system.operators]
+        hardware = HARDWARE[panel.hardware]
+        operators = OPERATORS[system.operators]._replace(per_query_head=panel.per_query_head)
         limits = SIMULATED
     else:
         hardware, operators = load_machine(panel.hardware)

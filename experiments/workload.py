@@ -41,10 +41,17 @@ class PlannedTurn(NamedTuple):
         return context if self.keep is None else min(self.keep, context)
 
 
+class Piece(NamedTuple):
+    """A piece of text. Pieces of one id have the same tokens, and behind the same pieces."""
+    id: int
+    tokens: int
+
+
 class PlannedConversation(NamedTuple):
     name: str
     turns: list[PlannedTurn]
     arrival: float = 0.0            # of the first turn, in seconds from the start of the experiment
+    begins: tuple[Piece, ...] = ()  # the first prompt begins like that of another conversation
 
     @property
     def contexts(self) -> list[int]:
@@ -120,11 +127,12 @@ def with_arrivals(conversations: Iterable[PlannedConversation], request_rate: fl
     mean_turns = sum(len(conversation.turns) for conversation in conversations) / len(conversations)
     gaps = rng.exponential(mean_turns / request_rate, len(conversations))       # [conversations]
     arrived = []
-    for (name, turns, _), arrival in zip(conversations, np.cumsum(gaps).tolist()):
+    for conversation, arrival in zip(conversations, np.cumsum(gaps).tolist()):
+        turns = conversation.turns
         if think:
             turns = turns[:1] + [turn._replace(think_seconds=think(rng, previous.output_tokens))
                                  for previous, turn in pairwise(turns)]
-        arrived.append(PlannedConversation(name, turns, arrival))
+        arrived.append(conversation._replace(turns=turns, arrival=arrival))
     return arrived
 
 
@@ -138,13 +146,14 @@ def under_way(conversations: Iterable[PlannedConversation],
     Turns of 10 tokens at 0, 50 and 90 s, and begin 60: one turn is left, at 30 s, with
     20 tokens more in its prompt."""
     for conversation in conversations:
-        name, turns, arrival = conversation
-        times = list(accumulate((turn.think_seconds for turn in turns[1:]), initial=arrival))
+        turns, begins = conversation.turns, conversation.arrival
+        times = list(accumulate((turn.think_seconds for turn in turns[1:]), initial=begins))
         first = bisect_left(times, begin)
         if first < len(turns):
             context = conversation.contexts[first]
             prompt = PlannedTurn(context - turns[first].output_tokens, turns[first].output_tokens)
-            yield PlannedConversation(name, [prompt, *turns[first + 1:]], times[first] - begin)
+            yield conversation._replace(turns=[prompt, *turns[first + 1:]],
+                                        arrival=times[first] - begin)
 
 
 # ---- synthetic conversations
@@ -192,6 +201,8 @@ SHAPES = {
     # arXiv 2312.05516
     "sharegpt-draft": Shape(7.58, 31.26, 180.44, 2_048, turn_sigma=0.3, least_turns=5),
     "lmsys-draft": Shape(7.73, 22.49, 100.67, 2_048, turn_sigma=0.3, least_turns=5),
+    # Its Figure 9 has no means: these are of the conversations of "sharegpt" with 5 turns or more.
+    "sharegpt-draft-long": Shape(12.5, 37.4, 205.0, 16_384, least_turns=5),
 }
 
 

@@ -1,8 +1,9 @@
-"""The six labs: starter code made from the repository's own files, and grading.
+"""The labs: starter code made from the repository's own files, and grading.
 
     python labs/lab.py list
     python labs/lab.py start 3 ../lab3          a copy of the project to work in
     cd ../lab3; python labs/lab.py check 3      points for each function, and the number of progress
+    python labs/lab.py submit 3                 lab3.zip, to hand in
 
 A starter is the whole project without the bodies of one lab's functions. Each of them is found by
 its qualified name and becomes one line; its signature and docstring stay as they are:
@@ -20,6 +21,7 @@ import argparse
 import ast
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -33,6 +35,7 @@ from typing import NamedTuple
 
 import given
 import grader
+import hand_in
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "labs" / "tests"
@@ -41,15 +44,18 @@ from grading import COMPARE  # noqa: E402
 
 # Not for students. chapter_one.py is labs 1 to 4 in small.
 KEPT_BACK = (".git", ".github", ".ci", "wrong_solutions", "test_labs.py", "chapter_one.py",
-             "test_chapter_one.py")
+             "test_chapter_one.py", "INSTRUCTORS.md", "exam.md", "test_exam.py")
 MESSAGE_LINES = 5                           # of a failed test
+UNREADABLE = (SyntaxError, LookupError, OSError, ValueError)    # of a file that a student wrote
+AT_ONCE = min(os.cpu_count(), 4)            # tests; a container may have less than the machine
 
 
 class Lab(NamedTuple):
     """A lab called "2_x" has its handout in labs/2_x.md and its tests in labs/tests/test_2_x.py."""
     name: str
     hours: str
-    files: dict[str, list[str]]             # file -> the functions to write, by qualified name
+    # file -> the functions (or classes) to write, by qualified name
+    files: dict[str, list[str]]
     leaks: dict[str, list[str]] = {}        # the same -> functions that are nearly the answers
 
     def functions(self) -> list[tuple[str, str]]:
@@ -71,10 +77,10 @@ LABS = {
     3: Lab("3_two_tiers", "4-5", {"kv_cache.py": [
         "KVCache.admit", "KVCache.computed", "KVCache.plan_swap_out", "KVCache.complete",
         "KVCache.reclaim"]}),
-    # A policy of one's own lies in experiments/policies.py.
-    4: Lab("4_eviction", "2-3", {"eviction.py": [
-        "RecomputeCost.__call__", "RetentionValue.value", "cheapest_by_scanning"],
-        "experiments/policies.py": []}, {"experiments/policies.py": ["ExpectedCost.value"]}),
+    4: Lab("4_eviction", "3-4", {
+        "eviction.py": ["RecomputeCost.__call__", "RetentionValue.value", "cheapest_by_scanning"],
+        "experiments/own_policy.py": ["OwnPolicy"]},
+        {"experiments/policies.py": ["ExpectedCost.value"]}),
     5: Lab("5_overlap", "3-4", {"experiments/simulator.py": ["SimulatedWorker.overlapped"],
                                 "kv_pool.py": ["KVPool.swap_in", "KVPool.wait", "KVPool.swap_out"]}),
     6: Lab("6_triton", "4-7", {"attention_kernel.py": ["attend_range"]},
@@ -84,8 +90,8 @@ LABS = {
 
 # ---- functions in a source
 
-def find(source: str, name: str) -> ast.FunctionDef:
-    """The function of that qualified name, such as "KVCache.admit".
+def find(source: str, name: str) -> ast.FunctionDef | ast.ClassDef:
+    """The function of that qualified name, such as "KVCache.admit"; or the class.
     LookupError if there is none."""
     node = ast.parse(source)
     for part in name.split("."):
@@ -115,15 +121,18 @@ def replaced(source: str, name: str, written: str) -> str:
 
 
 def blank(source: str, name: str, message: str) -> str:
-    """The source without that function's body. Everything up to the end of its docstring stays."""
+    """The source without that function's body. Everything up to the end of its docstring stays. (A
+    class gets a constructor that raises the error.)"""
     function = find(source, name)
     docstring = function.body[0]
     if ast.get_docstring(function) is None:
         raise ValueError(f"{name} needs a docstring, from which a student can write it")
     lines = source.splitlines(keepends=True)
-    indent = " " * docstring.col_offset
+    body = f'raise NotImplementedError("{message}")\n'
+    if isinstance(function, ast.ClassDef):
+        body = f"\ndef __init__(self, *arguments):\n    {body}"
     lines[docstring.end_lineno:function.end_lineno] = [
-        f'{indent}raise NotImplementedError("{message}")\n']
+        textwrap.indent(body, " " * docstring.col_offset)]
     return "".join(lines)
 
 
@@ -145,11 +154,7 @@ def start(number: int, directory: Path):
     or is a part of the project."""
     if directory.exists() and any(directory.iterdir()) or ROOT in [directory, *directory.parents]:
         raise ValueError(f"{directory} must be a new or empty directory outside of {ROOT}")
-    if given.FILE.exists():
-        raise ValueError(f"{ROOT} is a starter itself: make a new one from the solved project")
-    ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split()]
-    shutil.copytree(ROOT, directory, ignore=shutil.ignore_patterns(*ignored, *KEPT_BACK),
-                    dirs_exist_ok=True)
+    copy_project(directory)
     bodies = {}
     for file in {file for lab in LABS.values() for file, _ in lab.hidden()}:
         source = solved(file)
@@ -158,8 +163,20 @@ def start(number: int, directory: Path):
         (directory / file).write_text(hidden_source(number, file), encoding="utf-8")
     (directory / "labs" / given.FILE.name).write_text(json.dumps(bodies, indent=1) + "\n")
     shutil.copy(ROOT / "labs" / "AGENTS.md", directory)
+    readme = (directory / "README.md").read_text(encoding="utf-8")
+    readme = re.sub(r"\[([^]]*)\]\(chapter_one\.py\)", r"\1", readme)        # it is kept back
+    (directory / "README.md").write_text(readme, encoding="utf-8")
     print(f"The starter of lab {number} is in {directory}. Read labs/{LABS[number].name}.md there, "
           f"then run\n    python labs/lab.py check {number}")
+
+
+def copy_project(directory: Path):
+    """Copy the solved project, but for what is not for students."""
+    if given.FILE.exists():
+        raise ValueError(f"{ROOT} is a starter itself: run this in the solved project")
+    ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split()]
+    shutil.copytree(ROOT, directory, ignore=shutil.ignore_patterns(*ignored, *KEPT_BACK),
+                    dirs_exist_ok=True)
 
 
 def hidden_source(number: int, file: str) -> str:
@@ -182,15 +199,14 @@ def hidden_source(number: int, file: str) -> str:
 # ---- grading
 
 class Graded(NamedTuple):
-    tests: list[dict]       # name, function, points, passed, message, progress
+    tests: list[dict]       # name, function, points, reached, passed, message, progress
     notes: list[str]        # what whoever grades should know
     seconds: float
 
     def score(self, function: str | None = None) -> tuple[int, int]:
         """(reached, of so many), of one function or of all."""
         tests = [test for test in self.tests if function in (None, test["function"])]
-        reached = sum(test["points"] for test in tests if test["passed"])
-        return reached, sum(test["points"] for test in tests)
+        return sum(test["reached"] for test in tests), sum(test["points"] for test in tests)
 
 
 @contextmanager
@@ -243,20 +259,20 @@ def grade(number: int, code: Path, seed: int = 0) -> Graded:
     """Run the lab's tests on the lab's files in a project's directory."""
     begin, file = time.monotonic(), test_file(number)
     preload(number)
-    with solved_project() as project, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with solved_project() as project, ThreadPoolExecutor(AT_ONCE) as pool:
         expected = pool.submit(grader.ask, grader.reference, project, file, seed)
         listed = asked(grader.ask(grader.list_tests, project, file))
         try:
             places = {function: project_for(function, number, code, project)
                       for function in {test["function"] for test in listed["tests"]}}
-        except (SyntaxError, LookupError) as error:
+        except UNREADABLE as error:
             reports = [(None, f"{type(error).__name__}: {error}")] * len(listed["tests"])
         else:
             reports = list(pool.map(lambda test: grader.ask(
                 grader.run_test, places[test["function"]], file, test["name"], seed),
                 listed["tests"]))
         expected = asked(expected.result())
-    tests = [{**test, **judged(number, report, expected.get(test["name"]))}
+    tests = [{**test, **judged(number, report, test["points"], expected.get(test["name"]))}
              for test, report in zip(listed["tests"], reports)]
     notes = [listed["skipped"]] * bool(listed["skipped"]) + unusual(number, code)
     return Graded(tests, notes, time.monotonic() - begin)
@@ -274,22 +290,25 @@ def project_for(function: str, number: int, code: Path, project: Path) -> Path:
     return place
 
 
-def judged(number: int, answer: tuple, expected) -> dict:
-    """passed, message, progress of a test. expected: None if nothing is compared."""
+def judged(number: int, answer: tuple, points: int, expected) -> dict:
+    """reached, passed, message, progress of a test. expected: None if nothing is compared."""
     report, failure = answer
     if failure:
-        return dict(passed=False, message=failure, progress=None)
+        return dict(reached=0, passed=False, message=failure, progress=None)
+    share = 0
     passed, message, progress, found = (report[name] for name in (
         "passed", "message", "progress", "found"))
     if expected is not None and found is not None:
         try:
-            problem, progress = COMPARE[number](expected, found)
+            problem, progress, *shares = COMPARE[number](expected, found)
+            share = sum(shares) * passed
         except (KeyError, TypeError, ValueError) as error:
             problem = f"the result has another form than it should: {error!r}"
         passed, message = passed and not problem, message or problem or ""
     elif expected is not None:
         passed, message = False, message or "The test did not report what it found."
-    return dict(passed=passed, message=message, progress=progress)
+    return dict(reached=points if passed else int(points * share), passed=passed, message=message,
+                progress=progress)
 
 
 def unusual(number: int, code: Path) -> list[str]:
@@ -298,7 +317,7 @@ def unusual(number: int, code: Path) -> list[str]:
     for file in LABS[number].files:
         try:
             uses = grader.new_imports((code / file).read_text(encoding="utf-8"), solved(file))
-        except SyntaxError:
+        except UNREADABLE:
             continue
         if uses:
             notes.append(f"look at {file}: it uses {', '.join(uses)}, which the solved one does not")
@@ -317,13 +336,14 @@ def report(number: int, graded: Graded):
             print("\n        ".join([f"    {message[0]}    ({failed[0]['name']})", *message[1:]]))
     print("  {:32} {:3} of {:3} points, {:.0f} s".format("all", *graded.score(), graded.seconds))
     passed = sum(test["passed"] for test in graded.tests)
-    told = [test["progress"] for test in graded.tests if test["progress"]]
+    told = [line for test in graded.tests               # (a table is for Gradescope)
+            if (line := test["progress"]) and "\n" not in line]
     print("  progress:", (told or [f"{passed} of {len(graded.tests)} cases are right"])[-1])
 
 
 def gradescope(graded: Graded) -> dict:
     """Gradescope's results.json."""
-    tests = [dict(name=f"{test['function']}: {test['name']}", score=test["points"] * test["passed"],
+    tests = [dict(name=f"{test['function']}: {test['name']}", score=test["reached"],
                   max_score=test["points"],
                   output=f"{test['message']}\n{test['progress'] or ''}".strip())
              for test in graded.tests]
@@ -341,36 +361,67 @@ def check(number: int, code: Path, seed: int, file: str | None) -> int:
     return 0 if graded.tests and reached == points else 1
 
 
+# ---- handing in
+
+def submit(number: int):
+    """In a starter: what a student hands in."""
+    archive, files = Path(f"lab{number}.zip"), list(LABS[number].files)
+    unwritten = hand_in.submission(ROOT, files, archive)
+    if unwritten:
+        print("Still to be written:", ", ".join(unwritten))
+    print(f"Hand in {archive}. It has {' and '.join(files)}.")
+
+
+def autograder(number: int, seed: int):
+    archive = Path(f"autograder_{number}.zip")
+    with tempfile.TemporaryDirectory() as scratch:
+        copy_project(Path(scratch))
+        hand_in.autograder(Path(scratch), number, seed, archive)
+    print(f"{archive} grades lab {number} with seed {seed}: it is Gradescope's autograder.")
+
+
 # ---- the command line
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="the labs and the functions to write")
+    commands.add_parser("list", help="the labs: hours, files to hand in, functions to write")
     starting = commands.add_parser("start", help="write a lab's starter")
     checking = commands.add_parser("check",
                                    help="points, the first difference, the number of progress")
-    for command in (starting, checking):
+    submitting = commands.add_parser("submit", help="zip what you hand in (in a starter)")
+    packing = commands.add_parser("autograder", help="zip Gradescope's grader of a lab")
+    for command in (starting, checking, submitting, packing):
         command.add_argument("lab", type=int, choices=LABS)
     starting.add_argument("directory", type=Path)
     checking.add_argument("directory", type=Path, nargs="?", default=ROOT,
                           help="default: where lab.py lies")
     checking.add_argument("--json", metavar="FILE",
                           help="write Gradescope's results.json there, too")
-    checking.add_argument("--seed", type=int, default=0, help="of the random loads (default: 0)")
+    for command in (checking, packing):
+        command.add_argument("--seed", type=int, default=0, help="of the random loads (default: 0)")
     options = parser.parse_args()
-    if options.command == "list":
-        for number, lab in LABS.items():
-            names = ", ".join(name for _, name in lab.functions())
-            print(f"{lab.name:20} {lab.hours} hours: {names}")
-        return 0
     try:
-        if options.command == "check":
-            return check(options.lab, options.directory.resolve(), options.seed, options.json)
-        start(options.lab, options.directory.resolve())
-        return 0
-    except (ValueError, OSError) as error:
+        match options.command:
+            case "list":
+                show_labs()
+            case "start":
+                start(options.lab, options.directory.resolve())
+            case "check":
+                return check(options.lab, options.directory.resolve(), options.seed, options.json)
+            case "submit":
+                submit(options.lab)
+            case "autograder":
+                autograder(options.lab, options.seed)
+    except (ValueError, OSError, SyntaxError) as error:
         parser.error(str(error))
+    return 0
+
+
+def show_labs():
+    for lab in LABS.values():
+        print(f"{lab.name}: {lab.hours} hours. Hand in {' and '.join(lab.files)}")
+        print("".join(f"    {name}\n" for _, name in lab.functions()), end="")
 
 
 if __name__ == "__main__":

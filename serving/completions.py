@@ -95,6 +95,7 @@ class CompletionWriter:
 
     def __init__(self, turns: list[LiveTurn], model: str, body: CompletionBody):
         self.turns, self.body, self.stream = turns, body, body.stream
+        self.index = 0          # of the choice that is being sent
         self.envelope = dict(id=f"cmpl-{turns[0].id}", object="text_completion",
                              created=int(time.time()), model=model)
 
@@ -110,7 +111,7 @@ class CompletionWriter:
     def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str]:
         """All choices are generated at once, but sent one after another."""
         for index, turn in enumerate(self.turns):
-            sent = self._text_of(index)
+            self.index, sent = index, self._text_of(index)
             if self.body.echo:
                 turn.handle.tokens.wait_beyond(0)       # by then the prompt is computed
                 yield self.chunk(index, sent.begin(), sent.logprobs())
@@ -125,6 +126,11 @@ class CompletionWriter:
 
     def failure(self, error: APIError) -> dict:
         return error.body
+
+    def still_here(self) -> dict:
+        nothing = None if self.body.logprobs is None else dict(
+            tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        return self.chunk(self.index, "", nothing)
 
     def chunk(self, index: int, text: str, logprobs: dict | None,
               finish_reason: str | None = None) -> dict:

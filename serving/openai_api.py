@@ -545,6 +545,7 @@ class ChatWriter:
 
     def __init__(self, turns: list[LiveTurn], prefix: str, model: str, body: ChatBody):
         self.turns, self.stream, self.options = turns, body.stream, body.stream_options
+        self.index = 0          # of the choice that is being sent
         self.envelope = dict(id=f"chatcmpl-{turns[0].id}", created=int(time.time()), model=model,
                              conversation_id=conversation_of(turns[0], prefix))
 
@@ -558,7 +559,8 @@ class ChatWriter:
     def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str]:
         """All choices are generated at once, but sent one after another."""
         for index, turn in enumerate(self.turns):
-            reports, before = Reports(turn.tokenizer, turn.handle), text_before(turn)
+            self.index, before = index, text_before(turn)
+            reports = Reports(turn.tokenizer, turn.handle)
             yield self.chunk(index, dict(role="assistant", content=""), [], 0)
             for text, end in turn.progress():
                 if text := before.push(text):
@@ -579,6 +581,9 @@ class ChatWriter:
 
     def failure(self, error: APIError) -> dict:
         return error.body
+
+    def still_here(self) -> dict:
+        return self.chunk(self.index, {}, [], None)
 
     def chunk(self, index: int, delta: dict, reports: list[Report], end: int | None,
               finish_reason: str | None = None) -> dict:
@@ -723,6 +728,11 @@ class ResponseEvents:
         problem = dict(code=code, message=str(error))
         return self.event("failed", response=self.response("failed", error=problem))
 
+    def still_here(self) -> dict:
+        """The second event of `opening` once more, under its own number."""
+        return dict(type="response.in_progress", sequence_number=1,
+                    response=self.response("in_progress"))
+
     def event(self, kind: str, **fields) -> dict:
         return dict(type=f"response.{kind}", sequence_number=next(self.numbers), **fields)
 
@@ -739,7 +749,7 @@ class ResponseWriter:
         self.turn, self.turns, self.stream = turn, [turn], stream
         note = dict(created_at=int(time.time())) | turn.plan.note
         self.told = ResponseEvents(turn.id, model, conversation_of(turn, prefix), note)
-        self.failure = self.told.failure
+        self.failure, self.still_here = self.told.failure, self.told.still_here
 
     def whole(self, replies: list[Answer]) -> dict:
         reply, = replies
@@ -764,7 +774,8 @@ class Replay:
 
     def __init__(self, told: ResponseEvents, events: Iterator[dict | str], after: int):
         """after: the number of the last event that is left out."""
-        self.failure, self.replayed, self.after = told.failure, events, after
+        self.failure, self.still_here = told.failure, told.still_here
+        self.replayed, self.after = events, after
 
     def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str]:
         return islice(self.replayed, self.after + 1, None)
@@ -776,4 +787,5 @@ class Replay:
 #     events(finish)     the answer as a stream; finish(turn) waits until the history has stored
 #                        the turn, and returns its reply
 #     failure(error)     the last event of a stream in which something went wrong
+#     still_here()       an event that says nothing new, for a stream that is silent for long
 Writer = ChatWriter | CompletionWriter | ResponseWriter | Replay

@@ -581,7 +581,7 @@ class Handler(BaseHTTPRequestHandler):
                     unsettled.remove(turn)
                     free_one()
                 with suppress(OSError):    # of a client that is gone: we hear of it above
-                    self.keep_alive()
+                    self.keep_alive(writer)
 
         def cancel():
             for turn in writer.turns:
@@ -639,6 +639,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.close_connection = True
         self.send_head(200, headers)
+        self.last_sent = time.monotonic()
 
     def send_event(self, event: dict | str):
         """Sends an event of a stream: an object, or a string as it is."""
@@ -655,12 +656,13 @@ class Handler(BaseHTTPRequestHandler):
             if self.command != "HEAD":
                 self.wfile.write(data)
 
-    def keep_alive(self):
-        """Sends a comment in a stream that has been silent for long: else a proxy might close
-        it."""
+    def keep_alive(self, writer: Writer):
+        """Sends an event that says nothing new in a stream that has been silent for long: else a
+        proxy or the client might close it. (Coding agents do so after four or five minutes, and
+        count events only, no comments.)"""
         with self.sending:
             if self.last_sent and time.monotonic() > self.last_sent + KEEPALIVE_SECONDS:
-                self.send_piece(b": we are waiting for the model\n\n")
+                self.send_event(writer.still_here())
 
     def version_string(self):
         return "nano-pensieve"

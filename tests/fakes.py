@@ -5,17 +5,19 @@ import zlib
 from array import array
 from collections import deque
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 
 from eviction import POLICIES, RecomputeCost
 from guesses import GuessingScheduler
 from kv_cache import KVCache
-from sampling import Sampling
 from scheduler import PLACEHOLDER, Batch, Request, Result, Scheduler
 from sharing import SharingCache
 
 UNKNOWN = array("i", [PLACEHOLDER])
+# What schedulers ask a Sampling. (sampling.py needs torch; labs 2 and 3 do not.)
+GREEDY = SimpleNamespace(looks_back=False)
 COST = RecomputeCost({4: 1.0, 64: 6.0}, rest=1.0)        # rises within the few chunks of a test
 
 
@@ -140,7 +142,7 @@ class World:
             prompt = [(7 * i + self.salt) % 50 for i in range(prompt)]
         prompt = list(prompt)
         request = Request(self.cache.open(name), prompt, max_tokens, stop_ids=self.stop_ids,
-                          sampling=Sampling())
+                          sampling=GREEDY)
         if owner is not None:
             self.cache.own(request.conversation, owner)
         if like:

@@ -2,6 +2,7 @@
 solutions that are wrong but plausible lose points, for a reason that is named. Every command of a handout
 runs. Who cheats the grader in an easy way gets nothing."""
 import json
+import math
 import os
 import re
 import runpy
@@ -19,6 +20,7 @@ WRONG = sorted((ROOT / "tests" / "wrong_solutions").glob("*.txt"))
 sys.path.append(str(ROOT / "labs"))
 import grader  # noqa: E402
 import lab  # noqa: E402
+import grading  # noqa: E402  (lab.py says where it is)
 
 grader.preload("torch")         # before any process starts: all labs share what is preloaded
 every_lab = pytest.mark.parametrize("number", lab.LABS)
@@ -105,6 +107,9 @@ def test_blank_keeps_every_byte_of_signature_and_docstring():
     def g(self):
         return 2
 '''
+    assert lab.blank('class B(A):\n    """Says b."""\n    b = 1\n', "B", "lab 9: B") == (
+        'class B(A):\n    """Says b."""\n\n    def __init__(self, *arguments):\n'
+        '        raise NotImplementedError("lab 9: B")\n')
     with pytest.raises(LookupError, match="no function A.h"):
         lab.blank(source, "A.h", "")
     with pytest.raises(ValueError, match="A.g needs a docstring"):
@@ -132,8 +137,10 @@ def test_a_starter_differs_in_bodies_alone(number, starters):
         shown, _, rest = (starters[number] / file).read_text().partition("\n\n# These functions work")
         assert shown == source and re.findall(r'"(.*)"', rest) == later
     kept_back = [path for path in starters[number].rglob("*")
-                 if path.name in ("test_labs.py", "wrong_solutions", ".git", ".github", "chapter_one.py")]
+                 if path.name in ("test_labs.py", "wrong_solutions", ".git", ".github", "chapter_one.py",
+                                  "INSTRUCTORS.md", "exam.md", "test_exam.py")]
     assert not kept_back and (starters[number] / "AGENTS.md").exists()
+    assert "](chapter_one.py)" not in (starters[number] / "README.md").read_text()
 
 
 @every_lab
@@ -179,20 +186,24 @@ def test_start_writes_into_no_directory_that_is_in_use(tmp_path):
     assert not (ROOT / "labs" / "mine").exists()
 
 
-def test_list_names_every_function():
+def test_list_names_every_function_and_file_and_the_hours():
     done = run("labs/lab.py", "list", cwd=ROOT)
     assert done.returncode == 0
-    assert all(name in done.stdout for each in lab.LABS.values() for _, name in each.functions())
+    heads = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
+    for each, head in zip(lab.LABS.values(), heads, strict=True):
+        assert head.startswith(f"{each.name}: {each.hours} hours. Hand in ")
+        assert all(file in head for file in each.files)
+        assert all(f"    {name}\n" in done.stdout for _, name in each.functions())
 
 
 # ---- handouts
 
 def commands():
-    """All commands of the handouts but those of lab.py itself, which other tests run."""
+    """All commands of the handouts but those of lab.py and server.py, which other tests run."""
     for handout in sorted((ROOT / "labs").glob("[1-6]_*.md")):
         text = handout.read_text().replace("\\\n", "")         # a command on two lines is one
         for command in re.findall(r"(?:^|`)((?:\w+=1 )?python [^`\n]+)", text, re.MULTILINE):
-            if not command.startswith("python labs/lab.py"):
+            if not command.startswith(("python labs/lab.py", "python server.py")):
                 marks = pytest.mark.slow if "bench.py" in command else ()
                 yield pytest.param(command, marks=marks, id=f"{handout.stem}: {command}")
 
@@ -212,6 +223,11 @@ def test_check_is_a_command(starters):
         done = run("labs/lab.py", "check", "4", "--seed", seed, "--json", "results.json", cwd=starters[4])
         assert done.returncode == 1 and "  0 of 100 points" in done.stdout, done.stdout + done.stderr
         check_starter(4, json.loads((starters[4] / "results.json").read_text()))
+
+
+def test_the_solved_code_has_all_points_with_another_seed_by_the_command():
+    done = run("labs/lab.py", "check", "4", "--seed", "1", cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 slow_but_4 = [number if number == 4 else pytest.param(number, marks=pytest.mark.slow) for number in lab.LABS]
@@ -264,6 +280,74 @@ def check_starter(number, results):
         assert re.search(rf"NotImplementedError.*lab {number}: ", test["output"]), test
 
 
+def test_a_build_is_compared_in_every_figure():
+    """Each figure alone, worse by one; more registers or shared memory alone cost nothing."""
+    signs = {name: sign for name, sign, _ in grading.FIGURES}
+    expected = dict.fromkeys([*signs, "registers", "shared KB"], 5)
+    for name, sign, cause in grading.FIGURES:
+        worse, better = expected | {name: 5 - sign}, expected | {name: 5 + sign}
+        assert grading.kernel(expected, worse)[0].splitlines()[0] == cause
+        assert grading.kernel(expected, better)[0] is None
+    problem, table = grading.kernel(expected, expected | {"registers": 9, "shared KB": 9})
+    assert problem is None and [line.split()[0] for line in table.splitlines()[1:]] == ["reference", "yours"]
+
+
+def test_a_submission_is_graded_as_gradescope_does_it(starters, tmp_path):
+    """Its folder and ours differ in one thing: there is no new virtual environment."""
+    starter = shutil.copytree(starters[4], tmp_path / "starter")
+    done = run("labs/lab.py", "submit", "4", cwd=starter)
+    assert "Still to be written: RecomputeCost.__call__, RetentionValue.value" in done.stdout
+    for file, name in lab.LABS[4].functions():
+        if name != "cheapest_by_scanning":
+            written = lab.taken((ROOT / file).read_text(), name)
+            (starter / file).write_text(lab.replaced((starter / file).read_text(), name, written))
+    done = run("labs/lab.py", "submit", "4", cwd=starter)
+    assert done.stdout == ("Still to be written: cheapest_by_scanning\n"
+                           "Hand in lab4.zip. It has eviction.py and experiments/own_policy.py.\n")
+    done = run(ROOT / "labs" / "lab.py", "autograder", "4", "--seed", "7", cwd=tmp_path)
+    assert done.stdout.startswith("autograder_4.zip grades lab 4 with seed 7"), done.stderr
+
+    place = tmp_path / "autograder"
+    shutil.unpack_archive(tmp_path / "autograder_4.zip", place / "source")
+    shutil.unpack_archive(starter / "lab4.zip", place / "submission")
+    shutil.copy(place / "source" / "run_autograder", place)
+    (place / "run_autograder").chmod(0o755)         # unpack_archive forgets it
+    (place / "venv").symlink_to(sys.prefix)
+    assert subprocess.run(["bash", "-n", place / "source" / "setup.sh"]).returncode == 0
+    done = subprocess.run(place / "run_autograder", cwd="/", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+    results = json.loads((place / "results" / "results.json").read_text())
+    tests = results["tests"]
+    assert sum(test["max_score"] for test in tests) == 100
+    assert 0 < results["score"] == sum(test["score"] for test in tests) < 100
+    wrong = [test for test in tests if test["score"] < test["max_score"]]
+    assert all("lab 4: cheapest_by_scanning" in test["output"] for test in wrong)
+
+
+def test_only_files_that_python_can_read_are_handed_in(starters, tmp_path):
+    starter = shutil.copytree(starters[4], tmp_path / "starter")
+    (starter / "eviction.py").write_text("def value(:")
+    done = run("labs/lab.py", "submit", "4", cwd=starter)
+    assert done.returncode == 2 and "(eviction.py, line 1)" in done.stderr
+    (starter / "eviction.py").unlink()
+    done = run("labs/lab.py", "submit", "4", cwd=starter)
+    assert done.returncode == 2 and "eviction.py" in done.stderr
+    assert not (starter / "lab4.zip").exists()
+
+
+@pytest.mark.parametrize("content", [None, "def value(:", "", "\0", b"\xff"])
+def test_a_file_that_cannot_be_graded_has_no_points_and_says_why(content, tmp_path):
+    directory = solved_files(4, tmp_path)
+    if content is None:
+        (directory / "eviction.py").unlink()
+    else:
+        (directory / "eviction.py").write_bytes(content if isinstance(content, bytes) else content.encode())
+    graded = lab.grade(4, directory)
+    assert graded.score() == (0, 100)
+    assert re.match(r"[A-Za-z]+Error: .", graded.tests[0]["message"])
+
+
 CHEATS = {
     "at_exit": """
 import atexit, json, os
@@ -297,6 +381,17 @@ def test_cheating_earns_nothing(cheat, starters, tmp_path):
     assert "look at eviction.py: it uses " in graded.notes[0]
 
 
+@pytest.mark.parametrize("seconds, points", [(8.0, 0), (7.0, 0), (6.5, 10), (5.1, 38), (5.0, 40), (4.0, 40),
+                                             (math.nan, 0)])
+def test_a_policy_of_ones_own_earns_a_part_of_the_points(seconds, points):
+    """LRU recomputes for 8 s, the retention value for 7, ours for 5, and the oracle for 0."""
+    loads = [dict(lru=8.0, retention=7.0, ours=5.0, oracle=0.0)] * 10
+    told = dict(passed=True, message="", progress=None, found=[seconds] * 10)
+    assert lab.judged(4, (told, None), 40, loads)["reached"] == points
+    told |= dict(passed=False, message="the value rises")
+    assert lab.judged(4, (told, None), 40, loads)["reached"] == 0
+
+
 def test_a_crash_costs_one_test(tmp_path):
     directory = solved_files(4, tmp_path)
     source = (ROOT / "eviction.py").read_text()
@@ -310,4 +405,4 @@ def test_a_crash_costs_one_test(tmp_path):
     failed = [test for test in graded.tests if not test["passed"]]
     assert failed[0]["name"] == "test_the_numbers_of_the_module"
     assert failed[0]["message"].startswith("The process crashed (SIGSEGV).")
-    assert graded.score("RetentionValue.value") == (5, 15)
+    assert graded.score("RetentionValue.value") == (3, 10)

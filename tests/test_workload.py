@@ -141,7 +141,7 @@ def test_a_load_is_met_under_way():
 def test_contexts_do_not_grow_while_a_load_is_under_way():
     load = under_way(with_arrivals(synthetic("sharegpt", 4_000, seed=1), 4.0, seed=1), 4000.0)
     contexts_at = []
-    for name, turns, arrival in load:
+    for _, turns, arrival, _ in load:
         context, now = 0, arrival
         for turn in turns:
             now, context = now + turn.think_seconds, context + turn.tokens

@@ -71,7 +71,7 @@ def compare(request, record_property):
         import lab
         number = int(request.module.__name__.split("_")[1])
         expected = lab.expected_results(number, SEED)[request.node.name]
-        problem, progress = COMPARE[number](expected, found)
+        problem, progress, *_ = COMPARE[number](expected, found)
         print(progress)
         if problem:
             pytest.fail(problem, pytrace=False)
