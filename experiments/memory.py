@@ -12,7 +12,7 @@ requests. A request with a prompt of 100 tokens and a reply of 30 gets
 
 In the first three a buddy allocator gives neighbouring slots, as the paper assumes: 256 for
 132 or 130. `ours` is the real engine on a simulated worker. `sharing` counts slots of requests
-with several replies to a prompt.
+with several replies to a prompt, and `together` plays them.
 
 The paper gives the mean lengths of prompts and replies. The spread is our choice, the same as in
 workload.py. No number here was fitted to the published results.
@@ -35,9 +35,11 @@ MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}
 SIGMAS = 1.2, 0.8               # of the logarithms of these lengths
 MAX_RUNNING = 256               # requests at a time, as in our other simulations
 WASTE_TOKENS, SHARING_REQUESTS = 400_000, 300           # how much of each dataset is played
+TOGETHER_REPLIES = 3000         # that `together` plays of each load
 
 # What the paper reports: shares of slots in percent (Figure 2), requests at once (Figure 13, at 2
-# and at 30 requests per second), and slots saved in percent (Figure 15) by (system, replies).
+# and at 30 requests per second), and slots saved in percent (Figure 15) by (system, replies);
+# throughput over Orca (Oracle) by (replies, tokens of a shared prefix) (Figures 14 and 16).
 PUBLISHED_USE = {"whole context": 20.4, "power of two": 26.8, "true length": 38.2,
                  "chunks of 16": 96.3}
 PUBLISHED_RUNNING = {
@@ -48,6 +50,7 @@ PUBLISHED_RUNNING = {
 PUBLISHED_SAVING = {("parallel sampling", 2): 6.09, ("parallel sampling", 4): 8.53,
                     ("parallel sampling", 6): 9.79, ("beam search", 2): 37.56,
                     ("beam search", 4): 53.13, ("beam search", 6): 55.16}
+PUBLISHED_GAIN = {(1, 0): 1.3, (1, 80): 1.67, (1, 341): 3.58}
 
 
 def lengths_of(dataset: str, requests: int, seed: int) -> list[tuple[int, int]]:
@@ -187,13 +190,22 @@ def grow_all(running: list[Running], memory: Buddies | Chunks, queue: deque):
             number += 1
 
 
-def play_ours(lengths: list[tuple[int, int]], worker: SimulatedWorker, **flags
-              ) -> Iterator[tuple[int, int, float]]:
-    """`play` with our engine. If it is stateful, slots of requests that have ended hold KV, too."""
+def play_ours(lengths: list[tuple[int, int]], worker: SimulatedWorker, replies: int = 1,
+              prefix: int = 0, **flags) -> Iterator[tuple[int, int, float]]:
+    """`play` with our engine. If it is stateful, slots of requests that have ended hold KV, too.
+
+    replies: to each prompt. prefix: tokens with which all prompts begin, before their own. Both
+    are shared."""
     engine = Engine("opt-13b", worker=worker, clock=worker.clock, max_batch_tokens=LIMIT,
                     max_running=MAX_RUNNING, **flags)
+    if prefix:
+        engine.designate([1] * prefix)
     for number, (prompt, reply) in enumerate(lengths):
-        engine.submit([0] * prompt, str(number), max_tokens=reply, ignore_eos=True)
+        first = None
+        for nth in range(replies):
+            handle = engine.submit([1] * prefix + [0] * prompt, f"{number}.{nth}", like=first,
+                                   max_tokens=reply, ignore_eos=True)
+            first = first or handle
     engine.owner.take_inbox()
     while engine.scheduler.queue:
         begin = engine.clock()
@@ -248,6 +260,28 @@ def simulated_worker() -> SimulatedWorker:
 
 
 # ---- sharing
+
+def together(seed: int) -> tuple[list[dict], list[dict]]:
+    """Rows and ratios: the throughput of our engine if requests share several replies' prompt
+    (Figure 14), or all a prefix (Figure 16), over Orca (Oracle), which shares nothing.
+
+    All lengths are Alpaca's. (The paper's Figure 16 translates sentences with LLaMA-13B, which has
+    the same shape.)"""
+    rows, ratios = [], []
+    for replies, prefix in ((1, 0), (2, 0), (4, 0), (6, 0), (1, 80), (1, 341)):
+        lengths = lengths_of("alpaca", TOGETHER_REPLIES // replies, seed)
+        alone = [(prefix + prompt, reply) for prompt, reply in lengths for _ in range(replies)]
+        orca, ours = (waste_row(name, "alpaca", steps) for name, steps in (
+            ("true length", play(alone, RULES["true length"](), simulated_worker())),
+            ("ours, stateless", play_ours(lengths, simulated_worker(), replies, prefix,
+                                          stateless=True))))
+        rows += [row | dict(replies=replies, prefix=prefix) for row in (orca, ours)]
+        gain = ours["tokens_per_second"] / orca["tokens_per_second"]
+        ratios.append(ratio(f"{replies} replies, prefix of {prefix} tokens: throughput, "
+                            "ours / true length", gain, PUBLISHED_GAIN.get((replies, prefix)),
+                            "simulated"))
+    return rows, ratios
+
 
 def sharing(seed: int) -> tuple[list[dict], list[dict]]:
     """Rows and ratios: the share of slots that are saved because replies

@@ -4,7 +4,8 @@ memory.
     default, turns, hints, profile, check           the embedded model on this machine
     fig12, kernel, swap, step, scheduling           parts of the engine (microbench.py)
     serve, chats                                    a server that runs already
-    fleet, waste, sharing                           simulated, or only counted
+    agents, reasoning, fleet                        only simulated
+    waste, sharing, together                        simulated, or only counted
 
 `MORE`, at the end of this file, names them all. curves.py says what a figure is.
 """
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 
 from engine import Engine
-from experiments import chats, hints, memory, microbench
+from experiments import agents, chats, hints, memory, microbench, reasoning
 from experiments.curves import Figure, Found, adapted, mapped, ratio, sweep
 from experiments.figures import costs
 from experiments.fleet import ROUTERS, play_fleet
@@ -243,6 +244,19 @@ MORE = {
         "servers", "normalized_latency_ms",
         ("system", "servers", "hit_rate", "busiest_server", "throughput", "normalized_latency_ms",
          "p99_ttft_ms", "mean_ttft_ms")),
+    "agents": Figure(
+        agents.agents,
+        "policies under agents, whose pauses are mostly tool calls, and what hints are worth "
+        "(simulated only: 6 minutes a seed)", "request_rate", "recomputed_seconds",
+        ("system", "request_rate", "cpu_gb", "throughput", "mean_ttft_ms", "p99_ttft_ms",
+         "recomputed_seconds", "gpu_hit_rate", "hits_of_attainable"))._replace(seeds=3),
+    "reasoning": Figure(
+        reasoning.reasoning,
+        "thoughts that the next turn does not resend: kept, or taken back "
+        "(simulated only: 4 minutes a seed)", "request_rate", "mean_ttft_ms",
+        ("system", "request_rate", "throughput", "mean_ttft_ms", "p99_ttft_ms",
+         "normalized_latency_ms", "hits_of_attainable", "recomputed_tokens",
+         "prompt_tokens_new"))._replace(seeds=3),
     "waste": Figure(
         partial(of_memory, memory.waste),
         "how many slots of a cache hold KV, by who gives them (1 minute)",
@@ -252,6 +266,11 @@ MORE = {
         partial(of_memory, memory.sharing),
         "slots that several replies to a prompt save together (20 s)",
         "replies", "saved", ("system", "dataset", "chunk", "replies", "saved")),
+    "together": Figure(
+        partial(of_memory, memory.together),
+        "throughput if several replies share a prompt, or all requests a prefix (15 s)",
+        "running", "tokens_per_second",
+        ("system", "replies", "prefix", "running", "tokens_per_second")),
     "hints": Figure(
         hinted,
         "a first token behind evicted KV, with and without a hint, measured here (1 minute)",

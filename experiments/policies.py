@@ -159,6 +159,28 @@ class Oracle(RetentionValue):
         return max(-last_needed - now, MIN_IDLE)
 
 
+class Told(RetentionValue):
+    """Ours: the client tells with each turn how long a pause it expects behind it.
+
+        V = Cost(l) / (expected + T)
+
+    So a conversation begins to be idle as if it had been idle for that long already. Expected after
+    1 s and away for 83 s, it is worth as much as one that has just begun a pause of 84 s: the
+    longer it stays away, the less we believe the hint. Without a hint this is the retention value.
+    """
+
+    def __init__(self, cost: RecomputeCost, chunk_size: int):
+        super().__init__(cost, chunk_size)
+        self.expected: dict[str, float] = {}        # conversation -> seconds of its next pause
+
+    def expect(self, name: str, seconds: float):
+        """After its present turn the conversation will be idle for about so many seconds."""
+        self.expected[name] = seconds
+
+    def last_needed(self, conversation):
+        return super().last_needed(conversation) - self.expected.get(conversation.name, 0.0)
+
+
 EXPERIMENTS = {
     "literal idleness": LiteralIdleness, "literal lru": LiteralLRU,
     "tail-optimized": TailOptimized, "reuse by category": ReuseByCategory,

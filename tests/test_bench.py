@@ -616,6 +616,25 @@ def test_slots_of_replies_are_counted():
     assert 0.3 < saved[0][0] / saved[0][1] < 0.5 < saved[1][0] / saved[1][1] < 0.75
 
 
+def test_replies_and_a_prefix_are_played_by_our_engine():
+    """A prompt of 64 tokens, 3 replies of 2: the prompt is computed once. So is a prefix of 64."""
+    def slots(lengths, **load):
+        steps = list(memory_file.play_ours(lengths, memory_file.simulated_worker(), stateless=True, **load))
+        return max(kv for kv, _, _ in steps)
+    held, apart = slots([(64, 2)], replies=3), slots([(64, 2)] * 3)
+    assert held < 64 + 3 * 32 < 3 * 64 <= apart
+    assert slots([(5, 2)] * 3, prefix=64) < 64 + 3 * 32 < slots([(69, 2)] * 3)
+
+
+@pytest.mark.slow
+def test_sharing_makes_larger_batches(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_file, "TOGETHER_REPLIES", 1200)
+    figure = run_bench(tmp_path, monkeypatch, "together")
+    *_, short, long = figure["ratios"]
+    assert (short["paper"], long["paper"]) == (1.67, 3.58) and long["ours"] > short["ours"] > 1
+    assert figure["rows"] == run_bench(tmp_path, monkeypatch, "together")["rows"]
+
+
 @pytest.mark.slow
 def test_waste_and_sharing_are_computed(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_file, "SLOTS", 4_200)
