@@ -152,7 +152,8 @@ def panel_of(row: dict) -> str:
     if "model" not in row:
         return "this machine"
     return panel_title(**{name: row[name]
-                          for name in ("model", "dataset", "think", "cpu_gb") if name in row})
+                          for name in ("model", "dataset", "think", "cpu_gb", "per_query_head")
+                          if name in row})
 
 
 def by_panel(rows: list[dict]) -> dict[str, list[dict]]:
@@ -177,6 +178,17 @@ def print_rows(figure: Figure, rows: list[dict]):
         print()
 
 
+def print_by_turn(rows: list[dict]):
+    """One table of run.by_turn for all rows; of several seeds, the first."""
+    lines = [dict(system=row["system"], request_rate=row.get("request_rate"), **group)
+             for row in rows if row.get("seed") == rows[0].get("seed")
+             for group in row.get("by_turn", ())]
+    if lines:
+        print("turn by turn")
+        print_table(lines, [name for name in lines[0] if lines[0][name] is not None])
+        print()
+
+
 def print_table(rows: list[dict], columns: Sequence[str] = ()):
     """One line for each row, with these columns. Without columns, one line
     for each field of the rows."""
@@ -184,6 +196,7 @@ def print_table(rows: list[dict], columns: Sequence[str] = ()):
         lines = [columns] + [[row.get(name) for name in columns] for row in rows]
     else:
         names = dict.fromkeys(chain(*rows))                     # every field once, in order
+        names.pop("by_turn", None)                              # see print_by_turn
         lines = [[name] + [row.get(name) for row in rows] for name in names]
     lines = [[cell(value) for value in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines)]
@@ -294,6 +307,8 @@ def draw_lines(canvas, panels: dict[str, list[dict]], x: str, y: str, linear: bo
                             weight="bold", textcoords="offset points", color=drawn.get_color())
                 ax.margins(y=0.12)              # the highest name, too, stands inside
         ax.set(title=panel, xlabel=WORDS[x], ylabel=WORDS[y], yscale="linear" if linear else "log")
+        if max(row[x] or 0 for row in rows) > 1000 * min(row[x] or 1 for row in rows):
+            ax.set(xscale="log")
     if not linear:
         axes[0].legend()
 
@@ -307,6 +322,8 @@ def main():
         seeds = options.seeds or (figure.seeds if options.simulate and not options.trace else 1)
         found = over_seeds(figure.run, seeds, options)
         print_rows(figure, found.rows)
+        if options.trace or options.figure in ("default", "serve"):
+            print_by_turn(found.rows)
         if any("too_short" in row for row in found.rows):
             print("too_short: the run was too short. GPU, CPU: this tier never filled up. hits:\n"
                   "the hit rates still change. load: the contexts still grow. Give --seconds a\n"

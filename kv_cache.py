@@ -125,7 +125,7 @@ class Conversation:
         return gpu, sum(chunk.filled for chunk in self.chunks) - gpu
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Ticket:
     """A copy in flight between `slots` (of the first `filled` tokens of a chunk) and a CPU `place`.
 
@@ -275,16 +275,18 @@ class KVCache:
         has grown needs more than its copy holds: it gives up its place, and a copy in flight is
         outdated. (A shared chunk may be filled further already. Then it stays as it is.)"""
         size = self.chunk_size
-        for index in range(start // size, (end - 1) // size + 1):
-            chunk, first = conversation.chunks[index], index * size
+        while start < end:
+            chunk = conversation.chunks[start // size]
+            first = chunk.index * size
             assert chunk.filled >= start - first, "spans fill a chunk from the left"
-            filled = min(end - first, size)
+            filled = end - first if end < first + size else size    # min() would take longer
             if filled > chunk.filled:
                 chunk.filled = filled
                 if chunk.ticket:
                     chunk.ticket.outdated = True
                 if chunk.place is not None:
                     self._give_up_place(chunk)
+            start = first + size
         if end > conversation.known:
             conversation.known = end
 

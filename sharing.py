@@ -84,6 +84,9 @@ class SharingCache(KVCache):
         self.follow(conversation, origin)
         known = conversation.tokens[:conversation.known]
         self._use(conversation, self._in_common(conversation, known, origin))
+        # The last token of all has had KV, too, if the origin had more tokens behind it.
+        common = common_length(conversation.tokens, origin.tokens[:origin.known])
+        conversation.known = max(conversation.known, common)
         return conversation
 
     def follow(self, conversation: Conversation, origin: Conversation):

@@ -107,7 +107,7 @@ class Fleet:
         self.computing[server] += self._time(server) - begin
 
     def _submit(self, when: float, number: int, index: int):
-        name, turns, _ = self.conversations[number]
+        name, turns = self.conversations[number][:2]
         turn, said = turns[index], self.spoken[number]
         server = self.router(name, self.unfinished)
         engine = self.engines[server]
@@ -118,7 +118,7 @@ class Fleet:
         def ended(handle: Handle):
             now = engine.clock()
             served = Served(when, handle.request.times[0], now, turn.output_tokens,
-                            handle.reply.usage)
+                            handle.reply.usage, turn=index + 1)
             self.served.append((served, said))
             self.unfinished[server] -= 1
             if index + 1 < len(turns):
@@ -134,13 +134,17 @@ class Fleet:
 def play_fleet(task: tuple[Panel, int, str, argparse.Namespace]) -> dict:
     """One row: that many servers behind one router. The panel's rate is that of each server.
 
-    ValueError: the load has its own times, so it cannot grow with the servers."""
+    ValueError: the load has its own times, so it cannot grow with the servers; or its turns
+    rewind, and no router here knows branches."""
     panel, servers, name, options = task
     if panel.rates[0] is None:
         raise ValueError("this trace has its own times, but a fleet's load must grow with it: "
                          "add --rates")
     rate = panel.rates[0] * servers
     conversations = planned(panel, rate, options)
+    if any(turn.keep is not None for one in conversations for turn in one.turns):
+        raise ValueError("the turns of this trace rewind, which a fleet does not play: "
+                         "name another figure, such as fig14")
     engines = [build(System(), panel, conversations, options) for _ in range(servers)]
     conversations = within_context(conversations, engines[0].scheduler.limit)
     router = ROUTERS[name](servers, np.random.default_rng([options.seed, 3]))

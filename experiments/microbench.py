@@ -214,12 +214,11 @@ def drain(pool: KVPool):
 
 
 def copying(pool: KVPool, swap_in=(), swap_out=()) -> Callable:
-    """A run that makes these copies alone."""
+    """A run that makes these copies alone, and both ways at once if there are both. (A copy out
+    waits for the copies in before it, so it starts first.)"""
     def run(n):
-        if swap_in:
-            pool.swap_in(swap_in)
-        if swap_out:
-            pool.swap_out(swap_out)
+        pool.swap_out(swap_out)
+        pool.swap_in(swap_in)
         drain(pool)
     return run
 
@@ -234,29 +233,34 @@ def stepping(worker: Worker, spans: list[Span], swap_in=(), swap_out=()) -> Call
     return run
 
 
-def one_way(bench: Bench, model: str, pool: KVPool, slots: list[int], chunks: int):
-    """Copies of chunks in shuffled slots, in and out, one way at a time. (A copy out waits for
-    those in. Only the next step's copies in may overlap it.)
+def copies(bench: Bench, model: str, pool: KVPool, slots: list[int], chunks: int):
+    """Copies of chunks in shuffled slots: in, out, and both ways at once, as when a step's copies
+    in find the copies out of the step before still under way.
 
     The limit is one large copy of as many bytes, from and to page-locked memory."""
     host = torch.empty_like(pool.cpu[:, :, :CHUNK * chunks], pin_memory=bench.cuda)
     there = torch.empty_like(host, device=bench.device)
     neighbours = tickets(range(chunks), slots)
     scattered = tickets(range(0, 2 * chunks, 2), slots)
+    others = tickets(range(chunks, 2 * chunks), slots[CHUNK * chunks:])
     runs = {"one copy in": lambda n: there.copy_(host),
             "one copy out": lambda n: host.copy_(there),
             "swap in": copying(pool, swap_in=neighbours),
             "swap out": copying(pool, swap_out=neighbours),
-            "swap in, scattered places": copying(pool, swap_in=scattered)}
+            "swap in, scattered places": copying(pool, swap_in=scattered),
+            "both ways": copying(pool, swap_in=neighbours, swap_out=others)}
     taken = in_turns("cpu", runs, repeats=10)
     for name, seconds in taken.items():
-        bench.row(name, model, "one way", CHUNK * chunks, seconds, host.nbytes)
+        moved = 2 * host.nbytes if name == "both ways" else host.nbytes
+        bench.row(name, model, "copies", CHUNK * chunks, seconds, moved)
     bench.ratio("swap in, shuffled slots / one copy in",
                 taken["one copy in"] / taken["swap in"], must=0.9)
     bench.ratio("swap out, shuffled slots / one copy out",
                 taken["one copy out"] / taken["swap out"], must=0.9)
     bench.ratio("swap in, scattered places / neighbouring ones",
                 taken["swap in"] / taken["swap in, scattered places"])
+    bench.ratio("both ways: time / one after the other",
+                taken["both ways"] / (taken["swap in"] + taken["swap out"]))
 
 
 def cached_request(worker: Worker, row: int, slots: list[int], seed: int) -> Request:
@@ -317,7 +321,7 @@ def swap(device: str, seed: int) -> Found:
     worker = Worker(decoder, num_slots, 2 * chunks, CHUNK, batch + 1, history + prompt)
     speed_up(worker)
     slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(seed)).tolist()
-    one_way(bench, model, worker.pool, slots, chunks)
+    copies(bench, model, worker.pool, slots, chunks)
     overlap(bench, model, worker, slots, batch, context, chunks, prompt, seed)
     return Found(bench.rows, bench.ratios)
 
@@ -506,7 +510,7 @@ def scheduling(device: str, seed: int) -> Found:
     For scale: the seconds that OPT-13B would take for that step on an H200. (The measurement needs
     neither device nor seed.)"""
     steps, rows = 100, []
-    for idle in (100, 10_000, 100_000):
+    for idle in (100, 1_000, 10_000, 100_000, 1_000_000):
         engine = decoding_engine(idle, running=256, context=500, steps=steps)
         host, simulated = zip(*(timed_step(engine) for _ in range(steps)))
         engine.close()
@@ -514,7 +518,7 @@ def scheduling(device: str, seed: int) -> Found:
         rows.append(dict(system="scheduling and accounting, here", **row, seconds=median(host)))
         rows.append(dict(system="the step, simulated on an H200", **row, seconds=median(simulated)))
 
-    few, h200_step, many = rows[0]["seconds"], rows[1]["seconds"], rows[-2]["seconds"]
+    few, h200_step, many = rows[0]["seconds"], rows[1]["seconds"], rows[-4]["seconds"]
     kind = dict(paper=None, how="measured")
     ratios = [
         dict(name="scheduling: 100,000 idle conversations / 100", ours=many / few, must=1.5,
@@ -527,7 +531,8 @@ def decoding_engine(idle: int, running: int, context: int, steps: int) -> Engine
     """An engine whose cache holds `idle` short conversations, and in
     which `running` requests decode.
 
-    Each request has `context` tokens behind it and at least `steps` to come. With many idle
+    Each request has `context` tokens or a few more behind it, and at least `steps` to come. The
+    contexts have different lengths, so that about as many chunks end in each step. With many idle
     conversations the slots are full, so every new token takes a slot from one of them."""
     clock = VirtualClock()
     num_slots = 2 * running * (context + 2 * steps) + 8 * idle
@@ -537,8 +542,8 @@ def decoding_engine(idle: int, running: int, context: int, steps: int) -> Engine
                     max_batch_tokens=8192)
     for n in range(idle):
         engine.generate([0] * 15, f"idle {n}", max_tokens=1, ignore_eos=True)
-    handles = [engine.submit([0] * context, f"running {n}", max_tokens=2 * steps, ignore_eos=True)
-               for n in range(running)]
+    handles = [engine.submit([0] * (context + n % engine.config.chunk_size), f"running {n}",
+                             max_tokens=2 * steps, ignore_eos=True) for n in range(running)]
     while not all(handle.request and handle.request.generated for handle in handles):
         engine.step()
     return engine

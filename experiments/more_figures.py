@@ -28,7 +28,7 @@ from experiments.figures import costs
 from experiments.fleet import ROUTERS, play_fleet
 from experiments.remote import RemoteEngine
 from experiments.run import (
-    HERE, SYSTEMS, Panel, System, at_scale, build, drive, planned, play, summary, window)
+    HERE, SYSTEMS, Panel, System, at_scale, build, by_turn, drive, planned, play, summary, window)
 from experiments.workload import cut_to_context
 
 
@@ -215,7 +215,7 @@ def drive_server(system: str, panel: Panel, options) -> dict:
     row = summary(served, begin)
     row = {name.replace("p50", "median"): value for name, value in row.items()}
     return dict(system=system, model=engine.model, dataset=panel.dataset, request_rate=rate,
-                request_throughput=row["throughput"], **row)
+                request_throughput=row["throughput"], **row, by_turn=by_turn(served, begin))
 
 
 # ---- all of them, by name
@@ -285,5 +285,5 @@ MORE = {
         *RATES),
     "scheduling": microbenchmark(
         microbench.scheduling,
-        "the host's work for a step, beside 100,000 idle conversations (2 minutes)"),
+        "the host's work for a step, beside 100 to 1,000,000 idle conversations (10 minutes)"),
 }

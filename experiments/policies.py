@@ -1,6 +1,7 @@
 """Eviction policies that no server offers: `bench.py fig14` compares them with the others.
 
     literal idleness    the paper to the letter, which evicts a conversation whose turn waits
+    literal lru         LRU that does so, too
     tail-optimized      LRU, but first the chunks whose loss would not make the next answer late
     reuse by category   the chance that a conversation of this category returns within minutes
     expected cost       ours: the recomputation that one more second in the cache saves on average
@@ -23,6 +24,11 @@ class LiteralIdleness(RetentionValue):
 
     def last_needed(self, conversation):
         return conversation.last_active
+
+
+class LiteralLRU(LeastRecentlyUsed):
+    """LRU that does not know who waits, either: the fair partner of `LiteralIdleness`."""
+    last_needed = LiteralIdleness.last_needed
 
 
 class TailOptimized(LeastRecentlyUsed):
@@ -119,18 +125,29 @@ class ExpectedCost(ReuseByCategory):
 
 class Oracle(RetentionValue):
     """No real policy can do this: recomputation cost per second until the conversation *returns*.
+    A chunk behind what the next turn keeps is worth nothing.
 
     The experiment, which has planned the turns, calls `foresee`. `last_needed` is minus the time of
     the return. So the order is as for all policies: who returns later is counted as idle longer."""
+    NOT_KEPT = -1       # the key of a chunk of which the next turn does not keep all
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
         super().__init__(cost, chunk_size)
         self.thinks: dict[str, float] = {}          # conversation -> seconds of its next think time
+        self.keeps: dict[str, float] = {}           # and tokens that its next turn keeps
 
-    def foresee(self, name: str, think_seconds: float):
+    def foresee(self, name: str, think_seconds: float, keep: int | None = None):
         """After its present turn the conversation will be idle for think_seconds (inf: for ever).
-        """
+        Its next turn keeps `keep` tokens of the context (None: all)."""
         self.thinks[name] = think_seconds
+        self.keeps[name] = math.inf if keep is None else keep
+
+    def key(self, conversation, index):
+        kept = (index + 1) * self.chunk_size <= self.keeps.get(conversation.name, math.inf)
+        return index if kept else self.NOT_KEPT
+
+    def value(self, key, idle):
+        return 0.0 if key == self.NOT_KEPT else super().value(key, idle)
 
     def last_needed(self, conversation):
         if conversation.waiting:
@@ -143,5 +160,6 @@ class Oracle(RetentionValue):
 
 
 EXPERIMENTS = {
-    "literal idleness": LiteralIdleness, "tail-optimized": TailOptimized,
-    "reuse by category": ReuseByCategory, "expected cost": ExpectedCost, "oracle": Oracle}
+    "literal idleness": LiteralIdleness, "literal lru": LiteralLRU,
+    "tail-optimized": TailOptimized, "reuse by category": ReuseByCategory,
+    "expected cost": ExpectedCost, "oracle": Oracle}

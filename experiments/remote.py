@@ -16,6 +16,9 @@ client does not resend thoughts.
 
 Servers do not say where a context came from, beyond OpenAI's `cached_tokens`. Those count as "gpu"
 here, and the other tokens as "new". (Our own server names every source.)
+
+A turn that rewinds goes on from the messages of the tokens that it keeps, of which the last may be
+cut. (With previous_response_id it goes back to a whole reply, and resends what it keeps behind.)
 """
 import io
 import json
@@ -24,9 +27,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import NamedTuple
 
 from scheduler import SOURCES
 
@@ -37,6 +41,13 @@ PROBE = 2 * len(WORDS) + 1
 SILENCE_SECONDS = 600       # without a byte of an answer: then the server is lost
 
 
+class Said(NamedTuple):
+    """A visible message of a conversation."""
+    message: dict
+    tokens: int                     # planned, or those of the reply, with its thoughts
+    response: str | None = None     # the id of a response that ends with it
+
+
 class RemoteTurn:
     """A turn under way; to `drive` it is the handle and its request in one."""
 
@@ -44,6 +55,7 @@ class RemoteTurn:
         self.request = self
         self.times: list[float] = []                # when each piece of text came, thoughts too
         self.text = ""                              # without thoughts
+        self.response: str | None = None            # its id, in responses
         self.token_ids = ()                         # only its length is known
         self.usage: dict = {}
         self.error: ValueError | None = None
@@ -68,8 +80,7 @@ class RemoteEngine:
         self.words = random.SystemRandom().sample(WORDS, len(WORDS))
         self.worker = SimpleNamespace(vocab_size=len(WORDS))  # `drive` draws prompts from this many
         self.threads: list[threading.Thread] = []       # one for each turn
-        self.histories: dict[str, list[dict]] = {}      # by conversation: its visible messages
-        self.latest: dict[str, str] = {}                # by conversation: its last response's id
+        self.histories: dict[str, list[Said]] = {}      # by conversation
         self.tokens_per_word = 1.0
         with self.sense_expected():
             with self.open("/v1/models") as answer:
@@ -97,9 +108,9 @@ class RemoteEngine:
     def probe(self, words: int) -> int:
         """The prompt tokens of a message of so many words."""
         turn = RemoteTurn()
-        name = f"probe of {words} words"
         numbers = [number % len(WORDS) for number in range(words)]
-        self.run(turn, self.message(numbers), name, {}, max_tokens=1, on_end=lambda turn: None)
+        history = [Said(self.message(numbers), words)]
+        self.run(turn, history, {}, max_tokens=1, on_end=lambda turn: None)
         return turn.result().usage["prompt_tokens"]
 
     def message(self, prompt: list[int]) -> dict:
@@ -109,9 +120,19 @@ class RemoteEngine:
         return dict(role="user", content=" ".join(self.words[number] for number in prompt[:count]))
 
     def submit(self, prompt: list[int], conversation: str, max_tokens: int, ignore_eos: bool,
-               on_end: Callable[[RemoteTurn], None]) -> RemoteTurn:
+               on_end: Callable[[RemoteTurn], None], context: Sequence[int] = (),
+               parent: str | None = None, owner: str | None = None) -> RemoteTurn:
+        """parent: the turn begins a new conversation with the first len(context) tokens of this
+        one, to which nobody returns. owner: ignored; a server knows its users by their keys."""
+        if parent:
+            self.histories[conversation] = beginning(self.histories.pop(parent), len(context))
+        history = self.histories.setdefault(conversation, [])
+        said = Said(self.message(prompt), len(prompt))
+        if history and history[-1].message["role"] == "user":       # the beginning of one
+            said = joined(history.pop(), said)
+        history.append(said)
         turn, extra = RemoteTurn(), dict(ignore_eos=ignore_eos, temperature=0)
-        arguments = turn, self.message(prompt), conversation, extra, max_tokens, on_end
+        arguments = turn, history, extra, max_tokens, on_end
         thread = threading.Thread(target=self.run, args=arguments, daemon=True)
         self.threads.append(thread)
         thread.start()
@@ -128,25 +149,27 @@ class RemoteEngine:
 
     # ---- one turn, in its thread
 
-    def run(self, turn, message, conversation, extra, max_tokens, on_end):
+    def run(self, turn: RemoteTurn, history: list[Said], extra: dict, max_tokens: int,
+            on_end: Callable[[RemoteTurn], None]):
+        """Post the last message of the history; the reply joins it."""
         post = self.respond if self.stateful else self.resend
         try:
             with self.sense_expected():
-                post(turn, message, conversation, extra, max_tokens)
+                post(turn, history, extra, max_tokens)
                 if not turn.usage:
                     raise ValueError(f"{self.url} sends no usage at the end of a stream: so we "
                                      "cannot count its tokens")
                 turn.times = turn.times or [self.clock()]           # a reply without text
                 turn.token_ids = range(turn.usage["completion_tokens"])
+                reply = dict(role="assistant", content=turn.text)
+                history.append(Said(reply, len(turn.token_ids), turn.response))
         except ValueError as error:
             turn.error = error
         on_end(turn)
 
-    def resend(self, turn, message, conversation, extra, max_tokens):
+    def resend(self, turn, history, extra, max_tokens):
         """A turn through chat completions."""
-        history = self.histories.setdefault(conversation, [])
-        history.append(message)
-        body = dict(extra, messages=history, max_tokens=max_tokens,
+        body = dict(extra, messages=[said.message for said in history], max_tokens=max_tokens,
                     stream_options=dict(include_usage=True))
         for event in self.events("/v1/chat/completions", body):
             if told := event.get("usage"):
@@ -158,12 +181,14 @@ class RemoteEngine:
                 if pieces:
                     turn.times.append(self.clock())
                 turn.text += pieces.get("content", "")
-        history.append(dict(role="assistant", content=turn.text))
 
-    def respond(self, turn, message, conversation, extra, max_tokens):
+    def respond(self, turn, history, extra, max_tokens):
         """A turn through responses."""
-        body = dict(extra, input=message["content"], max_output_tokens=max_tokens,
-                    previous_response_id=self.latest.get(conversation))
+        start = max((n + 1 for n, said in enumerate(history) if said.response), default=0)
+        new = [said.message for said in history[start:]]
+        body = dict(extra, input=new if len(new) > 1 else new[0]["content"],
+                    max_output_tokens=max_tokens,
+                    previous_response_id=history[start - 1].response if start else None)
         for event in self.events("/v1/responses", body):
             if event["type"].endswith(".delta") and event["delta"]:
                 turn.times.append(self.clock())
@@ -173,7 +198,7 @@ class RemoteEngine:
                 if told := event["response"].get("usage"):
                     turn.usage = usage(told["input_tokens"], told["output_tokens"],
                                        told.get("input_tokens_details"))
-                self.latest[conversation] = event["response"]["id"]
+                turn.response = event["response"]["id"]
 
     # ---- the wire
 
@@ -205,6 +230,28 @@ class RemoteEngine:
         except (OSError, ValueError) as error:
             raise ValueError(f"{self.url} cannot be reached ({error}): start a server, "
                              "or name one with --url") from error
+
+
+def beginning(history: list[Said], keep: int) -> list[Said]:
+    """The messages of the first `keep` tokens. If the last one has 100 tokens and 30 of them are
+    kept, so are 30% of its text."""
+    kept = []
+    for said in history:
+        if said.tokens > keep > 0:
+            text = said.message["content"]
+            part = text[:round(len(text) * keep / said.tokens)]
+            said = Said(dict(said.message, content=part), keep)
+        if said.tokens > keep:
+            break
+        kept.append(said)
+        keep -= said.tokens
+    return kept
+
+
+def joined(first: Said, second: Said) -> Said:
+    """One message of both."""
+    text = f"{first.message['content']} {second.message['content']}"
+    return Said(dict(first.message, content=text), first.tokens + second.tokens)
 
 
 def event_data(lines: Iterable[str]) -> Iterator[str]:

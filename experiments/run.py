@@ -22,6 +22,7 @@ import heapq
 import json
 import math
 import time
+from array import array
 from contextlib import closing
 from functools import partial
 from multiprocessing import parent_process
@@ -38,9 +39,9 @@ from eviction import POLICIES, RecomputeCost
 from experiments.policies import EXPERIMENTS, Oracle
 from experiments.simulator import (HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker,
                                    VirtualClock, kv_token_bytes)
-from experiments.workload import (SHAPES, PlannedConversation, exponential_think, many_turns,
-                                  reading_think,
-                                  synthetic, under_way, with_arrivals, within_context)
+from experiments.workload import (SHAPES, PlannedConversation, PlannedTurn, exponential_think,
+                                  many_turns, reading_think, synthetic, under_way,
+                                  with_arrivals, within_context)
 from scheduler import SOURCES
 from warm import WarmUp
 
@@ -55,18 +56,33 @@ class Served(NamedTuple):
     output_tokens: int
     usage: dict
     recomputed_seconds: float = 0.0     # see watch_recomputation
+    turn: int = 1                       # its number in its conversation
+
+
+NO_TURN = PlannedTurn(0, 0, math.inf)       # it comes after the last one
 
 
 class Users:
     """The users submit turns to an engine, and think about the replies. A turn is (due time, number
-    of its conversation, its index in that conversation)."""
+    of its conversation, its index in that conversation).
+
+    A turn that rewinds begins a branch, with a name of its own: "a@3" for the turn with index 3 of
+    the conversation "a". From then on that is where the conversation goes on."""
 
     def __init__(self, engine, conversations: list[PlannedConversation], seed: int,
                  foresee: Callable | None, warm: float):
         self.engine, self.conversations, self.foresee = engine, conversations, foresee
-        self.warm = warm
+        self.warm, self.seed = warm, seed
         self.hints: list[tuple[float, str]] = []        # a heap: when a hint is due, and for whom
         self.rng = np.random.default_rng([seed, 2])     # the load draws from other streams
+        # What the engine calls each conversation now; and, where turns rewind, the tokens so far.
+        self.names = [conversation.name for conversation in conversations]
+        self.contexts = {number: array("i") for number, conversation in enumerate(conversations)
+                         if any(turn.keep is not None for turn in conversation.turns)}
+        self.left: list[str] = []                       # branches to which nobody returns
+        # If conversations begin alike, all have one owner, so the engine finds what they share.
+        begins_alike = any(conversation.begins for conversation in conversations)
+        self.options = dict(owner="users") if begins_alike else {}
         self.due = [(conversation.arrival, number, 0)
                     for number, conversation in enumerate(conversations)]
         heapq.heapify(self.due)                         # turns that nobody has submitted yet
@@ -87,30 +103,79 @@ class Users:
             self.engine.warm(heapq.heappop(self.hints)[1])
         while self.due and self.due[0][0] <= now:
             _, number, index = turn = heapq.heappop(self.due)
-            name, turns, _ = self.conversations[number]
-            if self.foresee:
-                is_last = index + 1 == len(turns)
-                self.foresee(name, math.inf if is_last else turns[index + 1].think_seconds)
-            vocabulary, size = self.engine.worker.vocab_size, turns[index].input_tokens
-            prompt = self.rng.integers(vocabulary, size=size).tolist()
-            handle = self.engine.submit(prompt, name, max_tokens=turns[index].output_tokens,
-                                        ignore_eos=True, on_end=self.ended.append)
-            self.serving[handle] = turn
+            self.serving[self._submit(number, index)] = turn
         return hinted
 
-    def read_replies(self, now: float) -> Iterator[tuple[str, float, object]]:
-        """Yield (conversation, due time, handle) of each reply that is complete. Its user begins
-        to think about the next turn."""
+    def _submit(self, number: int, index: int):
+        """Submit a turn now. Returns its handle."""
+        turns = self.conversations[number].turns
+        turn, options = turns[index], self.options
+        if turn.keep is not None:
+            options = options | self._branch(number, index, turn.keep)
+        name = self.names[number]
+        if self.foresee:
+            following = turns[index + 1] if index + 1 < len(turns) else NO_TURN
+            self.foresee(name, following.think_seconds, following.keep)
+        prompt = self._prompt(number, index)
+        if number in self.contexts:
+            self.contexts[number].extend(prompt)
+        return self.engine.submit(prompt, name, max_tokens=turn.output_tokens, ignore_eos=True,
+                                  on_end=self.ended.append, **options)
+
+    def _prompt(self, number: int, index: int) -> list[int]:
+        """Random tokens, but the same ones for each Piece with which conversations begin."""
+        conversation, vocabulary = self.conversations[number], self.engine.worker.vocab_size
+        prompt = []
+        for piece in conversation.begins if index == 0 else ():
+            rng = np.random.default_rng([self.seed, 4, piece.id])
+            prompt += rng.integers(vocabulary, size=piece.tokens).tolist()
+        size = conversation.turns[index].input_tokens - len(prompt)
+        return prompt + self.rng.integers(vocabulary, size=size).tolist()
+
+    def _branch(self, number: int, index: int, keep: int) -> dict:
+        """Begin a branch with the first `keep` tokens. Returns what `submit` needs for that.
+
+        Nobody returns to the old branch, but no server can know that: its chunks stay until they
+        are evicted. After that it leaves the books, too, at a later rewind (`forget_left`)."""
+        context, parent = self.contexts[number], self.names[number]
+        del context[keep:]
+        self.names[number] = f"{self.conversations[number].name}@{index}"
+        if self.foresee:
+            self.foresee(parent, math.inf, keep)
+            held = self.engine.cache.conversations[parent]
+            self.engine.cache.set_waiting(held, False)          # so the cache asks the policy again
+        self.left = forget_left(self.engine, self.left) + [parent]
+        return dict(context=context.tolist(), parent=parent)
+
+    def read_replies(self, now: float) -> Iterator[tuple[str, int, float, object]]:
+        """Yield (conversation, number of the turn, due time, handle) of each reply that is
+        complete. Its user begins to think about the next turn."""
         while self.ended:
             handle = self.ended.pop(0)
             due, number, index = self.serving.pop(handle)
-            name, turns, _ = self.conversations[number]
+            name, turns = self.names[number], self.conversations[number].turns
+            if number in self.contexts:
+                self.contexts[number].extend(handle.token_ids)
             if index + 1 < len(turns):
                 think = turns[index + 1].think_seconds
                 heapq.heappush(self.due, (now + think, number, index + 1))
-                if self.warm:
+                if self.warm and turns[index + 1].keep is None:     # who rewinds gives no hint
                     heapq.heappush(self.hints, (now + max(think - self.warm, 0.0), name))
-            yield name, due, handle
+            yield name, index + 1, due, handle
+
+
+def forget_left(engine, names: list[str]) -> list[str]:
+    """Let the engine forget those of these conversations that cache nothing for themselves alone,
+    and return the others. No KV leaves a tier: what they share stays with those who share it.
+    (A RemoteEngine keeps nothing of a branch that was left.)"""
+    if not isinstance(engine, Engine):
+        return []
+    held = engine.cache.conversations
+    for name in names:
+        left = held[name]
+        if not any(chunk.state and chunk.users == left.alone for chunk in left.chunks):
+            engine.forget(name)
+    return [name for name in names if name in held]
 
 
 def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Callable = time.sleep,
@@ -121,7 +186,8 @@ def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Ca
 
     Steps the engine in this thread. Ends when all turns have ended, or `until` seconds after the
     start. engine: an Engine or a RemoteEngine. sleep(seconds): how to wait for the next turn.
-    foresee(name, seconds): is told, with every turn, how long its user will think about the reply.
+    foresee(name, seconds, keep): is told, with every turn, how long its user will think about the
+    reply (inf: for ever), and how many tokens the next turn keeps (None: all).
     warm: so many seconds before a turn its user gives a hint (Engine.warm); 0: no user does.
     """
     users, served = Users(engine, conversations, seed, foresee, warm), []
@@ -136,10 +202,10 @@ def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Ca
             else:
                 sleep(min(users.next_due, until) - now)
             now = engine.clock() - begin
-            for name, due, handle in users.read_replies(now):
+            for name, turn, due, handle in users.read_replies(now):
                 reply, first_token = handle.result(), handle.request.times[0] - begin
                 served.append(Served(due, first_token, now, len(reply.token_ids), reply.usage,
-                                     recomputed.pop(name, 0.0)))
+                                     recomputed.pop(name, 0.0), turn))
             done = len(served) if until == math.inf else int(min(now, until))
             progress.update(done - progress.n)
     return served
@@ -216,9 +282,9 @@ def summary(served: list[Served], begin: float = 0.0) -> dict:
         row[f"prompt_tokens_{source}"] = count
     row["recomputed_tokens"] = tokens["recomputed"]
     row["recomputed_seconds"] = sum(turn.recomputed_seconds for turn in served)
-    # The next three rates are shares of `seen_before`: an infinite cache would hit all of
-    # these tokens. (Prefixes that the conversations of a trace have in common do not count: a
-    # replay does not share them.)
+    # The next three rates are shares of `seen_before`: an infinite cache would hit all of these
+    # tokens. (A prefix that conversations of a trace have in common counts if the replay shares it:
+    # see PlannedConversation.begins.)
     row["gpu_hit_rate"] = tokens["gpu"] / seen_before
     row["cpu_hit_rate"] = tokens["cpu"] / seen_before
     row["hits_of_attainable"] = row["gpu_hit_rate"] + row["cpu_hit_rate"]
@@ -228,12 +294,38 @@ def summary(served: list[Served], begin: float = 0.0) -> dict:
     return row
 
 
+def by_turn(served: list[Served], begin: float = 0.0) -> list[dict]:
+    """The cliff: what the turns that ended after `begin` seconds found, by their number in the
+    conversation (1, 2, 3, 4, 5-8, 9-16, ...). A server that remembers has a hit rate that rises
+    with the turns; where its cache ends, the rate falls and the first token is late.
+
+    hit_rate: cached tokens, of all tokens of the prompts. recomputed_tokens: of a turn, on average.
+    """
+    groups: dict[int, list[Served]] = {}                # by the last turn of the group
+    for turn in served:
+        if turn.ended > begin:
+            last = turn.turn if turn.turn <= 4 else 1 << (turn.turn - 1).bit_length()
+            groups.setdefault(last, []).append(turn)
+    rows = []
+    for last, turns in sorted(groups.items()):
+        tokens = {source: sum(turn.usage[source] for turn in turns) for source in SOURCES}
+        seconds = [turn.first_token - turn.due for turn in turns]
+        rows.append(dict(
+            turn=str(last) if last <= 4 else f"{last // 2 + 1}-{last}", turns=len(turns),
+            hit_rate=(tokens["gpu"] + tokens["cpu"]) / max(1, sum(tokens.values())),
+            median_ttft_ms=1e3 * float(np.median(seconds)),
+            p95_ttft_ms=1e3 * float(np.percentile(seconds, 95)),
+            recomputed_tokens=tokens["recomputed"] / len(turns)))
+    return rows
+
+
 # ---- systems and loads
 
 class System(NamedTuple):
     flags: dict = {}                # of Engine
     operators: str = "eager"        # of a simulation: a key of OPERATORS
     hinted: bool = False            # do its users give hints, --warm seconds before their turns?
+    whole_batches: bool = False     # see batch_by_request
 
 
 STATELESS = dict(stateless=True, cpu_cache_tokens=0)
@@ -247,6 +339,7 @@ SYSTEMS = {
     "pensieve": System(),
     "pensieve, hinted": System(hinted=True),
     "separate phases": System(dict(separate_phases=True)),
+    "request level": System(whole_batches=True),        # batches as they were before Orca
     # evicts as the paper's draft did
     "draft": System(dict(policy="trailing-half", swap_threshold=0.5)),
 }
@@ -267,22 +360,25 @@ class Panel(NamedTuple):
     cpu_gb: float = 220.0           # CPU tier of each GPU; the paper's machine has 220 GB
     latency: str = "normalized_latency_ms"  # what is compared; for the draft its p90
     think: float | str = 60.0       # mean seconds from reply to next turn; or a key of THINKING
+    per_query_head: bool = False    # in a simulation, how attention reads: see Operators
 
     def __str__(self):
-        return panel_title(self.model, self.dataset, self.think, self.cpu_gb)
+        return panel_title(self.model, self.dataset, self.think, self.cpu_gb, self.per_query_head)
 
 
 THINKING = {"reading": "think while reading", "own": "think as in the trace"}
 
 
 def panel_title(model: str, dataset: str, think: float | str | None = None,
-                cpu_gb: float = 220.0) -> str:
+                cpu_gb: float = 220.0, per_query_head: bool = False) -> str:
     """opt-13b, sharegpt, think 60 s, 110 GB of CPU tier"""
     names = [model, dataset]
     if think is not None:
         names.append(THINKING.get(think) or f"think {think:g} s")
     if cpu_gb != 220:
         names.append(f"{cpu_gb:g} GB of CPU tier")
+    if per_query_head:
+        names.append("their kernels")
     return ", ".join(names)
 
 
@@ -358,12 +454,14 @@ def play(name: str, panel: Panel, rate: float | None, options) -> dict:
     row = dict(system=name, policy=name if name in EXPERIMENTS else engine.config.policy,
                model=panel.model, dataset=panel.dataset, think=panel.think, request_rate=rate)
     if at_scale(options):
-        row["cpu_gb"] = panel.cpu_gb
+        row |= dict(cpu_gb=panel.cpu_gb, per_query_head=panel.per_query_head)
     row |= results
     if places := stats["cpu_chunks_total"]:
         row["turnovers"] = stats["chunks_dropped"] / places             # of the CPU tier
     for counter, value in stats.items():        # of the whole run, so the fields of the summary win
         row.setdefault(counter, value)
+    if options.trace or panel.dataset == "many turns":      # who is met under way has begun before
+        row["by_turn"] = by_turn(served, begin)
     return row
 
 
@@ -409,15 +507,37 @@ def build(system: System, panel: Panel, conversations: list[PlannedConversation]
           options) -> Engine:
     """The engine of one run: on this machine, or the same engine on a simulated worker."""
     if options.simulate:
-        return simulated_engine(system, panel, conversations, options)
-    cost = load_profile(options.profile) if options.profile else None
-    return Engine(panel.model, cost=cost, **(MEASURED | options.given | system.flags))
+        engine = simulated_engine(system, panel, conversations, options)
+    else:
+        cost = load_profile(options.profile) if options.profile else None
+        engine = Engine(panel.model, cost=cost, **(MEASURED | options.given | system.flags))
+    if system.whole_batches:
+        batch_by_request(engine.scheduler)
+    return engine
+
+
+def batch_by_request(scheduler):
+    """Make it batch whole requests (paper §2.2): nobody joins a batch before all its replies are
+    complete. The next batch has the requests that wait then, as many as fit.
+
+    (Replies that end early are given at once, and nothing is padded: real systems did worse.)"""
+    fits, last = scheduler.fits, None               # arrival number of the batch's last request
+
+    def fits_batch(request) -> bool:
+        nonlocal last
+        if not scheduler.running:
+            last = scheduler.queue[-1].arrival
+        if last is None or request.arrival > last or not fits(request):
+            last = None                             # the batch is complete
+        return last is not None
+    scheduler.fits = fits_batch
 
 
 def simulated_engine(system: System, panel: Panel, conversations: list[PlannedConversation], options
                      ) -> Engine:
     if at_scale(options):
-        hardware, operators = HARDWARE[panel.hardware], OPERATORS[system.operators]
+        hardware = HARDWARE[panel.hardware]
+        operators = OPERATORS[system.operators]._replace(per_query_head=panel.per_query_head)
         limits = SIMULATED
     else:
         hardware, operators = load_machine(panel.hardware)

@@ -71,6 +71,7 @@ class Operators(NamedTuple):
     per_layer: float        # seconds of launches, and of gaps between kernels
     per_step: float         # seconds of scheduling, inputs and sampling
     per_span: float = 0.0   # seconds of the host for each span of a batch
+    per_query_head: bool = False    # attention reads K and V for each query head, not for a group
 
 
 # On an A100, matrix products of large batches, long copies and FlashAttention-2 (190 of 312
@@ -109,6 +110,8 @@ class SimulatedWorker:
         self.vocab_size, self.max_context = shape.vocab_size, max_context
         self.element_size = hardware.element_size
         self.token_bytes = kv_token_bytes(shape, hardware.element_size)
+        readers = shape.num_heads // shape.num_kv_heads if operators.per_query_head else 1
+        self.read_bytes = self.token_bytes * readers    # what attention reads of a KV-token
         # Rates per second that all GPUs reach together; but each GPU has
         # its own link to the other GPUs.
         self.matmul_flops = hardware.flops * operators.matmul * gpus
@@ -197,7 +200,7 @@ class SimulatedWorker:
         see 3 + 4 + 5 = 12 positions."""
         seen = q_len * kv_len - q_len * (q_len - 1) / 2
         compute = self.attention_flop * seen / self.attention_flops
-        return max(compute, kv_len * self.token_bytes / self.memory)
+        return max(compute, kv_len * self.read_bytes / self.memory)
 
     def copy_seconds(self, tickets) -> float:
         return sum(ticket.filled for ticket in tickets) * self.token_bytes / self.link

@@ -4,9 +4,10 @@
 
     kind          records (JSON lines)                                       times  an id stands for
     Mooncake      timestamp, input_length, output_length, hash_ids           ms     512 tokens
-    the same      session_id, input_length, output_length, delay, timestamp  ms     -
+    the same      session_id, input_length, output_length, delay, timestamp  ms     512 tokens
     Qwen-Bailian  chat_id, parent_chat_id, timestamp, input_length, ...      s      16 tokens
     Weka, AgentX  requests: t, type, in, out, hash_ids                       s      64 tokens
+    TraceLab      session_id, round_idx, prefix_len, input_len, ... (CSV)    ms     -
     ShareGPT (lines, or one array), UltraChat, LMSYS-Chat-1M: texts without times
 
 A field that is null counts as left out. A file may begin with a byte order mark.
@@ -14,20 +15,24 @@ A field that is null counts as left out. A file may begin with a byte order mark
 In a trace with sessions `input_length` counts the new tokens of a turn. In the other traces it
 counts the whole context, and we must find the conversations first. A request *continues* an earlier
 one if it begins with the whole prefix of the earlier one (the ids of its full pieces), and is
-longer than the earlier one with its reply.
+longer than the earlier one with its reply. Within one session of Weka's a request that begins with
+a part of that prefix *rewinds*: it drops some of the reply, goes back, or begins with a summary.
 
 Traces do not tell when a reply ended (only a `delay` counts from there). So we take the whole gap
 between two requests for a think time, and a replay falls behind by the time that the answers take.
 """
 import codecs
+import csv
 import json
 import math
-from contextlib import contextmanager
-from itertools import cycle, groupby, pairwise
+from collections import Counter
+from contextlib import contextmanager, suppress
+from itertools import cycle, groupby, pairwise, takewhile
+from os.path import commonprefix
 from typing import Callable, Iterable, Iterator, NamedTuple
 
 from checkpoint import find_checkpoint
-from experiments.workload import PlannedConversation, PlannedTurn, numbered
+from experiments.workload import Piece, PlannedConversation, PlannedTurn, numbered
 from serving.tokenizer import load_tokenizer
 
 
@@ -88,6 +93,7 @@ class TraceRequest(NamedTuple):
     input_tokens: int               # the whole context
     output_tokens: int
     prefix: list[int]      # an id for each full piece of input. Equal ids: all is equal up to there
+    piece: int             # tokens of a piece
 
     @property
     def context(self) -> int:
@@ -97,6 +103,17 @@ class TraceRequest(NamedTuple):
         start = self.prefix[:len(earlier.prefix)]
         return self.input_tokens > earlier.context and start == earlier.prefix
 
+    def kept(self, earlier: "TraceRequest") -> int:
+        """How many tokens of the earlier one and its reply it goes on from. If it does not continue
+        the earlier one: the full pieces that both begin with, but not its own last token.
+
+        With pieces of 64: of [1 2 3], with 200 tokens and 10 of the reply, the request
+        [1 2 3 4] of 290 keeps 210, and [1 2 5] of 195 keeps 128."""
+        if self.continues(earlier):
+            return earlier.context
+        common = len(commonprefix([self.prefix, earlier.prefix]))
+        return min(common * self.piece, self.input_tokens - 1)
+
 
 def trace_request(seconds: float, prompt: int, reply: int, ids: list[int],
                   piece: int) -> TraceRequest:
@@ -104,7 +121,7 @@ def trace_request(seconds: float, prompt: int, reply: int, ids: list[int],
     if min(prompt, reply) < 1 or not 0 <= seconds < math.inf:
         raise ValueError("lengths must be at least 1 and times at least 0, "
                          f"got {prompt}, {reply}, {seconds}")
-    return TraceRequest(float(seconds), int(prompt), int(reply), ids[:int(prompt) // piece])
+    return TraceRequest(float(seconds), int(prompt), int(reply), ids[:int(prompt) // piece], piece)
 
 
 def conversations_of(chains: Iterable[list[TraceRequest]]) -> list[PlannedConversation]:
@@ -113,14 +130,31 @@ def conversations_of(chains: Iterable[list[TraceRequest]]) -> list[PlannedConver
 
 
 def replay(chain: list[TraceRequest]) -> list[PlannedTurn]:
-    """The turns of one conversation's requests: the tokens that each
-    adds, and the time between them."""
+    """The turns of one conversation's requests: the tokens that each keeps and adds, and the time
+    between them."""
     turns = [PlannedTurn(chain[0].input_tokens, chain[0].output_tokens)]
     for previous, request in pairwise(chain):
-        new_tokens = request.input_tokens - previous.context
-        turns.append(PlannedTurn(new_tokens, request.output_tokens,
-                                 request.arrival - previous.arrival))
+        kept = request.kept(previous)
+        turns.append(PlannedTurn(request.input_tokens - kept, request.output_tokens,
+                                 request.arrival - previous.arrival,
+                                 kept if kept < previous.context else None))
     return turns
+
+
+def begin_alike(conversations: Iterable[PlannedConversation],
+                prefixes: Iterable[list[tuple]]) -> list[PlannedConversation]:
+    """Let first prompts share the full pieces with which several of them begin, such as those of a
+    system prompt. prefixes: of each conversation's first prompt the (id, tokens) of its full
+    pieces."""
+    prefixes = list(prefixes)
+    users = Counter(piece for prefix in prefixes for piece in prefix)
+    numbers = {piece: number for number, piece in enumerate(users)}
+    alike = []
+    for conversation, prefix in zip(conversations, prefixes, strict=True):
+        shared = takewhile(lambda piece: users[piece] > 1, prefix)
+        begins = tuple(Piece(numbers[piece], piece[1]) for piece in shared)
+        alike.append(conversation._replace(begins=begins))
+    return alike
 
 
 def check_unit(path: str, arrivals: list[float], unit: str):
@@ -156,10 +190,12 @@ def sessions(path: str) -> list[PlannedConversation]:
 
     A turn comes `delay` ms after the previous reply. A turn without a delay comes as
     long after the previous turn as their timestamps tell. A session whose first turn
-    has no timestamp begins at 0."""
+    has no timestamp begins at 0. The `hash_ids` of the first turns tell which sessions
+    begin alike: as far as they do, they share."""
     turns: dict[object, list[PlannedTurn]] = {}         # session_id -> its turns so far
     arrivals: dict[object, float] = {}                  # session_id -> when it begins
     latest: dict[object, float] = {}                    # session_id -> its latest time, in seconds
+    prefixes: dict[object, list] = {}                   # session_id -> its first turn's hash_ids
     timestamps: list[float] = []                        # of all sessions
 
     def parse(record):
@@ -173,21 +209,88 @@ def sessions(path: str) -> list[PlannedConversation]:
             timestamps.append(latest[session])
         if session not in turns:
             turns[session], arrivals[session] = [], latest.get(session, 0.0)
+            ids = record.get("hash_ids", [])[:int(record["input_length"]) // 512]
+            prefixes[session] = [(id, 512) for id in ids]
             think = 0.0
         elif "delay" in record:
             think = record["delay"] / 1000
         else:
             think = record["timestamp"] / 1000 - previous
         turn = PlannedTurn(int(record["input_length"]), int(record["output_length"]), think)
-        if min(turn) < 0 or min(turn[:2]) < 1:
-            raise ValueError(f"lengths must be at least 1 and waits at least 0, got {tuple(turn)}")
+        if think < 0 or min(turn[:2]) < 1:
+            raise ValueError(f"lengths must be at least 1 and waits at least 0, got {turn[:3]}")
         turns[session].append(turn)
 
     for _ in json_lines(path, parse):
         pass
     check_unit(path, timestamps, "ms")
-    return [PlannedConversation(str(session), of_session, arrivals[session])
-            for session, of_session in turns.items()]
+    conversations = [PlannedConversation(str(session), of_session, arrivals[session])
+                     for session, of_session in turns.items()]
+    return begin_alike(conversations, prefixes.values())
+
+
+def tracelab(path: str) -> list[PlannedConversation]:
+    """TraceLab's coding agents (arXiv 2606.30560), a CSV file: a line for each round of a session.
+
+        session_id, round_idx     rounds may be in any order
+        prefix_len                tokens that the round keeps of the context so far
+        input_len, output_len     new tokens, and those of the reply
+        tool_wait_after_ms        from the reply to the next round
+        arrival_time              of the session, in ms; without it, 0
+
+    If less is kept than prompt and reply before, the round rewinds. A prefix that the session has
+    not said, such as that of the first round, counts as new. (The file does not tell whether
+    sessions have it in common.)
+
+        prefix  input  output
+           100     50      10     150 new tokens
+           160     20      10     continues: 20 new tokens
+           155      9      10     rewinds: keeps 155 of 190, 9 new tokens"""
+    rounds: dict[str, dict[int, tuple]] = {}            # session_id -> round_idx -> its round
+    arrivals: dict[str, float] = {}
+
+    def parse(record):
+        of_session = rounds.setdefault(record["session_id"], {})
+        index = whole(record, "round_idx")
+        if index in of_session:
+            raise ValueError(f"session {record['session_id']} has two rounds with the round_idx "
+                             f"{index}: number its rounds")
+        kept, new = whole(record, "prefix_len"), whole(record, "input_len")
+        if not kept + new:
+            raise ValueError("a round needs a prompt, but prefix_len and input_len are both 0: "
+                             "leave it out")
+        of_session[index] = (kept, new, whole(record, "output_len", least=1),
+                             whole(record, "tool_wait_after_ms") / 1000)
+        if "arrival_time" in record:
+            arrival = whole(record, "arrival_time") / 1000
+            earliest = arrivals.get(record["session_id"], arrival)
+            arrivals[record["session_id"]] = min(arrival, earliest)
+
+    for _ in csv_lines(path, parse):
+        pass
+    check_unit(path, [seconds for seconds in arrivals.values() if seconds], "ms")
+    return [PlannedConversation(name, turns_of_rounds(round for _, round in sorted(each.items())),
+                                arrivals.get(name, 0.0))
+            for name, each in rounds.items()]
+
+
+def turns_of_rounds(rounds: Iterable[tuple[int, int, int, float]]) -> list[PlannedTurn]:
+    """The turns of a session's (prefix, input, output, seconds to the next round)."""
+    turns, context, think = [], 0, 0.0
+    for prefix, new, output, wait in rounds:
+        kept = min(prefix, context)
+        turns.append(PlannedTurn(prefix + new - kept, output, think,
+                                 kept if kept < context else None))
+        context, think = prefix + new + output, wait
+    return turns
+
+
+def whole(record: dict[str, str], name: str, least: int = 0) -> int:
+    """A field of a CSV file: "12" or "12.0". ValueError: it is less than `least`, or no number."""
+    with suppress(ValueError, OverflowError):               # "x", nan; inf
+        if least <= (value := float(record[name])) == int(value):
+            return int(value)
+    raise ValueError(f"{name} must be a whole number of at least {least}, got {record[name]!r}")
 
 
 def bailian(path: str) -> list[PlannedConversation]:
@@ -245,8 +348,8 @@ def check_parents(path: str, parents: dict[int, int]):
 def weka(path: str) -> list[PlannedConversation]:
     """Weka's and AgentX's coding sessions: one session per line, and we find its conversations.
 
-    All sessions begin at 0. Equal ids of two sessions mean nothing. We
-    leave out what a subagent asks."""
+    All sessions begin at 0. Equal ids of two sessions mean nothing. We leave out what a subagent
+    asks. Conversations of one session share what their first prompts begin with."""
     def parse(record):
         asked = [entry for entry in record["requests"] if entry["type"] != "subagent"]
         return [trace_request(entry["t"], entry["in"], entry["out"], entry["hash_ids"],
@@ -254,11 +357,48 @@ def weka(path: str) -> list[PlannedConversation]:
                 for entry in asked]
     of_session = list(json_lines(path, parse))
     check_unit(path, [request.arrival for requests in of_session for request in requests], "s")
-    return conversations_of(chain for requests in of_session for chain in rebuild(requests))
+    chains = [(session, chain) for session, requests in enumerate(of_session)
+              for chain in lines(requests)]
+    prefixes = [[((session, id), chain[0].piece) for id in chain[0].prefix]
+                for session, chain in chains]
+    return begin_alike(conversations_of(chain for _, chain in chains), prefixes)
+
+
+def lines(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
+    """The conversations of one session, in the order of their arrival.
+
+    A request joins the conversation of which it keeps most, if it keeps a piece of it at all: one
+    that it continues, else one that it rewinds. It rewinds none that goes on without it, because a
+    later request continues that conversation, but not this request.
+
+        request   input   output   prefix
+        1           200       10   [1 2 3]
+        2           300       10   [1 2 3 4]       continues 1
+        3           195       10   [1 2 5]         new: 5 continues 2, but not 3
+        4           210       10   [1 2 6]         rewinds 3, keeps [1 2]
+        5           400       10   [1 2 3 4 7 8]   continues 2
+    """
+    ordered = sorted(requests, key=lambda request: request.arrival)
+    conversations: list[list[TraceRequest]] = []
+
+    def goes_on(end: TraceRequest, number: int) -> bool:
+        return any(later.continues(end) and not later.continues(ordered[number])
+                   for later in ordered[number + 1:])
+
+    for number, request in enumerate(ordered):
+        known = [one for one in conversations if one[-1].prefix and request.kept(one[-1])]
+        joined = ([one for one in known if request.continues(one[-1])]
+                  or [one for one in known if not goes_on(one[-1], number)])
+        if joined:
+            max(joined, key=lambda one: request.kept(one[-1])).append(request)
+        else:
+            conversations.append([request])
+    return conversations
 
 
 def rebuild(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
-    """Find out which request continues which. Returns conversations, in the order of their arrival.
+    """Find out which request continues which, if nobody tells to which session a request belongs.
+    Returns conversations, in the order of their arrival.
 
     A request continues a conversation if it continues the latest request there. (A request that is
     not longer than that one with its reply repeats or edits the question; it does not answer the
@@ -318,6 +458,7 @@ KINDS = [
     Kind("UltraChat", {"data"}, ultrachat, has_text=True),
     Kind("LMSYS-Chat-1M", {"conversation"}, lmsys, has_text=True),
     Kind("Weka", {"requests"}, weka),
+    Kind("TraceLab", {"prefix_len", "round_idx"}, tracelab),
     Kind("Qwen-Bailian", {"chat_id", "parent_chat_id"}, bailian),
     Kind("Mooncake with sessions", {"session_id", "delay"}, sessions),
     Kind("Mooncake", {"hash_ids"}, mooncake),
@@ -346,10 +487,18 @@ def load(path: str, tokenizer: str) -> list[PlannedConversation]:
 
 
 def first_record(path: str) -> dict:
-    """The first line as JSON. An array is ShareGPT's; we do not parse it here."""
+    """The first line as JSON, or the names of a CSV file. An array is ShareGPT's; we do not parse
+    it here."""
     if is_array(path):
         return {"conversations": []}
-    return from_json(beginning(path).partition(b"\n")[0])
+    line = beginning(path).partition(b"\n")[0]
+    if b"," in line and not line.startswith(b"{"):
+        return dict.fromkeys(names_of(line.decode()))
+    return from_json(line)
+
+
+def names_of(header: str) -> list[str]:
+    return [name.strip(' "\r\n') for name in header.split(",")]
 
 
 def is_array(path: str) -> bool:
@@ -386,6 +535,21 @@ def json_lines(path: str, parse: Callable) -> Iterator:
         yield from parsed(path, "line", lines, lambda line: parse(from_json(line)))
 
 
+def csv_lines(path: str, parse: Callable) -> Iterator:
+    """parse(record) for each line of a CSV file, without the fields that are empty. ValueError:
+    names file and line."""
+    with naming(path), open(path, encoding="utf-8-sig", newline="") as file:
+        names = names_of(next(file, ""))
+        reader = csv.reader(file)
+        rows = [(reader.line_num + 1, row) for row in reader if row]
+
+    def record(row):
+        if len(row) > len(names):
+            raise ValueError(f"it has {len(row)} values, but the first line has {len(names)} names")
+        return parse({name: value for name, value in zip(names, row) if value.strip()})
+    yield from parsed(path, "line", rows, record)
+
+
 def json_array(path: str, parse: Callable) -> Iterator:
     """parse(record) for each item of the array in a file. ValueError: names file and item."""
     with naming(path), open(path, "rb") as file:
@@ -412,5 +576,5 @@ def naming(place: str):
         yield
     except KeyError as error:
         raise ValueError(f"cannot read {place}: the field {error} is missing") from error
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
         raise ValueError(f"cannot read {place}: {error!r}") from error

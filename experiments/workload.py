@@ -1,8 +1,9 @@
 """Conversations, and when their turns happen: the load of every experiment (paper §6.1, Table 2).
 
 An experiment needs no text. A planned turn is three numbers: the tokens that the user adds, the
-tokens that the model answers, and the seconds that the user thinks before. A planned conversation
-is a list of turns and the arrival time of the first one.
+tokens that the model answers, and the seconds that the user thinks before. A fourth number says how
+much of the context so far the turn keeps, if it does not keep all. A planned conversation is a list
+of turns and the arrival time of the first one.
 
     arrival          reply ends           reply ends
        | turn 1 ........| think | turn 2 ....| think | turn 3 ...
@@ -13,8 +14,8 @@ traces.py. `with_arrivals` adds the times:
     with_arrivals(synthetic("sharegpt", 1000, seed=0), request_rate=2.0, seed=0)
 
 Invariants: turns of one conversation never overlap, because the next turn comes `think_seconds`
-after the reply, however late the reply is; a turn's context is the sum of all tokens before it; the
-same seed gives the same load.
+after the reply, however late the reply is; a turn's context is what it keeps and its own tokens;
+the same seed gives the same load.
 """
 from bisect import bisect_left
 from itertools import accumulate, pairwise
@@ -27,21 +28,42 @@ class PlannedTurn(NamedTuple):
     input_tokens: int               # the new tokens only, without the history
     output_tokens: int
     think_seconds: float = 0.0      # from the end of the previous reply; 0 for the first turn
+    # How many tokens of the context so far it goes on from. None: all. With 100 tokens so far and
+    # keep 60, the turn *rewinds*: its first new token has position 60.
+    keep: int | None = None
 
     @property
     def tokens(self) -> int:
         return self.input_tokens + self.output_tokens
+
+    def kept(self, context: int) -> int:
+        """How many tokens it keeps of a context of that length."""
+        return context if self.keep is None else min(self.keep, context)
+
+
+class Piece(NamedTuple):
+    """A piece of text. Pieces of one id have the same tokens, and behind the same pieces."""
+    id: int
+    tokens: int
 
 
 class PlannedConversation(NamedTuple):
     name: str
     turns: list[PlannedTurn]
     arrival: float = 0.0            # of the first turn, in seconds from the start of the experiment
+    begins: tuple[Piece, ...] = ()  # the first prompt begins like that of another conversation
+
+    @property
+    def contexts(self) -> list[int]:
+        """The length of the context at the end of each reply."""
+        ends = accumulate(self.turns, lambda context, turn: turn.kept(context) + turn.tokens,
+                          initial=0)
+        return list(ends)[1:]
 
     @property
     def tokens(self) -> int:
-        """Length of the context at the end of the last reply."""
-        return sum(turn.tokens for turn in self.turns)
+        """Length of the longest context."""
+        return max(self.contexts)
 
 
 def numbered(turn_lists: Iterable[list[PlannedTurn]]) -> Iterator[PlannedConversation]:
@@ -61,14 +83,13 @@ def cut_to_context(conversations: Iterable[PlannedConversation],
                    limit: int) -> Iterator[PlannedConversation]:
     """End each conversation before its context would grow above `limit` tokens.
 
-    The turn that does not fit is lost, and so are all later turns, which build on it. With
+    The first turn that does not fit is lost, and so are all later turns. With
     limit 100, turns of 60, 30 and 20 tokens become turns of 60 and 30. A conversation whose
     first turn is too long disappears.
     """
     for conversation in conversations:
-        contexts = accumulate(turn.tokens for turn in conversation.turns)
-        turns = [turn for turn, context in zip(conversation.turns, contexts) if context <= limit]
-        if turns:
+        fits = [context <= limit for context in conversation.contexts] + [False]
+        if turns := conversation.turns[:fits.index(False)]:
             yield conversation._replace(turns=turns)
 
 
@@ -106,11 +127,12 @@ def with_arrivals(conversations: Iterable[PlannedConversation], request_rate: fl
     mean_turns = sum(len(conversation.turns) for conversation in conversations) / len(conversations)
     gaps = rng.exponential(mean_turns / request_rate, len(conversations))       # [conversations]
     arrived = []
-    for (name, turns, _), arrival in zip(conversations, np.cumsum(gaps).tolist()):
+    for conversation, arrival in zip(conversations, np.cumsum(gaps).tolist()):
+        turns = conversation.turns
         if think:
             turns = turns[:1] + [turn._replace(think_seconds=think(rng, previous.output_tokens))
                                  for previous, turn in pairwise(turns)]
-        arrived.append(PlannedConversation(name, turns, arrival))
+        arrived.append(conversation._replace(turns=turns, arrival=arrival))
     return arrived
 
 
@@ -123,13 +145,15 @@ def under_way(conversations: Iterable[PlannedConversation],
     tokens there. (We do not know how long the replies take, and count think times only.)
     Turns of 10 tokens at 0, 50 and 90 s, and begin 60: one turn is left, at 30 s, with
     20 tokens more in its prompt."""
-    for name, turns, arrival in conversations:
-        times = list(accumulate((turn.think_seconds for turn in turns[1:]), initial=arrival))
+    for conversation in conversations:
+        turns, begins = conversation.turns, conversation.arrival
+        times = list(accumulate((turn.think_seconds for turn in turns[1:]), initial=begins))
         first = bisect_left(times, begin)
         if first < len(turns):
-            said = sum(turn.tokens for turn in turns[:first])
-            prompt = PlannedTurn(said + turns[first].input_tokens, turns[first].output_tokens)
-            yield PlannedConversation(name, [prompt, *turns[first + 1:]], times[first] - begin)
+            context = conversation.contexts[first]
+            prompt = PlannedTurn(context - turns[first].output_tokens, turns[first].output_tokens)
+            yield conversation._replace(turns=[prompt, *turns[first + 1:]],
+                                        arrival=times[first] - begin)
 
 
 # ---- synthetic conversations
@@ -177,6 +201,8 @@ SHAPES = {
     # arXiv 2312.05516
     "sharegpt-draft": Shape(7.58, 31.26, 180.44, 2_048, turn_sigma=0.3, least_turns=5),
     "lmsys-draft": Shape(7.73, 22.49, 100.67, 2_048, turn_sigma=0.3, least_turns=5),
+    # Its Figure 9 has no means: these are of the conversations of "sharegpt" with 5 turns or more.
+    "sharegpt-draft-long": Shape(12.5, 37.4, 205.0, 16_384, least_turns=5),
 }
 
 

@@ -31,7 +31,7 @@ import pytest
 from _pytest.config import default_plugins
 
 TESTS = Path(__file__).resolve().parent / "tests"
-TIME_LIMIT = 60             # seconds of a process; conftest.py limits each test's CPU time
+TIME_LIMIT = 60             # seconds of a test's process; conftest.py limits its CPU time
 LARGEST_REPORT = 10 ** 8    # bytes
 FLAGS = "-c", "check.ini", "-p", "no:unraisableexception"      # that plugin takes half of the time
 LINES, COLUMNS = 4, 160     # of a message, after its first line

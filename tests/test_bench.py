@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import time
+from contextlib import closing
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from engine import Engine
 from eviction import POLICIES, RecomputeCost
 from experiments import curves, fleet, memory as memory_file, run
 from experiments.policies import EXPERIMENTS
+from experiments.simulator import OPERATORS
 from experiments.workload import PlannedConversation, PlannedTurn
 
 COST = RecomputeCost({32: 1e-3, 1024: 4e-3}, rest=1e-3)
@@ -45,6 +47,46 @@ def test_drive_serves_every_turn_at_its_time(system):
     assert row["prompt_tokens_new"] == sum(5 + n + 4 + 1 + 7 + 1 for n in range(4))
     assert (row["gpu_hit_rate"] + row["cpu_hit_rate"] == 0) == (system == "stateless")
     assert row["computed_tokens"] == row["prompt_tokens_recomputed"] + row["prompt_tokens_new"] + 4 * 13
+
+
+def rewinding(*keeps):
+    """A conversation whose turns keep so many tokens; each adds 30 and 10."""
+    return [PlannedTurn(30, 10, 0.01, keep) for keep in keeps]
+
+
+@pytest.mark.parametrize("flags", [
+    dict(gpu_cache_tokens=512), dict(gpu_cache_tokens=136, cpu_cache_tokens=32), run.STATELESS,
+    dict(gpu_cache_tokens=136, cpu_cache_tokens=32, policy=EXPERIMENTS["oracle"])])
+def test_a_turn_that_rewinds_finds_what_it_keeps(flags):
+    """What it keeps has had KV; of a whole context the last token has not."""
+    users = [PlannedConversation(name, rewinding(None, None, 50, None, 0, 39), 0.01 * n)
+             for n, name in enumerate("ab")]
+    flags = dict(cpu_cache_tokens=256, chunk_size=8, debug=True) | flags
+    with closing(Engine("tiny_chat", cost=COST, **flags)) as engine:
+        foresee = getattr(engine.cache.policy, "foresee", None)
+        served = run.drive(engine, users, seed=0, foresee=foresee)
+    usages = [turn.usage for turn in served]
+    assert sorted(usage["prompt_tokens"] for usage in usages) == sorted(2 * [30, 70, 80, 120, 30, 69])
+    attainable = sorted(usage["prompt_tokens"] - usage["new"] for usage in usages)
+    assert attainable == sorted(2 * [0, 39, 50, 89, 0, 39])
+    hits = sum(usage["gpu"] + usage["cpu"] for usage in usages)
+    if "policy" in flags or flags.get("gpu_cache_tokens") == 136:
+        assert 0 < hits < sum(attainable)
+    else:
+        assert hits == (0 if flags.get("stateless") else sum(attainable))
+
+
+def test_a_branch_that_was_left_is_evicted_and_then_forgotten():
+    """Nobody tells the engine that no user returns to a branch. Each turn rewinds by 31 tokens."""
+    users = [PlannedConversation("a", rewinding(None, *[9] * 20))]
+    flags = dict(gpu_cache_tokens=112, cpu_cache_tokens=64, chunk_size=8, debug=True)
+    with closing(Engine("tiny_chat", cost=COST, **flags)) as engine:
+        held, cache = [], engine.cache
+        engine.watchers.append(lambda batch: held.append(len(cache.conversations)))
+        run.drive(engine, users, seed=0)
+        assert cache.conversations["a@20"].chunks[0].users[-1].name == "a@20"
+        assert "a@19" in cache.conversations and "a@1" not in cache.conversations
+    assert 3 <= max(held) <= 8          # 22 slots and places hold no more chunks of old branches
 
 
 def test_the_workload_repeats_and_fits():
@@ -85,7 +127,28 @@ def test_the_default_figure_is_measured(tmp_path, monkeypatch, capsys):
     assert fields <= figure["rows"][0].keys()
     assert all(ratio["how"] == "measured" and ratio["ours"] > 0 for ratio in figure["ratios"])
     assert not any("cpu_gb" in row for row in figure["rows"])           # this machine's tier has another size
-    assert "pensieve" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "pensieve" in printed and "turn by turn" in printed and "p95_ttft_ms" in printed
+    for row in figure["rows"]:
+        assert [(each["turn"], each["turns"]) for each in row["by_turn"]] == [("1", 4), ("2", 4), ("3", 4)]
+        recomputed = sum(each["turns"] * each["recomputed_tokens"] for each in row["by_turn"])
+        assert recomputed == pytest.approx(row["recomputed_tokens"])
+    stateless, *_, pensieve = (row["by_turn"] for row in figure["rows"])
+    assert not any(each["hit_rate"] for each in stateless) and pensieve[2]["hit_rate"] > 0.5
+
+
+def test_turns_are_grouped_by_their_number():
+    """Turn n of 20 takes n seconds to its first token, and finds half of 10 n tokens."""
+    def turn(number, ended):
+        usage = dict(gpu=2 * number, cpu=3 * number, recomputed=number, new=4 * number)
+        return run.Served(1.0, 1.0 + number, ended, 5, usage, turn=number)
+    served = [turn(number, 50.0) for number in range(20, 0, -1)] + [turn(1, 10.0)]
+    rows = run.by_turn(served, begin=10.0)
+    assert [(row["turn"], row["turns"]) for row in rows] == [
+        ("1", 1), ("2", 1), ("3", 1), ("4", 1), ("5-8", 4), ("9-16", 8), ("17-32", 4)]
+    assert all(row["hit_rate"] == 0.5 for row in rows)
+    assert [row["recomputed_tokens"] for row in rows] == [1, 2, 3, 4, 6.5, 12.5, 18.5]
+    assert rows[4]["median_ttft_ms"] == 6500 and rows[4]["p95_ttft_ms"] == pytest.approx(7850)
 
 
 def test_the_draft_has_a_rule_of_its_own_for_thinking(tmp_path, monkeypatch):
@@ -99,7 +162,7 @@ def test_the_draft_has_a_rule_of_its_own_for_thinking(tmp_path, monkeypatch):
 def test_a_latency_figure_is_simulated_and_repeats(tmp_path, monkeypatch):
     command = "fig15 --simulate --rates 0.5,1 --seconds 60 --seed 7"
     figure = run_bench(tmp_path, monkeypatch, command)
-    assert len(figure["rows"]) == 4 * 3 * 2 and len(figure["ratios"]) == 4 * 2      # panels x systems x rates
+    assert len(figure["rows"]) == 8 * 3 * 2 and len(figure["ratios"]) == 8 * 2      # panels x systems x rates
     fields = {"system", "model", "dataset", "request_rate", "throughput", "normalized_latency_ms"}
     assert fields <= figure["rows"][0].keys()
     assert all(ratio["how"] == "simulated" for ratio in figure["ratios"])
@@ -122,7 +185,7 @@ def test_pensieve_beside_itself_with_hints(tmp_path, monkeypatch):
     assert figure["ratios"][0]["ours"] == hinted["mean_ttft_ms"] / without["mean_ttft_ms"]
 
 
-def test_policies_on_a_trace(tmp_path, monkeypatch):
+def test_policies_on_a_trace(tmp_path, monkeypatch, capsys):
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(record) + "\n" for record in TRACE))
     figure = run_bench(tmp_path, monkeypatch, f"fig14 --simulate --trace {trace} --gpu-cache-tokens 2048 "
@@ -140,6 +203,8 @@ def test_policies_on_a_trace(tmp_path, monkeypatch):
         assert (row["recomputed_seconds"] > 0) == (row["recomputed_tokens"] > 0)
         assert row["hits_of_attainable"] == pytest.approx(1 - row["recomputed_tokens"] / seen)
     assert rows["lru"]["recomputed_tokens"] > 0
+    assert [each["turn"] for each in rows["lru"]["by_turn"]] == ["1", "2", "3"]
+    assert "turn by turn" in capsys.readouterr().out
 
 
 def test_progress_bars_name_what_they_count(tmp_path, monkeypatch):
@@ -162,6 +227,15 @@ def test_costs_of_a_model(tmp_path, monkeypatch, name):
     first = [row["seconds"] for row in rows if row["system"] == rows[0]["system"]]
     # Prefill rises with the history, attention with the context.
     assert first == sorted(first) and first[-1] > 2 * first[0]
+
+
+def test_a_chunk_alone_pays_for_reading_all_weights(tmp_path, monkeypatch):
+    for how, paid in (("--simulate", 21.6e-3), ("--device cpu", None)):
+        figure = run_bench(tmp_path, monkeypatch, f"fig4 {how}")
+        attention, alone = ([row["seconds"] for row in figure["rows"] if row["system"] == system]
+                            for system in ("attention", "all else, alone"))
+        assert len(set(alone)) == 1 and alone[0] == pytest.approx(paid or alone[0], rel=1e-2)
+        assert figure["ratios"][1]["ours"] == attention[-1] / alone[0]
 
 
 def test_a_single_user_waits_turn_by_turn(tmp_path, monkeypatch):
@@ -233,14 +307,35 @@ def test_ratios_stand_beside_the_papers(monkeypatch):
     """A system with a number here serves so many turns per second, the others serve one."""
     served = {"vllm then": 2.0, "stateless, fused": 2.5, "pensieve": 3.0}
     monkeypatch.setattr(curves, "play_curve", lambda task: [
-        dict(system=task[1], throughput=served.get(task[1], 1.0), normalized_latency_ms=1.0)])
+        dict(system=task[1], throughput=served.get(task[1], 1.0), normalized_latency_ms=1.0,
+             p90_normalized_latency_ms=1.0)])
 
     def papers(figure):
         ratios = bench.FIGURES[figure].run(bench.parse_flags([figure, "--simulate", "--jobs", "1"])).ratios
         return [(ratio["paper"], ratio["ours"]) for ratio in ratios if ratio["paper"] or ratio["ours"] == 1.2]
-    assert papers("fig10") == [(1.36, 1.5), (1.14, 1.2), (1.70, 1.5), (1.58, 1.2),
-                               (1.17, 1.5), (1.14, 1.2), (1.58, 1.5), (1.47, 1.2)]
-    assert papers("fig11") == [(2.04, 1.5), (None, 1.2), (3.0, 1.5), (None, 1.2)]
+    llama = [(1.70, 1.5), (1.58, 1.2)], [(1.58, 1.5), (1.47, 1.2)]
+    # Ours, and then the Llama panels with their kernels.
+    assert papers("fig10") == [(1.36, 1.5), (1.14, 1.2), *llama[0], (1.17, 1.5), (1.14, 1.2), *llama[1],
+                               *llama[0], *llama[1]]
+    assert papers("fig11") == [(2.04, 1.5), (1.64, 1.2), (3.0, 1.5), (2.47, 1.2), (3.0, 1.5), (2.47, 1.2)]
+    served.update(draft=3.0)
+    assert papers("draft") == [(1.51, 1.5), (1.65, 1.5), (1.84, 1.5), (1.95, 1.5)]
+
+
+def test_their_kernels_are_played_only_where_heads_share_k_and_v():
+    for name, sharing in (("fig10", 2), ("fig11", 1), ("fig13", 1), ("fig15", 4)):
+        theirs = [panel for panel in bench.FIGURES[name].run.args[1] if panel.per_query_head]
+        assert len(theirs) == sharing
+        assert all(panel.model.startswith("llama") for panel in theirs)
+        assert all(str(panel).endswith("their kernels") for panel in theirs)
+    options = bench.parse_flags(["fig10", "--simulate"])
+    users = [PlannedConversation("", [PlannedTurn(9, 9)])]
+    for system, operators in (("vllm then", "eager"), ("stateless, fused", "fused")):
+        for panel in theirs[0], theirs[0]._replace(per_query_head=False):
+            engine = run.build(run.SYSTEMS[system], panel, users, options)
+            assert engine.worker.operators == OPERATORS[operators]._replace(
+                per_query_head=panel.per_query_head)
+            engine.close()
 
 
 def test_figures_have_the_papers_models_and_measures():
@@ -264,6 +359,8 @@ def test_policies_are_compared_in_seconds_beside_three_sizes_of_the_cpu_tier(mon
         load = f"at 2.5/s, {size} GB"
         assert ours[f"{load}: seconds of recomputation, retention / lru"] == 0.8
         assert ours[f"{load}: share of the gap from lru to oracle that retention closes"] == 0.25
+        for pair in ("retention / lru", "literal idleness / literal lru"):
+            assert ours[f"{load}: recomputed tokens, {pair} (paper: at best)"] == 1
     assert figure.seeds == 5 and "hits_of_attainable" in figure.columns
 
 
@@ -428,6 +525,14 @@ def test_a_trace_with_times_has_a_load_of_its_own(tmp_path, monkeypatch, capsys,
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(record) + "\n" for record in TRACE))
     test_bad_input_gets_one_line_and_exit_2(monkeypatch, capsys, [*flags, "--trace", str(trace)], message)
+
+
+def test_a_fleet_does_not_rewind(tmp_path, monkeypatch, capsys):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("session_id,round_idx,prefix_len,input_len,output_len,tool_wait_after_ms\n"
+                     "a,0,0,90,10,5\na,1,50,90,10,5\n")
+    flags = ["fleet", "--simulate", "--jobs", "1", "--rates", "1", "--trace", str(trace)]
+    test_bad_input_gets_one_line_and_exit_2(monkeypatch, capsys, flags, "does not play: name another figure")
 
 
 def test_a_measured_trace_is_played_by_the_embedded_model(tmp_path):

@@ -112,9 +112,18 @@ def test_the_oracle_prefers_to_evict_who_returns_last():
     assert index.cheapest(10.0).chunk is chunks[1]
 
 
+def test_to_the_oracle_a_chunk_that_the_next_turn_does_not_keep_is_worth_nothing():
+    policy, rewinds = Oracle(COST, 32), SimpleNamespace(name="rewinds")
+    policy.foresee("rewinds", 5.0, keep=70)
+    worths = [policy.value(policy.key(rewinds, index), 5.0) for index in range(4)]
+    assert 0 < worths[0] <= worths[1] and worths[2:] == [0, 0]          # chunk 2 ends at 96
+    policy.foresee("rewinds", 5.0)
+    assert all(policy.value(policy.key(rewinds, index), 5.0) for index in range(4))
+
+
 # ---- VictimIndex.cheapest
 
-OF_SIXTEEN = SimpleNamespace(chunks=range(16))          # a conversation, as far as a key may look
+OF_SIXTEEN = SimpleNamespace(chunks=range(16), name="c")          # a conversation, as far as a key may look
 
 class Chunk:
     """Number `index` of a conversation with that order."""

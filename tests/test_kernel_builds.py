@@ -49,11 +49,16 @@ def build(capability, function, dtype="bf16", warps=4, stages=3, **constants):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
+def dump(what, compiled, folder):
+    """What NVIDIA's cuobjdump tells of a build."""
+    (folder / "cubin").write_bytes(compiled.asm["cubin"])
+    return subprocess.run([triton.knobs.nvidia.cuobjdump.path, what, folder / "cubin"],
+                          capture_output=True, text=True, check=True).stdout
+
+
 def sass(compiled, folder):
     """What the GPU will run; no register spilled."""
-    (folder / "cubin").write_bytes(compiled.asm["cubin"])
-    code = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-sass", folder / "cubin"],
-                          capture_output=True, text=True, check=True).stdout
+    code = dump("-sass", compiled, folder)
     assert not re.search(r"\b(STL|LDL)\b", code)
     return code
 
@@ -66,9 +71,7 @@ class Usage(NamedTuple):
 
 
 def usage(capability, compiled, folder):
-    (folder / "cubin").write_bytes(compiled.asm["cubin"])
-    report = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-res-usage", folder / "cubin"],
-                            capture_output=True, text=True, check=True).stdout
+    report = dump("-res-usage", compiled, folder)
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", report).groups())
     shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
     by_registers = 65536 // (-(-registers // 8) * 8 * 32 * warps)       # in eights, for 32 threads a warp

@@ -20,6 +20,7 @@ WRONG = sorted((ROOT / "tests" / "wrong_solutions").glob("*.txt"))
 sys.path.append(str(ROOT / "labs"))
 import grader  # noqa: E402
 import lab  # noqa: E402
+import grading  # noqa: E402  (lab.py says where it is)
 
 grader.preload("torch")         # before any process starts: all labs share what is preloaded
 every_lab = pytest.mark.parametrize("number", lab.LABS)
@@ -277,6 +278,18 @@ def check_starter(number, results):
     assert results["score"] == 0 and sum(test["max_score"] for test in results["tests"]) == 100
     for test in results["tests"]:
         assert re.search(rf"NotImplementedError.*lab {number}: ", test["output"]), test
+
+
+def test_a_build_is_compared_in_every_figure():
+    """Each figure alone, worse by one; more registers or shared memory alone cost nothing."""
+    signs = {name: sign for name, sign, _ in grading.FIGURES}
+    expected = dict.fromkeys([*signs, "registers", "shared KB"], 5)
+    for name, sign, cause in grading.FIGURES:
+        worse, better = expected | {name: 5 - sign}, expected | {name: 5 + sign}
+        assert grading.kernel(expected, worse)[0].splitlines()[0] == cause
+        assert grading.kernel(expected, better)[0] is None
+    problem, table = grading.kernel(expected, expected | {"registers": 9, "shared KB": 9})
+    assert problem is None and [line.split()[0] for line in table.splitlines()[1:]] == ["reference", "yours"]
 
 
 def test_a_submission_is_graded_as_gradescope_does_it(starters, tmp_path):

@@ -1,6 +1,7 @@
 """The measuring code: rivals compute the same attention as we do, and figures follow from the
 times."""
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,9 +77,21 @@ def test_swap_figures():
         parameter.zero_()
     worker = Worker(model, 512, 8, microbench.CHUNK, 3, 256)
     slots = torch.randperm(512).tolist()
-    microbench.one_way(bench, "tiny", worker.pool, slots, 4)
+    microbench.copies(bench, "tiny", worker.pool, slots, 4)
     microbench.overlap(bench, "tiny", worker, slots, batch=2, context=64, chunks=4, prompt=9, seed=0)
     check((bench.rows, bench.ratios))
+    taken = {row["system"]: row["seconds"] for row in bench.rows}
+    both, = (ratio["ours"] for ratio in bench.ratios if ratio["name"].startswith("both ways"))
+    assert both == taken["both ways"] / (taken["swap in"] + taken["swap out"])
+
+
+def test_a_copy_out_starts_before_the_copies_in_that_overlap_it():
+    """The other way round it would wait for them."""
+    calls = []
+    pool = SimpleNamespace(flights=[], swap_in=lambda tickets: calls.append(("in", tickets)),
+                           swap_out=lambda tickets: calls.append(("out", tickets)))
+    microbench.copying(pool, swap_in=[1], swap_out=[2])(0)
+    assert calls == [("out", [2]), ("in", [1])]
 
 
 def test_time_steps_times_prompts_and_decodes():

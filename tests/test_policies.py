@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from eviction import POLICIES, LeastRecentlyUsed, RecomputeCost, RetentionValue
-from experiments.policies import ExpectedCost, ReuseByCategory, TailOptimized
+from experiments.policies import (ExpectedCost, LiteralIdleness, LiteralLRU, ReuseByCategory,
+                                  TailOptimized)
 from experiments.run import watch_recomputation
 import fakes
 from fakes import World, answer
@@ -52,6 +53,14 @@ def test_a_category_returns_with_its_own_chance():
     assert once == pytest.approx(1 / (1 + 3 * math.e), rel=0.05)        # odds of 1 / e : 3
     assert twice == pytest.approx(3 / (3 + math.e), rel=0.05)           # 3 / e : 1
     assert policy.value(1, 60.0) == pytest.approx(once * (1 - math.exp(-5)), rel=0.05)
+
+
+def test_the_papers_letter_does_not_know_who_waits():
+    waits = SimpleNamespace(last_active=5.0, waiting=True)
+    for kind, known in ((LiteralIdleness, RetentionValue), (LiteralLRU, LeastRecentlyUsed)):
+        policy = kind(COST, 32)
+        assert policy.idle(9.0, policy.last_needed(waits)) == 4.0
+        assert policy.value(3, 4.0) == known(COST, 32).value(3, 4.0)
 
 
 def test_expected_cost_is_the_rate_of_return_times_the_cost():

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 import bench
 from serving.sessions import Sessions
 from experiments import chats, run
-from experiments.remote import WORDS, RemoteEngine
+from experiments.remote import WORDS, RemoteEngine, Said, beginning, joined
 from clients import serving
 from experiments.workload import PlannedConversation, PlannedTurn
 from scheduler import SOURCES
@@ -40,6 +40,30 @@ def test_every_turn_is_served_and_counted(server, stateful):
     assert sum(turn.usage["gpu"] > 0 for turn in served) == 6       # and find them in the cache
 
 
+@pytest.mark.parametrize("stateful", [False, True])
+def test_who_rewinds_sends_a_shorter_history(server, stateful):
+    """It keeps nothing, a part of the prompt, a part of the reply, all."""
+    engine, contexts = RemoteEngine(server.url, "secret", stateful=stateful), []
+    for keep in (0, 12, 33, 36, None):
+        turns = [PlannedTurn(30, 6), PlannedTurn(30, 6, 0.01, keep)]
+        _, second = run.drive(engine, [PlannedConversation(f"keep {keep}", turns)], seed=0)
+        contexts.append(second.usage["prompt_tokens"])
+    nothing, of_prompt, of_reply, all_36, everything = contexts
+    assert nothing < of_prompt < of_reply and all_36 == everything > of_prompt
+
+
+def test_the_beginning_of_a_history():
+    history = [Said(dict(role=role, content=10 * letter), 5, response)
+               for role, letter, response in (("user", "a", None), ("assistant", "b", "r1"),
+                                              ("user", "c", None), ("assistant", "d", "r2"))]
+    for keep in (0, 5, 10, 15, 20, 99):
+        assert beginning(history, keep) == history[:keep // 5]
+    *whole, cut = beginning(history, 18)
+    assert whole == history[:3] and cut == Said(dict(role="assistant", content="d" * 6), 3)
+    said = joined(*beginning(history, 2), Said(dict(role="user", content="e"), 4))
+    assert said == Said(dict(role="user", content="aaaa e"), 6)
+
+
 def test_the_figure_has_the_names_that_others_use(server, tmp_path, monkeypatch, capsys):
     path = tmp_path / "figure.json"
     monkeypatch.setattr(run, "many_turns", lambda limit, rate, think, seed: USERS)
@@ -50,6 +74,9 @@ def test_the_figure_has_the_names_that_others_use(server, tmp_path, monkeypatch,
     assert [row["system"] for row in rows] == ["resend", "stateful"]
     assert {"request_throughput", "output_throughput", "total_token_throughput", "mean_ttft_ms",
             "median_tpot_ms", "p99_e2el_ms"} <= rows[0].keys()
+    assert [each["turn"] for each in rows[1]["by_turn"]] == ["1", "2", "3"]
+    printed = capsys.readouterr().out
+    assert printed.count("p95_ttft_ms") == 1 and "turn by turn" in printed and "by_turn" not in printed
 
 
 @pytest.mark.parametrize("flags", [[], ["--server-pid", str(os.getpid())]])
@@ -196,6 +223,31 @@ def test_thoughts_are_tokens_but_no_part_of_the_reply(name):
     assert turn.text == "answer" and len(turn.times) == 3
     assert bodies[-1]["temperature"] == 0 and bodies[-1]["ignore_eos"]
     assert [message["content"] for message in bodies[-1]["messages"]][1::2] == ["answer"]
+
+
+def test_a_stateful_client_goes_back_to_a_whole_reply():
+    """It keeps two thirds of the second prompt, then the first prompt, then half of its reply."""
+    def answer(body):
+        text = body["input"] if isinstance(body["input"], str) else "of several"
+        usage = dict(input_tokens=3 + len(text.split()), output_tokens=2)
+        completed = dict(id=f"r{len(bodies)}", usage=usage)
+        return in_lines([dict(type="response.output_text.delta", delta="answer"),
+                         dict(type="response.completed", response=completed)])
+    bodies = []
+    with writing(answer, bodies) as url:
+        engine = RemoteEngine(url, stateful=True)
+        users = [PlannedConversation("c", [PlannedTurn(3, 2), PlannedTurn(3, 2),
+                                           PlannedTurn(3, 2, keep=7), PlannedTurn(3, 2, keep=3),
+                                           PlannedTurn(3, 2, keep=7)])]
+        run.drive(engine, users, seed=0)
+        assert not engine.histories.keys() - {"c@4"}        # nobody returns to the others
+    first, second, third, fourth, fifth = bodies[-5:]
+    assert [body["previous_response_id"] for body in bodies[-5:]] == [None, "r3", "r3", None, None]
+    assert third["input"].startswith(second["input"][:round(len(second["input"]) * 2 / 3)] + " ")
+    assert len(third["input"].split()) >= 4
+    assert fourth["input"].startswith(first["input"] + " ")
+    prompt, reply, _ = fifth["input"]
+    assert prompt["content"] == fourth["input"] and reply == dict(role="assistant", content="ans")
 
 
 def test_thoughts_of_responses_are_tokens_too():

@@ -28,7 +28,7 @@ def test_fork_shares_full_chunks_and_the_child_copies_its_own_tail():
     cache = make()
     a = idle(cache, "a", 14)
     b = cache.fork(a, "b", a.tokens[:11])                       # a[8:11) is part of a chunk: copied later
-    assert b.chunks == a.chunks[:2] and b.sources() == (8, 0) and b.known == 10
+    assert b.chunks == a.chunks[:2] and b.sources() == (8, 0) and b.known == 11
     assert len(cache.free_slots) == 32 - 14
     assert [chunk.users for chunk in a.chunks] == [(a, b), (a, b), (a,), (a,)]
     assert (a.held, b.held) == (14, 8)

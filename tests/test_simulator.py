@@ -1,6 +1,6 @@
 """The simulated worker: its arithmetic by hand, its pipeline against a simulation of single layers, and the
 decisions of an engine on it against those of an engine on a real worker."""
-from itertools import count
+from itertools import count, groupby
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +11,7 @@ from eviction import RecomputeCost
 from kv_cache import Chunk, Ticket
 from checkpoint import PRESETS
 from scheduler import Batch, Span
-from experiments.run import drive
+from experiments.run import batch_by_request, drive
 from experiments.simulator import (HARDWARE, OPERATORS, Hardware, Operators, SimulatedWorker, VirtualClock,
                                    kv_token_bytes)
 from experiments.workload import PlannedConversation, PlannedTurn
@@ -57,6 +57,16 @@ def test_a_decode_is_bound_by_memory_and_a_prefill_by_flops():
     slow = worker(ROUND._replace(flops=1e6))
     # The queries at 2, 3 and 4 see 3, 4 and 5 positions.
     assert slow.attention_seconds(3, 5) == pytest.approx(4 * 2 * 4 * 8 * (3 + 4 + 5) / 1e6)
+
+
+def test_their_attention_reads_k_and_v_for_each_query_head():
+    """Two query heads share K and V. A prefill is bound by its products with either kernel."""
+    slow = ROUND._replace(flops=1e6)
+    ours, theirs = worker(), worker(operators=IDEAL._replace(per_query_head=True))
+    assert theirs.attention_seconds(1, 1000) == pytest.approx(2 * ours.attention_seconds(1, 1000))
+    assert theirs.copy_seconds([ticket("in")]) == ours.copy_seconds([ticket("in")])
+    assert (worker(slow, IDEAL._replace(per_query_head=True)).attention_seconds(9, 9)
+            == worker(slow).attention_seconds(9, 9))
 
 
 def test_a_batch_pays_for_every_span_and_moves_the_clock():
@@ -166,6 +176,23 @@ def test_copies_begin_while_nobody_waits_for_a_reply():
              PlannedConversation("b", [PlannedTurn(12, 2)], 100.0)]
     _, b = drive(engine, users, seed=0, sleep=sim.clock.sleep)
     assert b.first_token - b.due < 512e-6
+
+
+@pytest.mark.parametrize("requests, batches", [
+    (dict(a=(22, 3, 0), b=(22, 6, 0), c=(4, 2, 1), d=(4, 2, 1)), "ab b cd"),  # c, d come while a and b run
+    (dict(a=(20, 9, 0), b=(20, 2, 0), c=(20, 2, 0)), "ab a c")])              # two of three fit
+def test_whole_requests_are_batched(requests, batches):
+    """Nobody joins a batch before its last reply has ended. A request: prompt, reply, arrival."""
+    sim = SimulatedWorker(SHAPE, ROUND, IDEAL._replace(per_step=1.0), VirtualClock(), 64, 8, 64, chunk_size=4)
+    engine = Engine(worker=sim, clock=sim.clock, chunk_size=4, stateless=True)
+    batch_by_request(engine.scheduler)
+    seen = []
+    engine.watchers.append(lambda batch: seen.append(
+        "".join(sorted(span.request.conversation.name for span in batch.spans))))
+    users = [PlannedConversation(name, [PlannedTurn(prompt, reply)], arrival)
+             for name, (prompt, reply, arrival) in requests.items()]
+    drive(engine, users, seed=0, sleep=sim.clock.sleep)
+    assert [names for names, _ in groupby(seen) if names] == batches.split()
 
 
 @pytest.mark.parametrize("warm, recomputed", [(0.0, 36), (5.0, 0)])

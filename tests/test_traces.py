@@ -1,15 +1,21 @@
 """Formats by hand, Mooncake's conversations by writing a trace and reading it back."""
 import json
 import math
-from itertools import accumulate
+import random
+from contextlib import closing
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from checkpoint import find_checkpoint
-from experiments.traces import bailian, lmsys, load, mooncake, sessions, sharegpt, ultrachat, weka
-from experiments.workload import PlannedConversation, PlannedTurn, with_arrivals
+from checkpoint import PRESETS, find_checkpoint
+from engine import Engine
+from experiments.run import drive, summary
+from experiments.simulator import HARDWARE, OPERATORS, SimulatedWorker, VirtualClock
+from experiments.traces import (bailian, lmsys, load, mooncake, sessions, sharegpt, tracelab,
+                                ultrachat, weka)
+from experiments.workload import Piece, PlannedConversation, PlannedTurn, with_arrivals
 from serving.tokenizer import load_tokenizer
 
 TRACE = Path(__file__).parents[2] / "shared" / "data" / "mooncake_synthetic_trace.jsonl"
@@ -37,7 +43,7 @@ def request(timestamp, input_length, output_length, *hash_ids):
                 hash_ids=list(hash_ids))
 
 
-turn = st.builds(PlannedTurn, st.integers(1, 300), st.integers(1, 300))
+turn = st.builds(PlannedTurn, st.integers(1, 300), st.integers(1, 300), keep=st.none())
 turn_lists = st.lists(turn, min_size=1, max_size=8)
 
 
@@ -120,7 +126,7 @@ def test_mooncake_questions_about_one_document_are_separate(tmp_path):
 def trace_of(conversations, system_prompt):
     """The requests that Mooncake would have recorded: an id for each 512 tokens, by content up to there."""
     ids = {}
-    for owner, (_, turns, arrival) in enumerate(conversations):
+    for owner, (_, turns, arrival, _) in enumerate(conversations):
         context, time = system_prompt, arrival
         for turn in turns:
             prompt, time = context + turn.input_tokens, time + turn.think_seconds
@@ -214,6 +220,165 @@ def test_a_timestamp_counts_from_the_previous_turn_even_if_that_one_had_a_delay(
     assert sessions(path) == [planned("a", (300, 40), (150, 20, 3.0), (50, 5, 2.0), arrival=2.0)]
 
 
+def test_sessions_share_the_full_pieces_with_which_they_begin(tmp_path):
+    """a and b share 1,024 tokens, c and d 512. The last piece of e is not full; f tells nothing."""
+    path = write(tmp_path / "s.jsonl", *(
+        in_session(name, prompt, 9, timestamp=0, hash_ids=ids) for name, prompt, ids in (
+            ("a", 1600, [5, 6, 7, 8]), ("b", 1100, [5, 6, 9]), ("c", 600, [3, 4]), ("d", 512, [3]),
+            ("e", 1023, [5, 6]))), in_session("f", 600, 9), in_session("a", 600, 9, delay=0, hash_ids=[3]))
+    begins = {one.name: one.begins for one in sessions(path)}
+    one, two, three = begins["a"][:1], begins["a"][1:], begins["c"]
+    assert begins == dict(a=one + two, b=one + two, c=three, d=three, e=one, f=())
+    assert len({*one, *two, *three}) == 3 and {piece.tokens for piece in one + two + three} == {512}
+
+
+# --- TraceLab ---
+
+COLUMNS = "session_id,arrival_time,round_idx,prefix_len,input_len,output_len,tool_wait_after_ms"
+
+
+def csv_of(path, *lines, columns=COLUMNS):
+    path.write_text("\n".join([columns, *lines]) + "\n")
+    return path
+
+
+def test_tracelab(tmp_path):
+    path = csv_of(tmp_path / "t.csv", "b,2000,0,0,40,5,0", "a,,1,160,20,10,1500", "a,500,0,100,50,10,250",
+                  "", "a,,2,155,9,10,", "a,,3,900,9,10,0", columns=COLUMNS.replace("t_len", "t_len "))
+    with pytest.raises(ValueError, match="t.csv, line 6: the field 'tool_wait_after_ms' is missing"):
+        tracelab(path)
+    path.write_text("\ufeff" + path.read_text().replace("155,9,10,", "155,9,10,0.0"), "utf-8")
+    assert load(path, "none") == tracelab(path) == [
+        planned("b", (40, 5), arrival=2.0),
+        planned("a", (150, 10), (20, 10, 0.25), (9, 10, 1.5, 155), (900 - 174 + 9, 10), arrival=0.5)]
+
+
+def test_tracelab_without_arrivals(tmp_path):
+    path = csv_of(tmp_path / "t.csv", *(f"{name},0,0,9,1,5" for name in range(50)),
+                  columns=COLUMNS.replace("arrival_time,", ""))
+    assert load(path, "none") == [planned(str(name), (9, 1)) for name in range(50)]
+
+
+@pytest.mark.parametrize("line, message", [
+    ("a,0,x,0,9,1,5", "round_idx must be a whole number of at least 0, got 'x'"),
+    ("a,0,1,-3,9,1,5", "prefix_len must be a whole number of at least 0, got '-3'"),
+    ("a,0,1,2.5,9,1,5", "prefix_len must be a whole number of at least 0, got '2.5'"),
+    ("a,0,1,0,inf,1,5", "input_len must be"), ("a,0,1,0,nan,1,5", "input_len must be"),
+    ("a,0,1,0,9,0,5", "output_len must be a whole number of at least 1, got '0'"),
+    ("a,0,1,0,9,1,-5", "tool_wait_after_ms must be"), ("a,-1,1,0,9,1,5", "arrival_time must be"),
+    ("a,0,0,0,9,1,5", "session a has two rounds with the round_idx 0: number its rounds"),
+    ("a,0,1,0,0,1,5", "both 0: leave it out"), ("a,0,1,0,1,000,1,5", "8 values, but the first line has 7"),
+    (",0,1,0,9,1,5", "the field 'session_id' is missing"), ("a,0,1,0", "the field 'input_len' is missing"),
+    ("a,0,1,0,9,1,5" + "x" * 200_000, "field larger than field limit")])
+def test_a_bad_line_of_a_csv_file_is_named(tmp_path, line, message):
+    path = csv_of(tmp_path / "t.csv", "a,0,0,0,9,1,5", line)
+    with pytest.raises(ValueError, match=message) as caught:
+        load(path, "none")
+    assert "t.csv" in str(caught.value) and ("line 3" in str(caught.value) or "larger" in message)
+
+
+def test_an_empty_csv_file(tmp_path):
+    with pytest.raises(ValueError, match="t.csv is empty"):
+        load(csv_of(tmp_path / "t.csv"), "none")
+
+
+# --- two traces of agents, counted from the file and replayed ---
+
+def counted_in_weka(path):
+    """(conversations, turns, rewinds, attainable hits, prompt tokens), if sessions have one
+    conversation each."""
+    turns = rewinds = attainable = prompts = 0
+    lines = path.read_text().splitlines()
+    for line in lines:
+        asked = json.loads(line)["requests"]
+        turns, prompts = turns + len(asked), prompts + sum(one["in"] for one in asked)
+        for old, new in pairwise(asked):
+            common = sum(a == b for a, b in zip(old["hash_ids"], new["hash_ids"][:new["in"] // 64]))
+            extends = common >= old["in"] // 64 and new["in"] > old["in"] + old["out"]
+            rewinds += not extends
+            attainable += old["in"] + old["out"] - 1 if extends else min(64 * common, new["in"] - 1)
+    return len(lines), turns, rewinds, attainable, prompts
+
+
+def counted_in_tracelab(path):
+    turns = rewinds = attainable = prompts = 0
+    contexts = {}                                           # the file has its rounds in order
+    for line in path.read_text().splitlines()[1:]:
+        session, _, _, prefix, new, reply, _ = map(int, line.split(","))
+        context = contexts.get(session, 0)
+        turns, prompts, rewinds = turns + 1, prompts + prefix + new, rewinds + (prefix < context)
+        attainable += min(prefix, max(context - 1, 0))      # the last token was never fed
+        contexts[session] = prefix + new + reply
+    return len(contexts), turns, rewinds, attainable, prompts
+
+
+def agents(rng):
+    """Sessions of (tokens kept, new tokens, reply): four of ten later turns rewind."""
+    for _ in range(12):
+        context, turns = 0, []
+        for _ in range(rng.randint(1, 9)):
+            kept = context if rng.random() < 0.6 else rng.randint(min(context, 70), context)
+            turns.append((kept, rng.randint(70, 300), rng.randint(1, 150)))
+            context = sum(turns[-1])
+        yield turns
+
+
+def agents_in_weka(path, rng):
+    """An id stands for the context up to the end of its piece."""
+    ids, sessions = {}, []
+    for turns in agents(rng):
+        context, asked = [], []
+        for number, (kept, new, reply) in enumerate(turns):
+            context = context[:kept] + [object() for _ in range(new)]
+            ends = [*range(64, len(context), 64), len(context)]
+            hash_ids = [ids.setdefault(tuple(map(id, context[:end])), len(ids)) for end in ends]
+            asked.append({"t": float(number), "type": "n", "in": len(context), "out": reply,
+                          "hash_ids": hash_ids})
+            context += [object() for _ in range(reply)]
+            sessions.append(context)                        # keeps the objects, and so their ids
+        sessions.append(dict(id="x", block_size=64, requests=asked))
+    return write(path, *(one for one in sessions if isinstance(one, dict)))
+
+
+def agents_in_tracelab(path, rng):
+    return csv_of(path, *(f"{session},0,{number},{kept},{new},{reply},5"
+                          for session, turns in enumerate(agents(rng))
+                          for number, (kept, new, reply) in enumerate(turns)))
+
+
+def simulated(num_slots):
+    """An engine whose GPU tier holds everything."""
+    clock = VirtualClock()
+    worker = SimulatedWorker(PRESETS["opt-125m"], HARDWARE["a100"], OPERATORS["eager"], clock, num_slots, 0,
+                             max_context=3000)
+    return Engine(worker=worker, clock=clock)
+
+
+@pytest.mark.parametrize("make, count", [(agents_in_weka, counted_in_weka),
+                                         (agents_in_tracelab, counted_in_tracelab)])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_replay_of_agents_attains_what_the_file_allows(tmp_path, make, count, seed):
+    path = make(tmp_path / "trace", random.Random(seed))
+    sessions, turns, rewinds, attainable, prompts = count(path)
+    conversations = load(path, "none")
+    later = [turn for one in conversations for turn in one.turns[1:]]
+    assert (len(conversations), len(later) + sessions) == (sessions, turns)
+    assert sum(turn.keep is not None for turn in later) == rewinds > 5
+    with closing(simulated(num_slots=60_000)) as engine:
+        row = summary(drive(engine, conversations, seed=0, sleep=engine.clock.sleep))
+    assert row["attainable_hit_rate"] == attainable / prompts and row["hits_of_attainable"] == 1
+
+
+def test_sessions_compute_a_system_prompt_once(tmp_path):
+    """b and c share 1,024 tokens with a. The last token of c's prompt is computed all the same."""
+    path = write(tmp_path / "s.jsonl", in_session("a", 1600, 9, timestamp=0, hash_ids=[5, 6, 7, 8]),
+                 in_session("b", 1100, 9, timestamp=1000, hash_ids=[5, 6, 9]),
+                 in_session("c", 1024, 9, timestamp=2000, hash_ids=[5, 6]))
+    with closing(simulated(num_slots=9_000)) as engine:
+        served = drive(engine, load(path, "none"), seed=0, sleep=engine.clock.sleep)
+    assert [turn.usage["gpu"] for turn in served] == [0, 1024, 1023]
+
+
 def test_sessions_without_any_timestamp(tmp_path):
     """All of them begin at 0; that says nothing about the unit of their times."""
     turns = [in_session(name, 9, 1) for name in range(200)] + [in_session(0, 9, 1, delay=1000)]
@@ -231,6 +396,28 @@ def test_weka_finds_the_conversations_of_a_session(tmp_path):
     assert load(path, "none") == weka(path) == [
         planned("0", (130, 10), (60, 5, 4.5)), planned("1", (64, 5), arrival=5.0),
         planned("2", (640, 1), arrival=1.0)]
+
+
+def test_a_request_of_a_session_rewinds(tmp_path):
+    """Pieces of 64. 2 drops a part of the reply, 3 goes back, 4 repeats 3, and 5 is longer again."""
+    path = write(tmp_path / "w.jsonl", dict(id="one", requests=[
+        asked(0, 200, 100, 1, 2, 3, 4), asked(1, 270, 10, 1, 2, 3, 5, 6), asked(2, 130, 10, 1, 2, 7),
+        asked(3, 128, 10, 1, 2), asked(4, 150, 10, 1, 2, 8)]))
+    assert weka(path) == [planned("0", (200, 100), (78, 10, 1, 192), (2, 10, 1, 128), (1, 10, 1, 127),
+                                  (12, 10, 1))]
+
+
+def test_conversations_beside_each_other_begin_alike(tmp_path):
+    """The example of `lines`: 3 has a conversation beside that of 1, and 4 rewinds it. Another
+    session has other texts."""
+    requests = [asked(0, 200, 10, 1, 2, 3), asked(1, 300, 10, 1, 2, 3, 4), asked(2, 195, 10, 1, 2, 5),
+                asked(3, 210, 10, 1, 2, 6), asked(4, 400, 10, 1, 2, 3, 4, 7, 8)]
+    path = write(tmp_path / "w.jsonl", dict(id="one", requests=requests),
+                 dict(id="two", requests=requests[:1]))
+    first, beside, other = weka(path)
+    assert first[:3] == planned("0", (200, 10), (90, 10, 1), (90, 10, 3))[:3]
+    assert beside[:3] == planned("1", (195, 10), (82, 10, 1, 128), arrival=2.0)[:3]
+    assert first.begins == beside.begins == (Piece(0, 64), Piece(1, 64)) and other.begins == ()
 
 
 def test_requests_of_a_session_need_not_be_in_order(tmp_path):

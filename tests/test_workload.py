@@ -1,5 +1,5 @@
 """Loads: the published means by statistics, arrivals by their distribution."""
-from itertools import accumulate
+from itertools import takewhile
 
 import numpy as np
 import pytest
@@ -16,12 +16,18 @@ def planned(name, *turns, arrival=0.0):
 
 
 def contexts(turns):
-    return list(accumulate(turn.input_tokens + turn.output_tokens for turn in turns))
+    """The length of the context after each turn, token by token."""
+    context, lengths = [], []
+    for turn in turns:
+        context = context[:turn.keep] + ["new"] * (turn.input_tokens + turn.output_tokens)
+        lengths.append(len(context))
+    return lengths
 
 
 # --- cut ---
 
-turn = st.builds(PlannedTurn, st.integers(1, 300), st.integers(1, 300))
+turn = st.builds(PlannedTurn, st.integers(1, 300), st.integers(1, 300),
+                 keep=st.none() | st.integers(0, 900))
 turn_lists = st.lists(turn, min_size=1, max_size=8)
 
 
@@ -29,8 +35,14 @@ turn_lists = st.lists(turn, min_size=1, max_size=8)
 def test_cut_keeps_the_longest_start_that_fits(turns, limit):
     cut = cut_to_context([PlannedConversation("c", turns, 1.5)], limit)
     kept = [conversation.turns for conversation in cut]
-    fitting = sum(context <= limit for context in contexts(turns))
+    fitting = len([*takewhile(lambda context: context <= limit, contexts(turns))])
     assert kept == ([turns[:fitting]] if fitting else [])
+
+
+@given(turn_lists)
+def test_a_conversation_is_as_long_as_its_longest_context(turns):
+    conversation = PlannedConversation("c", turns)
+    assert conversation.contexts == contexts(turns) and conversation.tokens == max(contexts(turns))
 
 
 # --- arrivals ---
@@ -113,6 +125,13 @@ def test_as_many_conversations_as_asked():
     assert all(len(synthetic("sharegpt-draft", 1, seed)) == 1 for seed in range(5))
 
 
+def test_a_load_is_met_under_way_after_a_rewind():
+    """Of 10 tokens at 0 s the second turn keeps 4: at 60 s the context has 14, the prompt is 17."""
+    users = [PlannedConversation("a", [PlannedTurn(5, 5), PlannedTurn(3, 7, 50.0, keep=4),
+                                       PlannedTurn(3, 8, 40.0)])]
+    assert list(under_way(users, 60.0)) == [planned("a", (17, 8), arrival=30.0)]
+
+
 def test_a_load_is_met_under_way():
     users = [planned("a", (5, 5), (3, 7, 50.0), (2, 8, 40.0)), planned("b", (1, 1), arrival=60.0),
              planned("c", (1, 1), arrival=59.0)]
@@ -122,7 +141,7 @@ def test_a_load_is_met_under_way():
 def test_contexts_do_not_grow_while_a_load_is_under_way():
     load = under_way(with_arrivals(synthetic("sharegpt", 4_000, seed=1), 4.0, seed=1), 4000.0)
     contexts_at = []
-    for name, turns, arrival in load:
+    for _, turns, arrival, _ in load:
         context, now = 0, arrival
         for turn in turns:
             now, context = now + turn.think_seconds, context + turn.tokens

@@ -115,6 +115,34 @@ def starved(load: dict, found: list):
             f"  reference {right:.3f} s are recomputed\n  yours     {own:.3f} s"), progress
 
 
+# Figures of machine code: 1 if more of it is better, -1 if less is; the cause if it is worse than the
+# reference's. The first of these is told.
+FIGURES = [
+    ("spilled", -1, "registers are spilled: more numbers are kept than a thread has registers for"),
+    ("TF32", -1, 'float32 is rounded to TF32: give each tl.dot input_precision="ieee"'),
+    ("tensor cores", 1, "a product misses the tensor cores: both factors need the cache's type"),
+    ("smaller copies", -1, "copies of less than 16 bytes: slots are loaded in the strip that uses them"),
+    ("16-byte copies", 1, "fewer 16-byte copies: K and V are not copied ahead, as in a `for` over strips"),
+    ("programs", 1, "fewer programs fit a processor: too many registers, or too much shared memory"),
+]
+
+
+def build(expected: dict, found: dict):
+    """The figures of builds.py."""
+    def row(label, cells):
+        return "  ".join([f"  {label:9}", *(f"{cell:>{len(name)}}" for name, cell in zip(expected, cells))])
+    table = "\n".join([row("", expected), row("reference", expected.values()),
+                       row("yours", [found[name] for name in expected])])
+    cause = next((cause for name, sign, cause in FIGURES
+                  if sign * found[name] < sign * expected[name]), None)
+    return (f"{cause}\n{table}", None) if cause else (None, table)
+
+
+def kernel(expected: dict, found):
+    """A case in the interpreter, or a build."""
+    return (attention(expected, found)[0], None) if "out" in expected else build(expected, found)
+
+
 def own_policy(loads: list[dict], found: list):
     """The same on many loads; `ours` is OwnPolicy of the solved project. Returns the share of points,
     too: none for the mean share of the retention value, all for ours."""
@@ -134,4 +162,4 @@ def of_lab_4(expected, found):
     return (own_policy if isinstance(expected, list) else starved)(expected, found)
 
 
-COMPARE = {1: attention, 2: trace, 3: turns, 4: of_lab_4, 6: lambda *both: (attention(*both)[0], None)}
+COMPARE = {1: attention, 2: trace, 3: turns, 4: of_lab_4, 6: kernel}
