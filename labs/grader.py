@@ -55,7 +55,7 @@ def ask(task, code: Path, *arguments) -> tuple:
     process.start()
     theirs.close()
     try:
-        if not ours.poll(TIME_LIMIT if task is run_test else None):     # all else is the solved code
+        if not ours.poll(TIME_LIMIT if task is run_test else None):     # the rest is ours
             return None, f"It was stopped after {TIME_LIMIT} s: does a loop never end?"
         told, result = json.loads(ours.recv_bytes(LARGEST_REPORT))
         return (result, None) if told == key else (None, "Something else than the test reported.")
