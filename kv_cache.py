@@ -311,9 +311,9 @@ class KVCache:
 
     def plan_swap_out(self, wanted: int, now: float) -> list[Ticket]:
         """Begin copies to the CPU ahead of need, of the cheapest idle chunks (`_victims`), and
-        return them. When all copies in flight have ended, the older ones included, `wanted` more
-        slots are available, or no chunk is left to copy. Each chunk is needed for that, or leaves
-        with one that is. Where no place is worth taking (`_take_place`), the chunk is marked
+        return them. When all copies in flight have ended (`_coming_available`), `wanted` more slots
+        are available than now, or no chunk is left to copy. All chunks that `_victims` returns
+        leave, even if fewer would do. Where `_take_place` finds no place for a chunk, it is marked
         `evictable_without_copy` instead: its slots are available at once.
 
         Three full chunks of 32 tokens are idle on the GPU, worth 1, 2 and 3. 60 slots are wanted.

@@ -243,10 +243,11 @@ class Scheduler:
         """One try at a batch. It changes the books: slots, admissions, marks. Afterwards:
 
         - Running requests have had the first choice of slots and budget, decodes before those that
-          prefill. So no prompt stalls a decode. Each of them has slots for the tokens that it has
-          grown by, even if no budget is left for it. One that found no slot is *starved*: it alone
-          sits out this step. A context of `longest` tokens has nothing left to compute (its last
-          token is on its way; `account` will finish the request).
+          prefill. So no prompt stalls a decode.
+        - Each of them has slots for the tokens that it has grown by, even if no budget is left for
+          it. One that found no slot is *starved*: it alone sits out this step.
+        - One whose context has `longest` tokens asks for nothing: its last token is on its way, and
+          `account` will finish it.
         - The queue has had what they left, first come first served. Whoever was admitted has slots
           for its whole context, and a part of the budget. With a budget of 16, a prompt of 20
           tokens becomes a[0:16] in one step and a[16:20] in a later one, which samples.
