@@ -860,8 +860,8 @@ def test_a_stream_has_one_thread_and_a_server_two(checkpoint):
             stream = opened.enter_context(socket.create_connection(server.server_address))
             stream.sendall(asked)
         eventually(lambda: server.at_work == 8)
-        assert threading.active_count() == threads + 2 + 8
-    eventually(lambda: threading.active_count() < threads)
+        assert threading.active_count() <= threads + 2 + 8
+    eventually(lambda: threading.active_count() <= threads - 2)     # the engine's and the history's
 
 
 def test_an_engine_that_takes_no_step(checkpoint, monkeypatch):
