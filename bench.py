@@ -255,7 +255,7 @@ WORDS = dict(
     recomputed_seconds="recomputation (s)", servers="servers", replies="replies to a prompt",
     turn="turn", ttft_ms="time to first token (ms)",
     running="requests at once", tokens_per_second="throughput (tokens/s)",
-    saved="slots saved (share)")
+    saved="slots saved (share)", idle="idle conversations")
 
 
 def plot(figure: Figure, rows: list[dict], path: str):

@@ -44,7 +44,8 @@ class Chunk:
         self.slots: list[int] = []      # of its tokens; more than `filled` while they are computed
         self.place: int | None = None   # in the CPU tier
         self.ticket: Ticket | None = None       # the copy in flight, in either direction
-        # "Marked": there was no place worth taking for a copy. Until its conversation runs again.
+        # "Marked": there was no place for a copy, so its slots may be taken without one. It ends
+        # when its conversation runs again.
         self.evictable_without_copy = False
         # As of the last KVCache.refile:
         self.member: Member | None = None       # its entry in the index of its next move
@@ -119,8 +120,8 @@ class Conversation:
         return sum([len(chunk.slots) for chunk in self.chunks])
 
     def sources(self) -> tuple[int, int]:
-        """How many cached tokens are in chunks that have slots, and how many in chunks on the CPU
-        alone."""
+        """How many cached tokens are in chunks that have slots (those that still arrive, too), and
+        how many in chunks on the CPU alone."""
         gpu = sum(chunk.filled for chunk in self.chunks if chunk.slots)
         return gpu, sum(chunk.filled for chunk in self.chunks) - gpu
 
@@ -229,8 +230,8 @@ class KVCache:
         position below `total`. Returns the swap-ins, one (`_begin_copy`) for each chunk that was in
         state CPU. The caller has checked `shortfall` and `free_rows`.
 
-        Slots that it had stay where they are, and none of them is taken for it. All that it lacks
-        are taken at once. Its turn waits no longer, and no chunk of it is evictable without a copy.
+        Slots that it had stay where they are: it is pinned before any slot is taken. All that it
+        lacks are taken at once. Its turn waits no longer, and no chunk of it is evictable without a copy.
         Example, in chunks of 4: absent, CPU, GPU, and 6 new tokens, so total = 18. 14 slots are
         taken, for [0:8) and [12:18), and [4:8) is copied in."""
         conversation.pinned, conversation.waiting = True, False
@@ -251,8 +252,8 @@ class KVCache:
         too few.
 
         While every running conversation could get a whole chunk, this one gets all slots of its
-        last chunk at once. Then it asks again only a chunk later. When slots are rare, it gets one
-        at a time."""
+        last chunk at once. Then it asks again only a chunk later. When slots are rare, it gets as
+        many as it has grown by."""
         total, begin = len(conversation.tokens), conversation.room
         if total <= begin:
             return True
@@ -311,9 +312,9 @@ class KVCache:
 
     def plan_swap_out(self, wanted: int, now: float) -> list[Ticket]:
         """Begin copies to the CPU ahead of need, of the cheapest idle chunks (`_victims`), and
-        return them. When all copies in flight have ended, the older ones included, `wanted` more
-        slots are available, or no chunk is left to copy. Each chunk is needed for that, or leaves
-        with one that is. Where no place is worth taking (`_take_place`), the chunk is marked
+        return them. When all copies in flight have ended (`_coming_available`), `wanted` more slots
+        are available than now, or no chunk is left to copy. All chunks that `_victims` returns
+        leave, even if fewer would do. Where `_take_place` finds no place for a chunk, it is marked
         `evictable_without_copy` instead: its slots are available at once.
 
         Three full chunks of 32 tokens are idle on the GPU, worth 1, 2 and 3. 60 slots are wanted.
@@ -342,25 +343,24 @@ class KVCache:
         """`plan_swap_out` for what the waiting request of the conversation lacks, at the expense of
         all others.
 
-        Its own chunks are no help, so it is pinned for this one call. It may have hundreds, and we
-        do not refile them all for that."""
+        Its own chunks are no help, so it is pinned for this one call. It may have hundreds. To take
+        them all out of the indexes and file them again would cost too much, so they stay filed as
+        idle; `_cheapest` sees that those which it meets are not, and skips them."""
         wanted = self.shortfall(conversation, total, reserve)
         if wanted <= 0:
             return []
         conversation.pinned = True
-        # Its chunks stay filed as idle, since `shortfall` has refiled, and none is in `changed`.
-        # `_cheapest` skips those that it meets, and takes their member: their entries are stale.
         tickets = self.plan_swap_out(wanted, now)
         conversation.pinned = False
-        # Give those their members back at the next `refile`.
+        # Those have no member now. The next `refile` files them again.
         self.changed.update([chunk for chunk in conversation.chunks if not chunk.member])
         return tickets
 
     def complete(self, ticket: Ticket):
         """The copy has ended: `stats` counts it, outdated or not, and what was given up meanwhile
-        becomes free. After a copy out, if
+        becomes free. What happened meanwhile, during a copy out, and what becomes of it:
 
-            nothing happened; steps may have read it    the chunk gets the place: GPU_AND_CPU
+            nothing; steps may have read it             the chunk gets the place: GPU_AND_CPU
             a part of the chunk was truncated           the same; frees the slots that it gave up
             it has grown: its conversation returned     outdated: frees the place; still GPU
             it became absent: cancelled, forgotten      outdated: frees the place and the slots
@@ -485,7 +485,7 @@ class KVCache:
     # ---- the cheapest chunk
     #
     # `indexes` has one VictimIndex per move. A chunk stands in that of its next move, as
-    # `chunk.member`, and in no other: a Member that it had before is stale, and its index drops it.
+    # `chunk.member`. A Member that it had before is stale: its index drops it when it meets it.
     # Whoever changes a chunk only adds it to `changed`. Before each question `refile` gives the
     # changed chunks their new members: once, though a chunk changes several times on its way.
 
@@ -522,9 +522,7 @@ class KVCache:
         while member := self.indexes[move].cheapest(now):
             if member.chunk.next_move == move:
                 return member.chunk
-            # It belongs to the waiting request: pinned for the call of plan_swap_out_for, which
-            # files it again, but still filed as idle. Skip it.
-            member.chunk.member = None
+            member.chunk.member = None          # skipped: see plan_swap_out_for
         return None
 
     def _victims(self, move: str, now: float) -> list[Chunk]:

@@ -46,7 +46,7 @@ class Request:
     tokens_before: int | None = None
     known_before: int = 0
     longest: int | None = None                      # its context with the longest reply, in tokens
-    prefilling: bool = False                        # admitted, and no step since then samples
+    prefilling: bool = False                        # from admission to the first step that samples
     admitted: float | None = None                   # when it first was, in seconds
     usage: dict[str, int] | None = None             # by SOURCES, counted at first admission
     generated: list[int] = field(default_factory=list)  # the reply so far; other threads read it
@@ -117,7 +117,7 @@ class Span(NamedTuple):
         return self.end == len(self.request.conversation.tokens)
 
 
-# Makes a Span of a tuple in half the time of Span(...), and a step may need hundreds.
+# as_span((request, start, end)) is Span(request, start, end) in less time: a step needs hundreds.
 as_span = partial(tuple.__new__, Span)
 
 
@@ -141,8 +141,8 @@ class Batch:
         return bool(self.spans or self.swap_in or self.swap_out)
 
     def take(self, request: Request):
-        """Add spans for the first missing positions of the request: all, or as many as the budget
-        has tokens. The budget is lower by as many. No span is empty.
+        """Add a span for each missing run of the request, left to right, while the budget lasts; the
+        last one may stop early. The budget is lowered by as many tokens. No span is empty.
 
         With a budget of 6, the runs (0, 4) and (10, 14) become [0:4) and [10:12)."""
         for start, end in request.missing():
@@ -240,19 +240,23 @@ class Scheduler:
         return batch
 
     def compose(self, now: float) -> Batch:
-        """One try at a batch. It changes the books: slots, admissions, marks. Afterwards:
+        """One try at a batch. It changes the books: slots, admissions, marks. Three have their turn:
+        running requests, the queue, copies out. Afterwards:
 
         - Running requests have had the first choice of slots and budget, decodes before those that
-          prefill. So no prompt stalls a decode. Each of them has slots for the tokens that it has
-          grown by, even if no budget is left for it. One that found no slot is *starved*: it alone
-          sits out this step. A context of `longest` tokens has nothing left to compute (its last
-          token is on its way; `account` will finish the request).
+          prefill. So no prompt stalls a decode.
+        - Each of them has slots for the tokens that it has grown by, even if no budget is left for
+          it; or there were none, and it is *starved*: it sits out this step, the others go on.
+        - One whose context has `longest` tokens got neither slot nor span, and is not starved: its
+          last token is on its way, and `account` will finish it.
         - The queue has had what they left, first come first served. Whoever was admitted has slots
-          for its whole context, and a part of the budget. With a budget of 16, a prompt of 20
-          tokens becomes a[0:16] in one step and a[16:20] in a later one, which samples.
-        - The head that is left does not fit, or no budget is left. Nobody has overtaken it. In
-          both cases its prompt has joined its conversation: so we know how many slots it lacks.
-        - Copies out have begun, last of all, for what the starved and this head lack.
+          for its whole context, and as much of the budget as it can use. With a budget of 16, a
+          prompt of 20 tokens becomes a[0:16] in one step and a[16:20] in a later one, which samples.
+        - If a head is left, it does not fit, or no budget is left. Nobody has overtaken it, even if
+          a later request would fit. In both cases its prompt has joined its conversation, so that
+          we know how many slots it lacks.
+        - Last of all, and always, `plan_swap_out` has begun copies out: for what the starved and
+          this head lack, and to keep the threshold available.
         - separate_phases (second day): if a span prefills, the decodes sit out this step, and their
           budget stays unused."""
         batch, starved = Batch(self.steps, self.max_batch_tokens), 0

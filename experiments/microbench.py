@@ -514,7 +514,7 @@ def scheduling(device: str, seed: int) -> Found:
         engine = decoding_engine(idle, running=256, context=500, steps=steps)
         host, simulated = zip(*(timed_step(engine) for _ in range(steps)))
         engine.close()
-        row = dict(model="opt-13b", dataset="256 decodes", context=idle)
+        row = dict(model="opt-13b", dataset="256 decodes", idle=idle)
         rows.append(dict(system="scheduling and accounting, here", **row, seconds=median(host)))
         rows.append(dict(system="the step, simulated on an H200", **row, seconds=median(simulated)))
 

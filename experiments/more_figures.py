@@ -221,9 +221,9 @@ def drive_server(system: str, panel: Panel, options) -> dict:
 
 # ---- all of them, by name
 
-def microbenchmark(measure: Callable, about: str, *more: str) -> Figure:
-    columns = "system", "model", "dataset", "context", "seconds"
-    return Figure(partial(on_device, measure), about, "context", "seconds", columns + more)
+def microbenchmark(measure: Callable, about: str, *more: str, x: str = "context") -> Figure:
+    columns = "system", "model", "dataset", x, "seconds"
+    return Figure(partial(on_device, measure), about, x, "seconds", columns + more)
 
 
 # share: the time that the device's own rates would allow, divided by the time taken
@@ -304,5 +304,6 @@ MORE = {
         *RATES),
     "scheduling": microbenchmark(
         microbench.scheduling,
-        "the host's work for a step, beside 100 to 1,000,000 idle conversations (10 minutes)"),
+        "the host's work for a step, beside 100 to 1,000,000 idle conversations (10 minutes)",
+        x="idle"),
 }

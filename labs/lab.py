@@ -168,7 +168,7 @@ def start(number: int, directory: Path):
     (directory / "labs" / given.FILE.name).write_text(json.dumps(bodies, indent=1) + "\n")
     shutil.copy(ROOT / "labs" / "AGENTS.md", directory)
     readme = (directory / "README.md").read_text(encoding="utf-8")
-    readme = re.sub(r"\[([^]]*)\]\(chapter_one\.py\)", r"\1", readme)        # it is kept back
+    readme = re.sub(r"\[([^]]*)\]\(chapter_one\.py\)", r"\1 (which a starter lacks)", readme)
     (directory / "README.md").write_text(readme, encoding="utf-8")
     print(f"The starter of lab {number} is in {directory}. Read labs/{LABS[number].name}.md there, "
           f"then run\n    python labs/lab.py check {number}")
