@@ -318,7 +318,7 @@ class Handler(BaseHTTPRequestHandler):
     def setup(self):
         super().setup()
         self.sending = threading.RLock()    # guards the next one, and each piece of a stream
-        self.last_sent: float | None = None    # when the latest piece of an open stream had gone out
+        self.last_sent: float | None = None    # when an open stream had sent its latest piece
 
     def handle(self):
         with suppress(ConnectionError):
