@@ -14,7 +14,7 @@ the normalized latency, the seconds per token of the reply:
     due at 10 s, first token at 12 s, 100th and last token at 22 s:
     ttft 2 s, normalized latency 0.12 s
 
-`options`, here and in all figures, are the parsed flags of bench.py, which explains them.
+`options`, here and in all figures, are what bench.py's parse_flags returns: its flags, and `given`.
 
 Invariant: the same seed gives the same simulation, to the last digit.
 """
@@ -356,8 +356,8 @@ class System(NamedTuple):
 
 STATELESS = dict(stateless=True, cpu_cache_tokens=0)
 SYSTEMS = {
-    # vLLM as it was then: forgets every request, computes prompts apart
-    # from decodes, and keeps 1% free.
+    # vLLM at the time of the paper: forgets every request, computes prompts apart from decodes, and
+    # keeps 1% free.
     "vllm then": System(STATELESS | dict(separate_phases=True, reserve=0.01)),
     "stateless": System(STATELESS),                     # our engine without its memory
     "stateless, fused": System(STATELESS, "fused"),     # stands for TensorRT-LLM
@@ -366,7 +366,7 @@ SYSTEMS = {
     "pensieve, hinted": System(hinted=True),
     "separate phases": System(dict(separate_phases=True)),
     "request level": System(whole_batches=True),        # batches as they were before Orca
-    # evicts as the paper's draft did
+    # evicts as an earlier version of the paper did (arXiv 2312.05516)
     "draft": System(dict(policy="trailing-half", swap_threshold=0.5)),
 }
 SYSTEMS |= {name: System(dict(policy=name)) for name in POLICIES}
@@ -379,7 +379,7 @@ class Panel(NamedTuple):
     dataset: str
     rates: tuple = (None,)          # turns per second; None: a trace's own times
     at_ms: float | None = None      # the normalized latency at which throughputs are compared
-    paper: float | None = None      # the paper's ratio there, of the last system to vLLM
+    paper: float | None = None      # the paper's ratio there, of the figure's last system to vLLM
     paper_fused: float | None = None    # and to TensorRT-LLM
     gpus: int = 1
     hardware: str = "a100"          # a key of HARDWARE, or a file of `bench.py profile`
@@ -411,7 +411,8 @@ def panel_title(model: str, dataset: str, think: float | str | None = None,
 GPU_BYTES = 40e9        # of the GPU tier, per GPU (paper, §6.1)
 # Flags of Engine at the paper's scale: vLLM's limits of a batch.
 SIMULATED = dict(max_running=256, max_batch_tokens=2048)
-# And for the embedded model. The conversations of "many turns" need some 18,000 tokens together.
+# And for the embedded model. The conversations of "many turns" need 16,000 to 20,000 tokens
+# together.
 MEASURED = dict(gpu_cache_tokens=3840, cpu_cache_tokens=15360)
 HERE = [Panel("tiny_chat", "many turns", (5.0, 10.0, 60.0), think=0.1)]  # the last one saturates
 
@@ -428,14 +429,14 @@ def has_tier_in_gb(options) -> bool:
     return at_scale(options) and "cpu_cache_tokens" not in options.given
 
 
-# A run begins this many mean think times after the first arrival: by then
-# the mean context grows no more.
+# A run begins this many mean think times after the first arrival: by then the mean context grows no
+# more.
 PAST = 100
 
 
 def planned(panel: Panel, rate: float | None, options) -> list[PlannedConversation]:
-    """The panel's conversations with their arrival times. rate: None
-    keeps the times of the trace."""
+    """The panel's conversations with their arrival times. rate: None keeps the times of the
+    trace."""
     if panel.think in THINKING:
         think = reading_think if panel.think == "reading" else None
     else:
@@ -445,8 +446,8 @@ def planned(panel: Panel, rate: float | None, options) -> list[PlannedConversati
         return trace if rate is None else with_arrivals(trace, rate, options.seed, think)
     if panel.dataset == "many turns":
         return many_turns(3500, rate, think, options.seed)
-    # As many as arrive during the run and in a long time before it, and
-    # some more: arrivals are random.
+    # As many as arrive during the run and in a long time before it, and some more: arrivals are
+    # random. (think is "own" only for a trace.)
     past = PAST * (60.0 if panel.think == "reading" else panel.think)
     count = rate * (past + options.seconds) / SHAPES[panel.dataset].turns
     conversations = synthetic(panel.dataset, math.ceil(count + 4 * math.sqrt(count)) + 1,
@@ -518,12 +519,12 @@ GROWTH = 1.2            # contexts that have grown by less are the same
 def too_short(engine: Engine, served: list[Served], begin: float, until: float) -> str | None:
     """Why the run was too short to tell, if it was.
 
-    "GPU" or "CPU": no chunk had to leave this tier. The other two reasons compare the first
-    and the second half of the turns that count. "hits": the tiers still fill, because the hit
-    rates differ by more than 2 points. "load": the mean context still grows, by a fifth or
-    more, because the first long conversations are not over yet; this holds for stateless
-    systems, too. A run that ends by itself (until is inf) is all there is of its load: it may
-    leave the CPU tier partly empty."""
+    "GPU" or "CPU": no chunk had to leave this tier. "hits" and "load" compare the first and the
+    second half of the turns that count. "hits": the tiers still fill, because the hit rates differ
+    by more than 2 points; or a half has no turn. "load": the mean context still grows, by a fifth
+    or more, because the first long conversations are not over yet; this holds for stateless
+    systems, too. A run that ends by itself (until is inf) is all there is of its load: it may leave
+    the CPU tier partly empty."""
     stats, stateful = engine.stats(), not engine.config.stateless
     if stateful and not stats["chunks_dropped"] and not stats["chunks_swapped_out"]:
         return "GPU"

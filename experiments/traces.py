@@ -188,10 +188,10 @@ def sessions(path: str) -> list[PlannedConversation]:
     """A trace with sessions, as AIPerf and Dynamo write them: the turns of a `session_id`, in
     order.
 
-    A turn comes `delay` ms after the previous reply. A turn without a delay comes as
-    long after the previous turn as their timestamps tell. A session whose first turn
-    has no timestamp begins at 0. The `hash_ids` of the first turns tell which sessions
-    begin alike: as far as they do, they share."""
+    A turn comes `delay` ms after the previous reply. A turn without a delay comes as long after the
+    previous turn as their timestamps tell. A session whose first turn has no timestamp begins at 0.
+    The `hash_ids` of the first turns tell which sessions begin alike: as far as they do, they
+    share."""
     turns: dict[object, list[PlannedTurn]] = {}         # session_id -> its turns so far
     arrivals: dict[object, float] = {}                  # session_id -> when it begins
     latest: dict[object, float] = {}                    # session_id -> its latest time, in seconds
@@ -221,7 +221,7 @@ def sessions(path: str) -> list[PlannedConversation]:
             raise ValueError(f"lengths must be at least 1 and waits at least 0, got {turn[:3]}")
         turns[session].append(turn)
 
-    for _ in json_lines(path, parse):
+    for _ in json_lines(path, parse):           # parse collects
         pass
     check_unit(path, timestamps, "ms")
     conversations = [PlannedConversation(str(session), of_session, arrivals[session])
@@ -271,7 +271,7 @@ def tracelab(path: str) -> list[PlannedConversation]:
             arrival = milliseconds(record, "arrival_time")
             arrivals[session] = min(arrival, arrivals.get(session, arrival))
 
-    for _ in csv_lines(path, parse):
+    for _ in csv_lines(path, parse):            # parse collects
         pass
     check_unit(path, [seconds for seconds in arrivals.values() if seconds], "ms")
     return [PlannedConversation(name, turns_of_rounds(round for _, round in sorted(each.items())),
@@ -346,7 +346,7 @@ def check_parents(path: str, parents: dict[int, int]):
     """ValueError: a parent is in no line, or a request is its own ancestor."""
     sound = {ROOT}
     for chat in parents:
-        ancestors = []                  # the chat_id and its ancestors, as far as nobody has looked
+        ancestors = []              # the chat_id and its ancestors that are not known to be sound
         while chat not in sound:
             if chat not in parents:
                 child = ancestors[-1]
@@ -372,37 +372,40 @@ def weka(path: str) -> list[PlannedConversation]:
     of_session = list(json_lines(path, parse))
     check_unit(path, [request.arrival for requests in of_session for request in requests], "s")
     chains = [(session, chain) for session, requests in enumerate(of_session)
-              for chain in lines(requests)]
+              for chain in conversations_of_session(requests)]
     prefixes = [[((session, id), chain[0].piece) for id in chain[0].prefix]
                 for session, chain in chains]
     return begin_alike(conversations_of(chain for _, chain in chains), prefixes)
 
 
-def lines(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
+def conversations_of_session(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
     """The conversations of one session, in the order of their arrival.
 
     A request joins the conversation of which it keeps most, if it keeps a piece of it at all: one
-    that it continues, else one that it rewinds. It rewinds none that goes on without it, because a
-    later request continues that conversation, but not this request.
+    that it continues, else one that it rewinds.
 
         request   input   output   prefix
         1           200       10   [1 2 3]
         2           300       10   [1 2 3 4]       continues 1
-        3           195       10   [1 2 5]         new: 5 continues 2, but not 3
+        3           195       10   [1 2 5]         new, for it must not rewind 2: see 5
         4           210       10   [1 2 6]         rewinds 3, keeps [1 2]
         5           400       10   [1 2 3 4 7 8]   continues 2
+
+    Request 5 continues 2, but not 3: so the conversation of 2 goes on without 3, beside it. No
+    request rewinds a conversation that goes on without it.
     """
     ordered = sorted(requests, key=lambda request: request.arrival)
     conversations: list[list[TraceRequest]] = []
 
-    def goes_on(end: TraceRequest, number: int) -> bool:
+    def goes_on_without(number: int, end: TraceRequest) -> bool:
+        """Does a later request continue the conversation with this end, but not request number?"""
         return any(later.continues(end) and not later.continues(ordered[number])
                    for later in ordered[number + 1:])
 
     for number, request in enumerate(ordered):
         known = [one for one in conversations if one[-1].prefix and request.kept(one[-1])]
         joined = ([one for one in known if request.continues(one[-1])]
-                  or [one for one in known if not goes_on(one[-1], number)])
+                  or [one for one in known if not goes_on_without(number, one[-1])])
         if joined:
             max(joined, key=lambda one: request.kept(one[-1])).append(request)
         else:
@@ -425,7 +428,10 @@ def rebuild(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
 
     Many conversations share some prefixes: a system prompt, or a document that many people ask
     about. If another conversation has had the whole prefix of a request before, then we cannot tell
-    which of the two a later request continues, and let none continue the newer one.
+    which of the two a later request continues, and let none continue the newer one. Nobody
+    continues a request that is shorter than a piece.
+
+    (An id stands for all tokens up to the end of its piece, so the last id is the whole prefix.)
     """
     # last id of a conversation's latest prefix -> its requests
     ends: dict[int, list[TraceRequest]] = {}
@@ -441,6 +447,7 @@ def rebuild(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
         conversation.append(request)
         if request.prefix:
             last = request.prefix[-1]
+            # The same prefix, and less than a piece is new; or nobody has had this prefix before.
             if last == end or last not in seen:
                 ends[last] = conversation
         seen.update(request.prefix)
