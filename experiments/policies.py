@@ -127,12 +127,12 @@ class Oracle(RetentionValue):
     """No real policy can do this: recomputation cost per second until the conversation *returns*.
     A chunk behind what the next turn keeps is worth nothing.
 
-    Where turns rewind, a real policy may be better: a chunk that branches share is judged by the
-    next turn of its first user alone, and it counts for all its users, though nobody returns to a
-    branch that was left.
+    Where turns rewind, it is no bound: of a chunk that branches share it asks the first user's next
+    turn alone, and it multiplies by all users, though nobody returns to a branch that was left.
 
-    The experiment, which has planned the turns, calls `foresee` and `leave`. `last_needed` is minus the time of
-    the return. So the order is as for all policies: who returns later is counted as idle longer."""
+    The experiment, which has planned the turns, calls `foresee` and `leave`. `last_needed` is
+    minus the time of the return. So the order is as for all policies: who returns later is counted
+    as idle longer."""
     NOT_KEPT = -1       # the key of a chunk of which the next turn does not keep all
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):

@@ -325,7 +325,8 @@ def by_turn(served: list[Served], begin: float = 0.0) -> list[dict]:
     conversation (1, 2, 3, 4, 5-8, 9-16, ...). A server that remembers has a hit rate that rises
     with the turns; where its cache ends, the rate falls and the first token is late.
 
-    hit_rate: cached tokens, of all tokens of the prompts. recomputed_tokens: of a turn, on average.
+    hit_rate: cached tokens, of all tokens of the prompts. (summary's rates leave out new tokens.)
+    recomputed_tokens: of a turn, on average.
     """
     groups: dict[int, list[Served]] = {}                # by the last turn of the group
     for turn in served:

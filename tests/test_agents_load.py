@@ -124,6 +124,15 @@ def test_a_tier_in_tokens_is_not_called_one_in_gb(tmp_path, monkeypatch, figure)
     assert not any("cpu_gb" in row for row in found["rows"])
 
 
+@pytest.mark.parametrize("figure", ["agents", "fig14"])
+def test_a_tier_that_no_conversation_fits_is_named(tmp_path, monkeypatch, capsys, figure):
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps(dict(session_id=1, input_length=300, output_length=20, timestamp=0)))
+    with pytest.raises(SystemExit):
+        run_bench(tmp_path, monkeypatch, f"{figure} --simulate --jobs 1 --gpu-cache-tokens 128 --trace {path}")
+    assert "no conversation fits 128 tokens: give --gpu-cache-tokens a larger" in capsys.readouterr().err
+
+
 # ---- reasoning
 
 TURNS, THOUGHTS = [PlannedTurn(10, 5, 0.0), PlannedTurn(20, 6, 60.0)], [30, 40]

@@ -439,8 +439,8 @@ def test_a_request_of_a_session_rewinds(tmp_path):
 
 
 def test_conversations_beside_each_other_begin_alike(tmp_path):
-    """The example of `conversations_of_session`: 3 has a conversation beside that of 1, and 4 rewinds it. Another
-    session has other texts."""
+    """The example of `conversations_of_session`: 3 has a conversation beside that of 1, and 4 rewinds it.
+    Another session has other texts."""
     requests = [asked(0, 200, 10, 1, 2, 3), asked(1, 300, 10, 1, 2, 3, 4), asked(2, 195, 10, 1, 2, 5),
                 asked(3, 210, 10, 1, 2, 6), asked(4, 400, 10, 1, 2, 3, 4, 7, 8)]
     path = write(tmp_path / "w.jsonl", dict(id="one", requests=requests),
