@@ -90,7 +90,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of conversations and prompts (default: 0)")
     add("--seeds", type=int, choices=range(1, 101), metavar="N",
         help="repeat the figure for N seeds; ratios are means, with their standard deviation as "
-             f"spread (default: 1; simulated and without a --trace {own_seeds()})")
+             f"spread (default: 1; simulated and without a --trace: {own_seeds()})")
 
     add = parser.add_argument_group("load, instead of the figure's own").add_argument
     add("--trace", metavar="FILE",

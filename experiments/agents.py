@@ -53,7 +53,7 @@ INPUT, OUTPUT, INSTRUCTIONS, LIMIT = Spread(210, 0.9), Spread(55, 1.3), 2000, 16
 NOISE = 0.5             # sigma of the logarithm of a hint: off by a factor of 1.65. Ours
 PAST = 3600.0           # seconds of the load before a run begins
 
-# A planned pause -> the pause that the client expects, both in seconds. `drive` tells us the planned
+# A planned pause -> the pause that the client expects, both in seconds. `drive` tells the planned
 # one, so we look up the hint by it: equal pauses get one hint. (Told sees the hint alone.) The end
 # of a session is no pause: there the client expects its user, after USER.median exactly.
 Expected = dict[float, float]
@@ -85,8 +85,8 @@ def noise(rng: np.random.Generator) -> float:
     return math.exp(rng.normal(0, NOISE))
 
 
-# A trace does not say whose pauses are: we take shorter ones for tools'. (TraceLab's are all tools',
-# so there the long ones are slow tools, not users.)
+# A trace does not say whose pauses are: we take shorter ones for tools'. (TraceLab's are all
+# tools': there the long ones are slow tools, not users.)
 TOOL_SECONDS = 30.0
 WRONG = 0.1             # of these hints so many are of the wrong kind. Both are ours
 

@@ -53,7 +53,8 @@ DRAFT = [
           latency="p90_normalized_latency_ms")
     for model, dataset, rates, paper in (
         ("gpt3-6.7b", "sharegpt-draft", FAST, 1.51), ("gpt3-13b", "sharegpt-draft", FAST, 1.65),
-        ("gpt3-6.7b", "lmsys-draft", (*FAST, 28.0, 32.0), 1.84), ("gpt3-13b", "lmsys-draft", FAST, 1.95),
+        ("gpt3-6.7b", "lmsys-draft", (*FAST, 28.0, 32.0), 1.84),
+        ("gpt3-13b", "lmsys-draft", FAST, 1.95),
         ("gpt3-13b", "sharegpt-draft-long", SLOW, None))        # its Figure 9: the gain decreases
 ]
 BASELINES = "vllm then", "stateless", "stateless, fused", "gpu cache"

@@ -42,8 +42,8 @@ def turns_of(way: str, turns: list[PlannedTurn], thoughts: list[int]) -> list[Pl
         return [turn._replace(output_tokens=thought + turn.output_tokens)
                 for turn, thought in zip(turns, thoughts)]
     seen: list[PlannedTurn] = []
-    context = 0         # tokens that the last turn leaves behind: its thoughts and reply are cut off
-    visible = 0         # tokens of its visible reply, if nobody has computed them without thoughts
+    context = 0         # tokens that the next turn keeps: all before the last thoughts
+    visible = 0         # tokens of the last visible reply, if the next prompt must begin with them
     for turn, thought in zip(turns, thoughts):
         prompt = visible + turn.input_tokens
         seen.append(PlannedTurn(prompt, thought + turn.output_tokens, turn.think_seconds,

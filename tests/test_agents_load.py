@@ -129,7 +129,8 @@ def test_a_tier_that_no_conversation_fits_is_named(tmp_path, monkeypatch, capsys
     path = tmp_path / "t.jsonl"
     path.write_text(json.dumps(dict(session_id=1, input_length=300, output_length=20, timestamp=0)))
     with pytest.raises(SystemExit):
-        run_bench(tmp_path, monkeypatch, f"{figure} --simulate --jobs 1 --gpu-cache-tokens 128 --trace {path}")
+        command = f"{figure} --simulate --jobs 1 --gpu-cache-tokens 128 --trace {path}"
+        run_bench(tmp_path, monkeypatch, command)
     assert "no conversation fits 128 tokens: give --gpu-cache-tokens a larger" in capsys.readouterr().err
 
 
