@@ -66,11 +66,16 @@ def list_of_figures() -> str:
     return "\n".join(["figures (and how long they take on two cores, without a GPU):", *lines])
 
 
+def own_seeds() -> str:
+    return ", ".join(f"{figure.seeds} for {name}" for name, figure in FIGURES.items()
+                     if figure.seeds > 1)
+
+
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags below, and every field of Config. None stands for "the figure's own".
 
-    `given` holds the fields of Config that the user gave, except the
-    model, as keywords of Engine."""
+    `given` holds the fields of Config that the user gave, except the model, as keywords of
+    Engine."""
     parser = argparse.ArgumentParser(
         usage="python bench.py [FIGURE] [flags]", description=__doc__.partition("\n")[0],
         allow_abbrev=False,
@@ -85,7 +90,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of conversations and prompts (default: 0)")
     add("--seeds", type=int, choices=range(1, 101), metavar="N",
         help="repeat the figure for N seeds; ratios are means, with their standard deviation as "
-             "spread (default: 5 for fig14 if simulated and without a --trace; else 1)")
+             f"spread (default: 1; simulated and without a --trace: {own_seeds()})")
 
     add = parser.add_argument_group("load, instead of the figure's own").add_argument
     add("--trace", metavar="FILE",
@@ -164,8 +169,8 @@ def by_panel(rows: list[dict]) -> dict[str, list[dict]]:
 
 
 def print_rows(figure: Figure, rows: list[dict]):
-    """A table for each panel; or one, if its lines name model and dataset, or if the figure has no
-    columns."""
+    """A table for each panel; or one, if its columns name model and dataset, or if the figure
+    has no columns."""
     if {"model", "dataset"} <= {*figure.columns} or not figure.columns:
         print_table(rows, figure.columns)
         print()

@@ -4,8 +4,8 @@
     pauses             0.8 s       0.8 s              84 s
 
 A client that calls a tool knows which one, and how long such a call mostly takes. So it can give a
-hint with each turn: the median pause behind turns of this kind. `Told` uses it. It is never told
-the pause itself, nor that a session is over: only `Oracle` knows that.
+hint with each turn: the median pause behind turns of this kind, with noise. `Told` uses it. It is
+never told the pause itself, nor that a session is over or a branch left: only `Oracle` knows that.
 
 The load is synthetic. Medians and spreads are TraceLab's (arXiv 2606.30560: 4,265 sessions with
 Claude Code and Codex; the tables of its repository); all lengths are lognormal, which is our choice.
@@ -22,11 +22,12 @@ from typing import NamedTuple
 import numpy as np
 
 from eviction import POLICIES, Policy
-from experiments.curves import Found, adapted, mapped, ratio
+from experiments.curves import Found, adapted, mapped, quotient, ratio
 from experiments.policies import EXPERIMENTS, Oracle, Told
-from experiments.run import Panel, System, at_scale, build, drive, outcome, planned, window
+from experiments.run import (Panel, System, build, drive, has_tier_in_gb, outcome, planned,
+                             that_fit, window)
 from experiments.workload import (PlannedConversation, PlannedTurn, cut_to_context, numbered,
-                                  under_way, with_arrivals, within_context)
+                                  under_way, with_arrivals)
 
 
 class Spread(NamedTuple):
@@ -44,7 +45,7 @@ class Spread(NamedTuple):
 SHELL, FILES, TASK, USER = Spread(0.85, 2.4), Spread(0.06, 2.4), Spread(0.18, 3.5), Spread(84, 2.1)
 TOOLS, CALLS = (SHELL, FILES, TASK), (0.76, 0.20, 0.04)         # TraceLab: shares of all calls
 # TraceLab: requests of a session: median 1, 90th percentile 18; turns that answer a tool in a
-# request: 1 and 20. At most MOST turns a session: ours.
+# request: 1 and 20 (our draws are rounded down: 1 and 17). At most MOST turns a session: ours.
 REQUESTS, TOOL_TURNS, MOST = Spread(1.0, 2.25), Spread(1.5, 1.9), 200
 # Tokens. TraceLab: 1,200 new ones per turn on average, and 520 generated with a median of 220. We
 # take a quarter. A session begins with instructions and tools: ours.
@@ -52,8 +53,9 @@ INPUT, OUTPUT, INSTRUCTIONS, LIMIT = Spread(210, 0.9), Spread(55, 1.3), 2000, 16
 NOISE = 0.5             # sigma of the logarithm of a hint: off by a factor of 1.65. Ours
 PAST = 3600.0           # seconds of the load before a run begins
 
-# The pause that was planned, in seconds -> the pause that the client expects. The end of a session
-# is no pause: there the client expects its user.
+# A planned pause -> the pause that the client expects, both in seconds. `drive` tells the planned
+# one, so we look up the hint by it: equal pauses get one hint. (Told sees the hint alone.) The end
+# of a session is no pause: there the client expects its user, after USER.median exactly.
 Expected = dict[float, float]
 
 
@@ -62,7 +64,8 @@ def sessions(count: int, seed: int) -> tuple[list[PlannedConversation], Expected
     rng, expected = np.random.default_rng([seed, 4]), {}
 
     def session() -> list[PlannedTurn]:
-        kinds = []                                              # of the pause behind each turn
+        # Of the pause behind each turn, so the turn with index 1 comes after a pause of kinds[0].
+        kinds = []
         for _ in range(min(MOST, math.ceil(REQUESTS.draw(rng)))):
             calls = min(MOST, int(TOOL_TURNS.draw(rng)))
             kinds += [TOOLS[number] for number in rng.choice(len(TOOLS), calls, p=CALLS)] + [USER]
@@ -82,19 +85,25 @@ def noise(rng: np.random.Generator) -> float:
     return math.exp(rng.normal(0, NOISE))
 
 
-TOOL_SECONDS = 30.0     # a trace does not say whose pauses are: we take shorter ones for tools'
+# A trace does not say whose pauses are: we take shorter ones for tools'. (TraceLab's are all
+# tools': there the long ones are slow tools, not users.)
+TOOL_SECONDS = 30.0
 WRONG = 0.1             # of these hints so many are of the wrong kind. Both are ours
 
 
 def hints_of_a_trace(conversations: Iterable[PlannedConversation], seed: int) -> Expected:
-    """The medians of this trace's short and long pauses, with noise."""
+    """The medians of this trace's short and long pauses, with noise: one of ten is the median of
+    the other kind."""
     rng = np.random.default_rng([seed, 4])
     pauses = sorted({turn.think_seconds for one in conversations for turn in one.turns[1:]})
-    kinds = [[pause for pause in pauses if (pause < TOOL_SECONDS) == short]
-             for short in (False, True)]
-    medians = [np.median(kind) if kind else USER.median for kind in kinds]
-    return {pause: medians[(pause < TOOL_SECONDS) != (rng.random() < WRONG)] * noise(rng)
-            for pause in pauses}
+    short = [pause for pause in pauses if pause < TOOL_SECONDS]
+    long = pauses[len(short):]
+    median_short, median_long = (np.median(kind) if kind else USER.median for kind in (short, long))
+
+    def expected(pause: float) -> float:
+        is_short, is_wrong = pause < TOOL_SECONDS, rng.random() < WRONG
+        return (median_short if is_short != is_wrong else median_long) * noise(rng)
+    return {pause: expected(pause) for pause in pauses}
 
 
 # ---- the figure
@@ -129,7 +138,7 @@ def ratios_to_lru(rows: list[dict], options) -> list[dict]:
     ratios = []
     for row, (name, field) in product(others, MEASURES.items()):
         ratios.append(ratio(f"{load}: {name}, {row['system']} / lru",
-                            row[field] / max(lru[field], 1e-9), options))
+                            quotient(row[field], lru[field]), options))
     told, oracle = (next(row for row in rows if row["system"] == name)["recomputed_seconds"]
                     for name in ("told", "oracle"))
     gap = lru["recomputed_seconds"] - oracle
@@ -154,11 +163,12 @@ def play_agents(task: tuple[Panel, str, argparse.Namespace]) -> dict:
     begin, until = window(panel, rate, options)
     system = System(dict(policy=SYSTEMS[name]))
     with closing(build(system, panel, conversations, options)) as engine:
-        conversations = within_context(conversations, engine.scheduler.limit)
+        conversations = that_fit(conversations, engine.scheduler.limit)
+        policy = engine.cache.policy
         served = drive(engine, conversations, options.seed, engine.clock.sleep, until,
-                       listener(engine.cache.policy, expected))
+                       listener(policy, expected), leave=getattr(policy, "leave", None))
         row = outcome(engine, served, begin, until)
-    size = dict(cpu_gb=panel.cpu_gb) if at_scale(options) else {}
+    size = dict(cpu_gb=panel.cpu_gb) if has_tier_in_gb(options) else {}
     return dict(system=name, policy=name, model=panel.model, dataset=panel.dataset,
                 request_rate=rate) | size | row
 

@@ -42,6 +42,11 @@ def ratio(name: str, ours: float, options, paper: float | None = None) -> dict:
                 how="simulated" if options.simulate else "measured")
 
 
+def quotient(ours: float, other: float) -> float:
+    """ours / other, and 1 if both are 0."""
+    return 1.0 if ours == other else ours / max(other, 1e-9)
+
+
 class Figure(NamedTuple):
     run: Callable[[argparse.Namespace], Found]
     about: str                  # a line for --help

@@ -127,8 +127,12 @@ class Oracle(RetentionValue):
     """No real policy can do this: recomputation cost per second until the conversation *returns*.
     A chunk behind what the next turn keeps is worth nothing.
 
-    The experiment, which has planned the turns, calls `foresee`. `last_needed` is minus the time of
-    the return. So the order is as for all policies: who returns later is counted as idle longer."""
+    Where turns rewind, it is no bound: of a chunk that branches share it asks the first user's next
+    turn alone, and it multiplies by all users, though nobody returns to a branch that was left.
+
+    The experiment, which has planned the turns, calls `foresee` and `leave`. `last_needed` is
+    minus the time of the return. So the order is as for all policies: who returns later is counted
+    as idle longer."""
     NOT_KEPT = -1       # the key of a chunk of which the next turn does not keep all
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
@@ -141,6 +145,10 @@ class Oracle(RetentionValue):
         Its next turn keeps `keep` tokens of the context (None: all)."""
         self.thinks[name] = think_seconds
         self.keeps[name] = math.inf if keep is None else keep
+
+    def leave(self, name: str, keep: int):
+        """Nobody returns to the conversation: only its first `keep` tokens go on, in a branch."""
+        self.foresee(name, math.inf, keep)
 
     def key(self, conversation, index):
         kept = (index + 1) * self.chunk_size <= self.keeps.get(conversation.name, math.inf)

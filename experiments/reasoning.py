@@ -13,7 +13,8 @@ its own behind each reply, also behind the last one.
 
 The load is ShareGPT's (workload.py). Thoughts are three times as long as the visible reply on
 average, lognormal. (In ServeGen's published load of DeepSeek-R1, arXiv 2505.09999, they are 73% of
-a reply: 2.8 times the rest. The spread is our choice.)
+a reply: 2.7 times the rest. The spread is our choice.) Users whom a run meets under way have a
+history without thoughts, in each way: so "keep" begins with shorter contexts than it would have.
 """
 import argparse
 import math
@@ -25,8 +26,8 @@ import numpy as np
 
 from engine import Engine
 from experiments.curves import Found, adapted, mapped, ratio
-from experiments.run import Panel, System, build, drive, outcome, planned, window
-from experiments.workload import PlannedConversation, PlannedTurn, within_context
+from experiments.run import Panel, System, build, drive, outcome, planned, that_fit, window
+from experiments.workload import PlannedConversation, PlannedTurn
 
 TIMES, SIGMA = 3.0, 0.8         # thoughts are so many times as long as the visible reply
 RATES = 1.0, 1.5                # turns per second
@@ -36,12 +37,13 @@ COMPARED = {"mean TTFT": "mean_ttft_ms", "normalized latency": "normalized_laten
 
 
 def turns_of(way: str, turns: list[PlannedTurn], thoughts: list[int]) -> list[PlannedTurn]:
-    """The turns that the server sees. thoughts: the tokens of each turn's."""
+    """The turns that the server sees. thoughts: how many tokens each turn thinks."""
     if way == "keep":
         return [turn._replace(output_tokens=thought + turn.output_tokens)
                 for turn, thought in zip(turns, thoughts)]
     seen: list[PlannedTurn] = []
-    context = visible = 0       # tokens up to the last reply; of that reply, still to be computed
+    context = 0         # tokens that the next turn keeps: all before the last thoughts
+    visible = 0         # tokens of the last visible reply, if the next prompt must begin with them
     for turn, thought in zip(turns, thoughts):
         prompt = visible + turn.input_tokens
         seen.append(PlannedTurn(prompt, thought + turn.output_tokens, turn.think_seconds,
@@ -56,9 +58,11 @@ def turns_of(way: str, turns: list[PlannedTurn], thoughts: list[int]) -> list[Pl
 def reasoning(options) -> Found:
     """The three ways under one load. Ratios compare them with "keep".
 
-    ValueError: without --simulate."""
+    ValueError: without --simulate, or with a --trace."""
     if not options.simulate:
         raise ValueError("reasoning is simulated, not measured: add --simulate")
+    if options.trace:
+        raise ValueError("reasoning has a load of its own, with thoughts: leave --trace out")
     panels = adapted([Panel("llama2-13b-gqa", "sharegpt", RATES, cpu_gb=20.0)], options)
     tasks = [(panel._replace(rates=(rate,)), way, options)
              for panel in panels for rate in panel.rates for way in WAYS]
@@ -77,35 +81,42 @@ def play_reasoning(task: tuple[Panel, str, argparse.Namespace]) -> dict:
     panel, way, options = task
     rate, = panel.rates
     begin, until = window(panel, rate, options)
-    users = load(way, planned(panel, rate, options), options.seed)
+    limit = min(LIMIT, options.given.get("gpu_cache_tokens", LIMIT))
+    users = load(way, planned(panel, rate, options), options.seed, limit)
     with closing(build(System(), panel, users, options)) as engine:
-        served = drive(engine, users, options.seed, engine.clock.sleep, until, dropping(engine))
+        foresee, leave = dropping(engine)
+        served = drive(engine, users, options.seed, engine.clock.sleep, until, foresee, leave=leave)
         row = outcome(engine, [turn for turn in served if turn.output_tokens > 1], begin, until)
     return dict(system=way, model=panel.model, dataset=panel.dataset, cpu_gb=panel.cpu_gb,
                 request_rate=rate) | row
 
 
-def dropping(engine: Engine) -> Callable:
-    """A listener for `drive`: what is taken back leaves the tiers soon. (The engine still needs it
-    when the turn that takes it back is submitted; so it leaves with a later turn.)"""
-    left = deque()              # (when it was left, conversation, tokens that go on elsewhere)
+def dropping(engine: Engine) -> tuple[Callable, Callable]:
+    """The listeners `foresee` and `leave` for `drive`: what is taken back leaves the tiers.
 
-    def listen(name: str, pause: float, keep: int | None):
-        now = engine.clock()
-        while left and left[0][0] < now:
+    Not at once: the engine opens the branch from it in its next step. So it leaves when somebody
+    submits a turn at a later time."""
+    left = deque()              # (when it was left, conversation, tokens that go on in a branch)
+
+    def foresee(*turn):
+        while left and left[0][0] < engine.clock():
             engine.shorten(*left.popleft()[1:])
-        if pause == math.inf and keep is not None:
-            left.append((now, name, keep))
-    return listen
+
+    def leave(name: str, keep: int):
+        foresee()
+        left.append((engine.clock(), name, keep))
+    return foresee, leave
 
 
-def load(way: str, users: list[PlannedConversation], seed: int) -> list[PlannedConversation]:
-    """The users' conversations with thoughts, as the server sees them: the same ones each way."""
+def load(way: str, users: list[PlannedConversation], seed: int,
+         limit: int) -> list[PlannedConversation]:
+    """The users' conversations with thoughts, as the server sees them: the same users each way,
+    namely those whom "keep" gives no more than `limit` tokens. ValueError: there are none."""
     rng = np.random.default_rng([seed, 5])
     seen = []
     for user in users:
         thoughts = [math.ceil(turn.output_tokens * TIMES * rng.lognormal(-SIGMA**2 / 2, SIGMA))
                     for turn in user.turns]
-        if within_context([user._replace(turns=turns_of("keep", user.turns, thoughts))], LIMIT):
+        if user._replace(turns=turns_of("keep", user.turns, thoughts)).tokens <= limit:
             seen.append(user._replace(turns=turns_of(way, user.turns, thoughts)))
-    return seen
+    return that_fit(seen, limit)

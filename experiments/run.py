@@ -14,7 +14,7 @@ the normalized latency, the seconds per token of the reply:
     due at 10 s, first token at 12 s, 100th and last token at 22 s:
     ttft 2 s, normalized latency 0.12 s
 
-`options`, here and in all figures, are the parsed flags of bench.py, which explains them.
+`options`, here and in all figures, are what bench.py's parse_flags returns: its flags, and `given`.
 
 Invariant: the same seed gives the same simulation, to the last digit.
 """
@@ -59,7 +59,7 @@ class Served(NamedTuple):
     turn: int = 1                       # its number in its conversation
 
 
-NO_TURN = PlannedTurn(0, 0, math.inf)       # it comes after the last one
+NO_TURN = PlannedTurn(0, 0, math.inf)       # follows the last one: its user thinks for ever
 
 
 class Users:
@@ -70,13 +70,15 @@ class Users:
     the conversation "a". From then on that is where the conversation goes on."""
 
     def __init__(self, engine, conversations: list[PlannedConversation], seed: int,
-                 foresee: Callable | None, warm: float):
-        self.engine, self.conversations, self.foresee = engine, conversations, foresee
-        self.warm, self.seed = warm, seed
+                 foresee: Callable | None, leave: Callable | None, warm: float):
+        self.engine, self.conversations, self.seed = engine, conversations, seed
+        self.foresee, self.leave, self.warm = foresee, leave, warm
+        check_names(conversations)
         self.hints: list[tuple[float, str]] = []        # a heap: when a hint is due, and for whom
         self.rng = np.random.default_rng([seed, 2])     # the load draws from other streams
-        # What the engine calls each conversation now; and, where turns rewind, the tokens so far.
+        # What the engine calls each conversation now.
         self.names = [conversation.name for conversation in conversations]
+        # The tokens so far, only of conversations that rewind: there we submit them again.
         self.contexts = {number: array("i") for number, conversation in enumerate(conversations)
                          if any(turn.keep is not None for turn in conversation.turns)}
         self.left: list[str] = []                       # branches to which nobody returns
@@ -110,7 +112,7 @@ class Users:
         """Submit a turn now. Returns its handle."""
         turns = self.conversations[number].turns
         turn, options = turns[index], self.options
-        if turn.keep is not None:
+        if turn.keep is not None and index:             # a first turn has nothing to rewind
             options = options | self._branch(number, index, turn.keep)
         name = self.names[number]
         if self.foresee:
@@ -136,14 +138,16 @@ class Users:
         """Begin a branch with the first `keep` tokens. Returns what `submit` needs for that.
 
         Nobody returns to the old branch, but no server can know that: its chunks stay until they
-        are evicted. After that it leaves the books, too, at a later rewind (`forget_left`)."""
+        are evicted. When all are, the engine forgets its name at the next rewind."""
         context, parent = self.contexts[number], self.names[number]
         del context[keep:]
         self.names[number] = f"{self.conversations[number].name}@{index}"
-        if self.foresee:
-            self.foresee(parent, math.inf, keep)
+        if self.leave:
+            self.leave(parent, keep)
+            # It does not wait. But this makes the cache ask the policy again what its chunks are
+            # worth: the policy may just have heard that nobody returns.
             held = self.engine.cache.conversations[parent]
-            self.engine.cache.set_waiting(held, False)          # so the cache asks the policy again
+            self.engine.cache.set_waiting(held, False)
         self.left = forget_left(self.engine, self.left) + [parent]
         return dict(context=context.tolist(), parent=parent)
 
@@ -164,9 +168,24 @@ class Users:
             yield name, index + 1, due, handle
 
 
+def check_names(conversations: list[PlannedConversation]):
+    """ValueError: the engine would take two conversations, or their branches, for one."""
+    seen = set()
+    for name, turns, *_ in conversations:
+        branches = [f"{name}@{index}" for index, turn in enumerate(turns) if turn.keep is not None]
+        for one in (name, *branches):
+            if one in seen:
+                raise ValueError(f"two conversations have the name {one!r}: rename one of them")
+            seen.add(one)
+
+
 def forget_left(engine, names: list[str]) -> list[str]:
     """Let the engine forget those of these conversations that cache nothing for themselves alone,
     and return the others. No KV leaves a tier: what they share stays with those who share it.
+
+        "a" has the chunks [shared with "a@3"] [its own]     it stays
+        the same, when its own chunk has been evicted        it is forgotten
+
     (A RemoteEngine keeps nothing of a branch that was left.)"""
     if not isinstance(engine, Engine):
         return []
@@ -179,18 +198,21 @@ def forget_left(engine, names: list[str]) -> list[str]:
 
 
 def drive(engine, conversations: list[PlannedConversation], seed: int, sleep: Callable = time.sleep,
-          until: float = math.inf, foresee: Callable | None = None,
-          warm: float = 0.0) -> list[Served]:
-    """Play every turn of every conversation at its time. Returns the
-    turns that ended, in that order.
+          until: float = math.inf, foresee: Callable | None = None, warm: float = 0.0,
+          leave: Callable | None = None) -> list[Served]:
+    """Play every turn of every conversation at its time. Returns the turns that ended, in that
+    order.
 
     Steps the engine in this thread. Ends when all turns have ended, or `until` seconds after the
     start. engine: an Engine or a RemoteEngine. sleep(seconds): how to wait for the next turn.
     foresee(name, seconds, keep): is told, with every turn, how long its user will think about the
     reply (inf: for ever), and how many tokens the next turn keeps (None: all).
     warm: so many seconds before a turn its user gives a hint (Engine.warm); 0: no user does.
+    leave(name, keep): is told when a turn rewinds that nobody returns to this conversation: only
+    its first `keep` tokens go on, in a branch.
+    ValueError: two conversations have one name.
     """
-    users, served = Users(engine, conversations, seed, foresee, warm), []
+    users, served = Users(engine, conversations, seed, foresee, leave, warm), []
     recomputed = watch_recomputation(engine) if isinstance(engine, Engine) else {}
     begin, now, batch = engine.clock(), 0.0, None
     with progress_bar(conversations, until) as progress:
@@ -219,11 +241,12 @@ def watch_recomputation(engine: Engine) -> dict[str, float]:
     64 tokens, the span [48, 70) recomputes 48 to 63. A decode recomputes nothing."""
     policy, seconds = engine.cache.policy, {}
     size, limit = policy.chunk_size, engine.scheduler.limit
-    ends = [0, *range(size, limit + size, size)]
-    # [chunks + 1]: seconds to compute [0, end)
+    ends = [0, *range(size, limit + size, size)]                    # of chunks
+    # The seconds to compute the positions up to each end. Within a chunk we interpolate.
     cost_up_to = np.cumsum([0.0, *map(policy.cost, ends[1:])])
 
     def count(batch):
+        # The engine calls this before it launches the batch, so `prefilling` is still true.
         for request, start, end in batch.spans:
             if not request.prefilling:
                 continue
@@ -255,6 +278,9 @@ def summary(served: list[Served], begin: float = 0.0) -> dict:
 
     ttft: time to first token; tpot: time per output token after the first; e2el: end-to-end
     latency. ValueError: no turn ended after `begin`."""
+    if served and served[-1].ended <= begin:
+        raise ValueError(f"all turns ended within the first {begin:g} s, which do not count: "
+                         "give --seconds a smaller number, or a lower rate")
     served = [turn for turn in served if turn.ended > begin]
     if not served:
         raise ValueError("no turn has ended in time: give --seconds a larger number, "
@@ -299,7 +325,8 @@ def by_turn(served: list[Served], begin: float = 0.0) -> list[dict]:
     conversation (1, 2, 3, 4, 5-8, 9-16, ...). A server that remembers has a hit rate that rises
     with the turns; where its cache ends, the rate falls and the first token is late.
 
-    hit_rate: cached tokens, of all tokens of the prompts. recomputed_tokens: of a turn, on average.
+    hit_rate: cached tokens, of all tokens of the prompts. (summary's rates leave out new tokens.)
+    recomputed_tokens: of a turn, on average.
     """
     groups: dict[int, list[Served]] = {}                # by the last turn of the group
     for turn in served:
@@ -330,8 +357,8 @@ class System(NamedTuple):
 
 STATELESS = dict(stateless=True, cpu_cache_tokens=0)
 SYSTEMS = {
-    # vLLM as it was then: forgets every request, computes prompts apart
-    # from decodes, and keeps 1% free.
+    # vLLM at the time of the paper: forgets every request, computes prompts apart from decodes, and
+    # keeps 1% free.
     "vllm then": System(STATELESS | dict(separate_phases=True, reserve=0.01)),
     "stateless": System(STATELESS),                     # our engine without its memory
     "stateless, fused": System(STATELESS, "fused"),     # stands for TensorRT-LLM
@@ -340,7 +367,7 @@ SYSTEMS = {
     "pensieve, hinted": System(hinted=True),
     "separate phases": System(dict(separate_phases=True)),
     "request level": System(whole_batches=True),        # batches as they were before Orca
-    # evicts as the paper's draft did
+    # evicts as an earlier version of the paper did (arXiv 2312.05516)
     "draft": System(dict(policy="trailing-half", swap_threshold=0.5)),
 }
 SYSTEMS |= {name: System(dict(policy=name)) for name in POLICIES}
@@ -353,7 +380,7 @@ class Panel(NamedTuple):
     dataset: str
     rates: tuple = (None,)          # turns per second; None: a trace's own times
     at_ms: float | None = None      # the normalized latency at which throughputs are compared
-    paper: float | None = None      # the paper's ratio there, of the last system to vLLM
+    paper: float | None = None      # the paper's ratio there, of the figure's last system to vLLM
     paper_fused: float | None = None    # and to TensorRT-LLM
     gpus: int = 1
     hardware: str = "a100"          # a key of HARDWARE, or a file of `bench.py profile`
@@ -385,25 +412,32 @@ def panel_title(model: str, dataset: str, think: float | str | None = None,
 GPU_BYTES = 40e9        # of the GPU tier, per GPU (paper, §6.1)
 # Flags of Engine at the paper's scale: vLLM's limits of a batch.
 SIMULATED = dict(max_running=256, max_batch_tokens=2048)
-# And for the embedded model. The conversations of "many turns" need some 18,000 tokens together.
+# And for the embedded model. The conversations of "many turns" need 16,000 to 20,000 tokens
+# together.
 MEASURED = dict(gpu_cache_tokens=3840, cpu_cache_tokens=15360)
 HERE = [Panel("tiny_chat", "many turns", (5.0, 10.0, 60.0), think=0.1)]  # the last one saturates
 
 
 def at_scale(options) -> bool:
-    """True for a simulation of the paper's machines; False for this
-    machine, measured or simulated."""
+    """True for a simulation of the paper's machines; False for this machine, measured or
+    simulated."""
     return options.simulate and options.hardware in (None, *HARDWARE)
 
 
-# A run begins this many mean think times after the first arrival: by then
-# the mean context grows no more.
+def has_tier_in_gb(options) -> bool:
+    """True if a panel's cpu_gb is the size of the CPU tier; False if this machine or a flag gives
+    tokens."""
+    return at_scale(options) and "cpu_cache_tokens" not in options.given
+
+
+# A run begins this many mean think times after the first arrival: by then the mean context grows no
+# more.
 PAST = 100
 
 
 def planned(panel: Panel, rate: float | None, options) -> list[PlannedConversation]:
-    """The panel's conversations with their arrival times. rate: None
-    keeps the times of the trace."""
+    """The panel's conversations with their arrival times. rate: None keeps the times of the
+    trace."""
     if panel.think in THINKING:
         think = reading_think if panel.think == "reading" else None
     else:
@@ -413,8 +447,8 @@ def planned(panel: Panel, rate: float | None, options) -> list[PlannedConversati
         return trace if rate is None else with_arrivals(trace, rate, options.seed, think)
     if panel.dataset == "many turns":
         return many_turns(3500, rate, think, options.seed)
-    # As many as arrive during the run and in a long time before it, and
-    # some more: arrivals are random.
+    # As many as arrive during the run and in a long time before it, and some more: arrivals are
+    # random. (think is "own" only for a trace.)
     past = PAST * (60.0 if panel.think == "reading" else panel.think)
     count = rate * (past + options.seconds) / SHAPES[panel.dataset].turns
     conversations = synthetic(panel.dataset, math.ceil(count + 4 * math.sqrt(count)) + 1,
@@ -435,26 +469,25 @@ def window(panel: Panel, rate: float | None, options) -> tuple[float, float]:
 # ---- one run
 
 def play(name: str, panel: Panel, rate: float | None, options) -> dict:
-    """Run one system in one panel at one rate -> its row. ValueError: no
-    conversation fits its cache."""
+    """Run one system in one panel at one rate -> its row. ValueError: no conversation fits."""
     conversations = planned(panel, rate, options)
     begin, until = window(panel, rate, options)
     with closing(build(SYSTEMS[name], panel, conversations, options)) as engine:
-        limit, policy = engine.scheduler.limit, engine.cache.policy
-        conversations = within_context(conversations, limit)
-        if not conversations:
-            raise ValueError(f"no conversation of {panel.dataset} fits {limit} tokens: "
-                             "give --gpu-cache-tokens a larger number")
+        conversations = that_fit(conversations, engine.scheduler.limit)
         sleep = engine.clock.sleep if options.simulate else time.sleep
-        foresee = policy.foresee if isinstance(policy, Oracle) else None
+        policy, foresee, leave = engine.cache.policy, None, None
+        if isinstance(policy, Oracle):
+            foresee, leave = policy.foresee, policy.leave
         warm = options.warm if SYSTEMS[name].hinted else 0.0
-        served = drive(engine, conversations, options.seed, sleep, until, foresee, warm)
+        served = drive(engine, conversations, options.seed, sleep, until, foresee, warm, leave)
         results, stats = outcome(engine, served, begin, until), engine.stats()
 
     row = dict(system=name, policy=name if name in EXPERIMENTS else engine.config.policy,
                model=panel.model, dataset=panel.dataset, think=panel.think, request_rate=rate)
+    if has_tier_in_gb(options):
+        row |= dict(cpu_gb=panel.cpu_gb)
     if at_scale(options):
-        row |= dict(cpu_gb=panel.cpu_gb, per_query_head=panel.per_query_head)
+        row |= dict(per_query_head=panel.per_query_head)
     row |= results
     if places := stats["cpu_chunks_total"]:
         row["turnovers"] = stats["chunks_dropped"] / places             # of the CPU tier
@@ -463,6 +496,15 @@ def play(name: str, panel: Panel, rate: float | None, options) -> dict:
     if options.trace or panel.dataset == "many turns":      # who is met under way has begun before
         row["by_turn"] = by_turn(served, begin)
     return row
+
+
+def that_fit(conversations: list[PlannedConversation], limit: int) -> list[PlannedConversation]:
+    """Without those whose context grows above `limit` tokens. ValueError: none is left."""
+    fitting = within_context(conversations, limit)
+    if not fitting:
+        raise ValueError(f"no conversation fits {limit} tokens: "
+                         "give --gpu-cache-tokens a larger number")
+    return fitting
 
 
 def outcome(engine: Engine, served: list[Served], begin: float, until: float) -> dict:
@@ -478,12 +520,12 @@ GROWTH = 1.2            # contexts that have grown by less are the same
 def too_short(engine: Engine, served: list[Served], begin: float, until: float) -> str | None:
     """Why the run was too short to tell, if it was.
 
-    "GPU" or "CPU": no chunk had to leave this tier. The other two reasons compare the first
-    and the second half of the turns that count. "hits": the tiers still fill, because the hit
-    rates differ by more than 2 points. "load": the mean context still grows, by a fifth or
-    more, because the first long conversations are not over yet; this holds for stateless
-    systems, too. A run that ends by itself (until is inf) is all there is of its load: it may
-    leave the CPU tier partly empty."""
+    "GPU" or "CPU": no chunk had to leave this tier. "hits" and "load" compare the first and the
+    second half of the turns that count. "hits": the tiers still fill, because the hit rates differ
+    by more than 2 points; or a half has no turn. "load": the mean context still grows, by a fifth
+    or more, because the first long conversations are not over yet; this holds for stateless
+    systems, too. A run that ends by itself (until is inf) is all there is of its load: it may leave
+    the CPU tier partly empty."""
     stats, stateful = engine.stats(), not engine.config.stateless
     if stateful and not stats["chunks_dropped"] and not stats["chunks_swapped_out"]:
         return "GPU"
@@ -521,15 +563,20 @@ def batch_by_request(scheduler):
     complete. The next batch has the requests that wait then, as many as fit.
 
     (Replies that end early are given at once, and nothing is padded: real systems did worse.)"""
-    fits, last = scheduler.fits, None               # arrival number of the batch's last request
+    fits = scheduler.fits
+    last_of_batch = None        # the arrival number of its last request; None: nobody may join
 
     def fits_batch(request) -> bool:
-        nonlocal last
-        if not scheduler.running:
-            last = scheduler.queue[-1].arrival
-        if last is None or request.arrival > last or not fits(request):
-            last = None                             # the batch is complete
-        return last is not None
+        """The scheduler asks this of the head of its queue alone."""
+        nonlocal last_of_batch
+        if not scheduler.running:                       # the next batch begins
+            last_of_batch = scheduler.queue[-1].arrival
+        if last_of_batch is None:
+            return False
+        if request.arrival > last_of_batch or not fits(request):
+            last_of_batch = None
+            return False
+        return True
     scheduler.fits = fits_batch
 
 

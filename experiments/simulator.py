@@ -1,8 +1,8 @@
-"""The engine on machines that we do not own: a worker that computes only
-times, and moves a clock by them.
+"""The engine on machines that we do not own: a worker that computes only times, and moves a clock.
 
-    clock = VirtualClock() Engine(worker=SimulatedWorker(PRESETS["opt-13b"], HARDWARE["a100"],
-    ..., clock, ...), clock=clock)
+    clock = VirtualClock()
+    worker = SimulatedWorker(PRESETS["opt-13b"], HARDWARE["a100"], OPERATORS["eager"], clock, ...)
+    engine = Engine(worker=worker, clock=clock)
 
 Scheduler, cache, policies and the step loop are the real ones; only the tensors are missing.
 `execute` adds up the seconds that the batch would take, and moves the clock by them (paper
@@ -30,8 +30,8 @@ from scheduler import Batch, Result, Span
 
 
 class VirtualClock:
-    """Seconds since the simulation began. Time passes only when a worker
-    computes or somebody sleeps."""
+    """Seconds since the simulation began. Time passes only when a worker computes or somebody
+    sleeps."""
 
     def __init__(self):
         self.now = 0.0

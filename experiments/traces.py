@@ -7,7 +7,7 @@
     the same      session_id, input_length, output_length, delay, timestamp  ms     512 tokens
     Qwen-Bailian  chat_id, parent_chat_id, timestamp, input_length, ...      s      16 tokens
     Weka, AgentX  requests: t, type, in, out, hash_ids                       s      64 tokens
-    TraceLab      session_id, round_idx, prefix_len, input_len, ... (CSV)    ms     -
+    TraceLab      id, round_idx, prefix_len, input_len, ... (CSV)            ms     -
     ShareGPT (lines, or one array), UltraChat, LMSYS-Chat-1M: texts without times
 
 A field that is null counts as left out. A file may begin with a byte order mark.
@@ -18,8 +18,8 @@ one if it begins with the whole prefix of the earlier one (the ids of its full p
 longer than the earlier one with its reply. Within one session of Weka's a request that begins with
 a part of that prefix *rewinds*: it drops some of the reply, goes back, or begins with a summary.
 
-Traces do not tell when a reply ended (only a `delay` counts from there). So we take the whole gap
-between two requests for a think time, and a replay falls behind by the time that the answers take.
+Only sessions and TraceLab tell the time from a reply to the next turn. In the other traces we take
+the whole gap between two requests for it, so a replay falls behind by the time that answers take.
 """
 import codecs
 import csv
@@ -188,10 +188,10 @@ def sessions(path: str) -> list[PlannedConversation]:
     """A trace with sessions, as AIPerf and Dynamo write them: the turns of a `session_id`, in
     order.
 
-    A turn comes `delay` ms after the previous reply. A turn without a delay comes as
-    long after the previous turn as their timestamps tell. A session whose first turn
-    has no timestamp begins at 0. The `hash_ids` of the first turns tell which sessions
-    begin alike: as far as they do, they share."""
+    A turn comes `delay` ms after the previous reply. A turn without a delay comes as long after the
+    previous turn as their timestamps tell. A session whose first turn has no timestamp begins at 0.
+    The `hash_ids` of the first turns tell which sessions begin alike: as far as they do, they
+    share."""
     turns: dict[object, list[PlannedTurn]] = {}         # session_id -> its turns so far
     arrivals: dict[object, float] = {}                  # session_id -> when it begins
     latest: dict[object, float] = {}                    # session_id -> its latest time, in seconds
@@ -221,7 +221,7 @@ def sessions(path: str) -> list[PlannedConversation]:
             raise ValueError(f"lengths must be at least 1 and waits at least 0, got {turn[:3]}")
         turns[session].append(turn)
 
-    for _ in json_lines(path, parse):
+    for _ in json_lines(path, parse):           # parse collects
         pass
     check_unit(path, timestamps, "ms")
     conversations = [PlannedConversation(str(session), of_session, arrivals[session])
@@ -232,11 +232,15 @@ def sessions(path: str) -> list[PlannedConversation]:
 def tracelab(path: str) -> list[PlannedConversation]:
     """TraceLab's coding agents (arXiv 2606.30560), a CSV file: a line for each round of a session.
 
-        session_id, round_idx     rounds may be in any order
+        id (or session_id)        the session
+        round_idx                 rounds may be in any order
         prefix_len                tokens that the round keeps of the context so far
         input_len, output_len     new tokens, and those of the reply
-        tool_wait_after_ms        from the reply to the next round
+        tool_wait_after_ms        from the reply to the next round: what the tools take
         arrival_time              of the session, in ms; without it, 0
+
+    No column tells how long a user thinks: the next request follows at once where no tool was
+    called.
 
     If less is kept than prompt and reply before, the round rewinds. A prefix that the session has
     not said, such as that of the first round, counts as new. (The file does not tell whether
@@ -250,23 +254,24 @@ def tracelab(path: str) -> list[PlannedConversation]:
     arrivals: dict[str, float] = {}
 
     def parse(record):
-        of_session = rounds.setdefault(record["session_id"], {})
+        column = "id" if "id" in record and "session_id" not in record else "session_id"
+        session = record[column]
+        of_session = rounds.setdefault(session, {})
         index = whole(record, "round_idx")
         if index in of_session:
-            raise ValueError(f"session {record['session_id']} has two rounds with the round_idx "
-                             f"{index}: number its rounds")
+            raise ValueError(f"session {session} has two rounds with the round_idx {index}: "
+                             "number its rounds")
         kept, new = whole(record, "prefix_len"), whole(record, "input_len")
         if not kept + new:
             raise ValueError("a round needs a prompt, but prefix_len and input_len are both 0: "
                              "leave it out")
         of_session[index] = (kept, new, whole(record, "output_len", least=1),
-                             whole(record, "tool_wait_after_ms") / 1000)
+                             milliseconds(record, "tool_wait_after_ms"))
         if "arrival_time" in record:
-            arrival = whole(record, "arrival_time") / 1000
-            earliest = arrivals.get(record["session_id"], arrival)
-            arrivals[record["session_id"]] = min(arrival, earliest)
+            arrival = milliseconds(record, "arrival_time")
+            arrivals[session] = min(arrival, arrivals.get(session, arrival))
 
-    for _ in csv_lines(path, parse):
+    for _ in csv_lines(path, parse):            # parse collects
         pass
     check_unit(path, [seconds for seconds in arrivals.values() if seconds], "ms")
     return [PlannedConversation(name, turns_of_rounds(round for _, round in sorted(each.items())),
@@ -291,6 +296,15 @@ def whole(record: dict[str, str], name: str, least: int = 0) -> int:
         if least <= (value := float(record[name])) == int(value):
             return int(value)
     raise ValueError(f"{name} must be a whole number of at least {least}, got {record[name]!r}")
+
+
+def milliseconds(record: dict[str, str], name: str) -> float:
+    """A time of a CSV file, in seconds: 0.0125 for "12.5". ValueError: it is negative, or no
+    number."""
+    with suppress(ValueError):
+        if 0 <= (value := float(record[name])) < math.inf:
+            return value / 1000
+    raise ValueError(f"{name} must be a number of at least 0, got {record[name]!r}")
 
 
 def bailian(path: str) -> list[PlannedConversation]:
@@ -332,7 +346,7 @@ def check_parents(path: str, parents: dict[int, int]):
     """ValueError: a parent is in no line, or a request is its own ancestor."""
     sound = {ROOT}
     for chat in parents:
-        ancestors = []                  # the chat_id and its ancestors, as far as nobody has looked
+        ancestors = []              # the chat_id and its ancestors that are not known to be sound
         while chat not in sound:
             if chat not in parents:
                 child = ancestors[-1]
@@ -358,37 +372,40 @@ def weka(path: str) -> list[PlannedConversation]:
     of_session = list(json_lines(path, parse))
     check_unit(path, [request.arrival for requests in of_session for request in requests], "s")
     chains = [(session, chain) for session, requests in enumerate(of_session)
-              for chain in lines(requests)]
+              for chain in conversations_of_session(requests)]
     prefixes = [[((session, id), chain[0].piece) for id in chain[0].prefix]
                 for session, chain in chains]
     return begin_alike(conversations_of(chain for _, chain in chains), prefixes)
 
 
-def lines(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
+def conversations_of_session(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
     """The conversations of one session, in the order of their arrival.
 
     A request joins the conversation of which it keeps most, if it keeps a piece of it at all: one
-    that it continues, else one that it rewinds. It rewinds none that goes on without it, because a
-    later request continues that conversation, but not this request.
+    that it continues, else one that it rewinds.
 
         request   input   output   prefix
         1           200       10   [1 2 3]
         2           300       10   [1 2 3 4]       continues 1
-        3           195       10   [1 2 5]         new: 5 continues 2, but not 3
+        3           195       10   [1 2 5]         new, for it must not rewind 2: see 5
         4           210       10   [1 2 6]         rewinds 3, keeps [1 2]
         5           400       10   [1 2 3 4 7 8]   continues 2
+
+    Request 5 continues 2, but not 3: so the conversation of 2 goes on without 3, beside it. No
+    request rewinds a conversation that goes on without it.
     """
     ordered = sorted(requests, key=lambda request: request.arrival)
     conversations: list[list[TraceRequest]] = []
 
-    def goes_on(end: TraceRequest, number: int) -> bool:
+    def goes_on_without(number: int, end: TraceRequest) -> bool:
+        """Does a later request continue the conversation with this end, but not request number?"""
         return any(later.continues(end) and not later.continues(ordered[number])
                    for later in ordered[number + 1:])
 
     for number, request in enumerate(ordered):
         known = [one for one in conversations if one[-1].prefix and request.kept(one[-1])]
         joined = ([one for one in known if request.continues(one[-1])]
-                  or [one for one in known if not goes_on(one[-1], number)])
+                  or [one for one in known if not goes_on_without(number, one[-1])])
         if joined:
             max(joined, key=lambda one: request.kept(one[-1])).append(request)
         else:
@@ -411,7 +428,10 @@ def rebuild(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
 
     Many conversations share some prefixes: a system prompt, or a document that many people ask
     about. If another conversation has had the whole prefix of a request before, then we cannot tell
-    which of the two a later request continues, and let none continue the newer one.
+    which of the two a later request continues, and let none continue the newer one. Nobody
+    continues a request that is shorter than a piece.
+
+    (An id stands for all tokens up to the end of its piece, so the last id is the whole prefix.)
     """
     # last id of a conversation's latest prefix -> its requests
     ends: dict[int, list[TraceRequest]] = {}
@@ -427,6 +447,7 @@ def rebuild(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
         conversation.append(request)
         if request.prefix:
             last = request.prefix[-1]
+            # The same prefix, and less than a piece is new; or nobody has had this prefix before.
             if last == end or last not in seen:
                 ends[last] = conversation
         seen.update(request.prefix)
@@ -483,6 +504,10 @@ def load(path: str, tokenizer: str) -> list[PlannedConversation]:
                          if kind.has_text else kind.read(path))
     if not conversations:
         raise ValueError(f"{path} has no conversation with a turn in it")
+    days = min(conversation.arrival for conversation in conversations) / 86400
+    if days > 30:
+        raise ValueError(f"{path}: its first turn comes after {days:,.0f} days: times count from "
+                         "the beginning of the trace, so subtract the earliest from all of them")
     return conversations
 
 
@@ -492,9 +517,14 @@ def first_record(path: str) -> dict:
     if is_array(path):
         return {"conversations": []}
     line = beginning(path).partition(b"\n")[0]
-    if b"," in line and not line.startswith(b"{"):
-        return dict.fromkeys(names_of(line.decode()))
-    return from_json(line)
+    if not line:
+        raise ValueError("it is empty")
+    if line.startswith(b"{"):
+        return from_json(line)
+    if b"," not in line:
+        raise ValueError("its first line is neither JSON nor names with commas between them: "
+                         "save it as JSON lines, or as CSV with commas")
+    return dict.fromkeys(names_of(line.decode()))
 
 
 def names_of(header: str) -> list[str]:
@@ -539,14 +569,22 @@ def csv_lines(path: str, parse: Callable) -> Iterator:
     """parse(record) for each line of a CSV file, without the fields that are empty. ValueError:
     names file and line."""
     with naming(path), open(path, encoding="utf-8-sig", newline="") as file:
-        names = names_of(next(file, ""))
-        reader = csv.reader(file)
-        rows = [(reader.line_num + 1, row) for row in reader if row]
+        lines = enumerate(file, 1)
+        first, header = next((number, line) for number, line in lines if line.strip())
+        names = names_of(header)
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"its first line names {name} twice")
+        reader = csv.reader(line for _, line in lines)
+        rows = [(first + reader.line_num, [value.strip() for value in row])
+                for row in reader if row]
+    if not rows:
+        raise ValueError(f"{path} is empty behind its first line")
 
     def record(row):
         if len(row) > len(names):
             raise ValueError(f"it has {len(row)} values, but the first line has {len(names)} names")
-        return parse({name: value for name, value in zip(names, row) if value.strip()})
+        return parse({name: value for name, value in zip(names, row) if value})
     yield from parsed(path, "line", rows, record)
 
 
@@ -576,5 +614,7 @@ def naming(place: str):
         yield
     except KeyError as error:
         raise ValueError(f"cannot read {place}: the field {error} is missing") from error
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
+    except (OSError, ValueError, csv.Error) as error:           # these say what is wrong
+        raise ValueError(f"cannot read {place}: {error}") from error
+    except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"cannot read {place}: {error!r}") from error

@@ -29,7 +29,7 @@ class PlannedTurn(NamedTuple):
     output_tokens: int
     think_seconds: float = 0.0      # from the end of the previous reply; 0 for the first turn
     # How many tokens of the context so far it goes on from. None: all. With 100 tokens so far and
-    # keep 60, the turn *rewinds*: its first new token has position 60.
+    # keep 60, the turn *rewinds*: its first new token has position 60. A first turn keeps nothing.
     keep: int | None = None
 
     @property

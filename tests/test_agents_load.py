@@ -1,4 +1,5 @@
 """Loads of agents and of reasoning models, and what the policies are told about them."""
+import json
 import math
 from statistics import median
 from types import SimpleNamespace
@@ -60,6 +61,7 @@ def test_only_the_oracle_is_told_the_pause_itself():
     assert told.expected == {"a": 0.8}
     agents.listener(told, {7.0: 0.8})("a", math.inf, None)          # the session is over
     assert told.expected == {"a": agents.USER.median}
+    assert not hasattr(told, "leave") and hasattr(oracle, "leave")  # nor that nobody returns to a branch
     agents.listener(oracle, {7.0: 0.8})("a", 7.0, None)
     assert oracle.thinks == {"a": 7.0} and agents.listener(lru, {}) is None
 
@@ -98,6 +100,40 @@ def test_agents_are_simulated_and_repeat(tmp_path, monkeypatch):
     assert "share of the gap from lru to oracle that told closes" in figure["ratios"][-1]["name"]
 
 
+def rows_of_agents(**seconds):
+    return [dict(system=name, dataset="t", request_rate=2.0, cpu_gb=10.0, mean_ttft_ms=5.0,
+                 recomputed_seconds=seconds.get(name, 0.0)) for name in agents.SYSTEMS]
+
+
+def test_nobody_recomputes_is_no_gain():
+    options = bench.parse_flags(["agents", "--simulate"])
+    assert {one["ours"] for one in agents.ratios_to_lru(rows_of_agents(), options)[:-1]} == {1.0}
+    halved = agents.ratios_to_lru(rows_of_agents(lru=4.0, told=2.0), options)
+    assert [one["ours"] for one in halved if "told / lru" in one["name"]] == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("figure", ["agents", "fig14"])
+def test_a_tier_in_tokens_is_not_called_one_in_gb(tmp_path, monkeypatch, figure):
+    """Nor is the paper's number beside a trace."""
+    lines = [dict(session_id=n, input_length=300, output_length=20, timestamp=0) for n in range(4)]
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    command = f"{figure} --simulate --jobs 1 --cpu-cache-tokens 1024 --trace {path} --rates 1 --seconds 9"
+    found = run_bench(tmp_path, monkeypatch, command)
+    assert not any("GB" in one["name"] or one["paper"] for one in found["ratios"])
+    assert not any("cpu_gb" in row for row in found["rows"])
+
+
+@pytest.mark.parametrize("figure", ["agents", "fig14"])
+def test_a_tier_that_no_conversation_fits_is_named(tmp_path, monkeypatch, capsys, figure):
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps(dict(session_id=1, input_length=300, output_length=20, timestamp=0)))
+    with pytest.raises(SystemExit):
+        command = f"{figure} --simulate --jobs 1 --gpu-cache-tokens 128 --trace {path}"
+        run_bench(tmp_path, monkeypatch, command)
+    assert "no conversation fits 128 tokens: give --gpu-cache-tokens a larger" in capsys.readouterr().err
+
+
 # ---- reasoning
 
 TURNS, THOUGHTS = [PlannedTurn(10, 5, 0.0), PlannedTurn(20, 6, 60.0)], [30, 40]
@@ -116,24 +152,42 @@ def test_thoughts_are_kept_or_taken_back(way, seen, contexts):
 
 def test_thoughts_are_the_same_each_way_and_three_times_the_reply():
     users = [PlannedConversation(str(n), [PlannedTurn(10, 200)] * 4) for n in range(500)]
-    kept, back = (reasoning.load(way, users, seed=0) for way in reasoning.WAYS[:2])
+    kept, back = (reasoning.load(way, users, 0, reasoning.LIMIT) for way in reasoning.WAYS[:2])
     replies = [[turn.output_tokens for one in load for turn in one.turns] for load in (kept, back)]
     assert replies[0] == replies[1] and np.mean(replies[0]) == pytest.approx(800, rel=0.05)
-    long = [PlannedConversation("long", [PlannedTurn(reasoning.LIMIT, 200)])]
-    assert reasoning.load("take back", long, seed=0) == []
+    long = PlannedConversation("long", [PlannedTurn(reasoning.LIMIT, 200)])
+    assert reasoning.load("take back", [long, *users], 0, reasoning.LIMIT)[0].name == "0"
+    names = [[one.name for one in reasoning.load(way, users, 0, 3000)] for way in reasoning.WAYS]
+    assert names[0] == names[1] == names[2] and 0 < len(names[0]) < 500     # the same users each way
+    with pytest.raises(ValueError, match="no conversation fits 4096 tokens: give --gpu-cache-tokens"):
+        reasoning.load("take back", [long], 0, 4096)
 
 
 def test_what_is_taken_back_leaves_with_a_later_turn():
     clock, shortened = SimpleNamespace(now=1.0), []
     engine = SimpleNamespace(clock=lambda: clock.now, shorten=lambda *args: shortened.append(args))
-    listen = reasoning.dropping(engine)
-    listen("a", math.inf, 10)
-    listen("a@1", 60.0, None)
+    foresee, leave = reasoning.dropping(engine)
+    leave("a", 10)
+    foresee("a@1", 60.0, None)
     assert not shortened                                            # the engine opens a@1 in its next step
     clock.now = 2.0
-    listen("b", math.inf, None)                                     # a last turn: nothing is left
-    listen("c", 5.0, 7)
+    foresee("b", math.inf, None)                                    # a last turn: nothing is left
+    foresee("c", 5.0, 7)
     assert shortened == [("a", 10)]
+    leave("c", 7)
+    clock.now = 3.0
+    leave("d", 8)
+    assert shortened == [("a", 10), ("c", 7)]
+
+
+def test_a_gpu_tier_below_the_limit_leaves_out_longer_users(tmp_path, monkeypatch):
+    command = "reasoning --simulate --jobs 1 --seconds 20 --seeds 1 --rates 2 --gpu-cache-tokens 4096"
+    assert len(run_bench(tmp_path, monkeypatch, command)["rows"]) == 3
+
+
+def test_reasoning_takes_no_trace():
+    with pytest.raises(ValueError, match="leave --trace out"):
+        bench.FIGURES["reasoning"].run(bench.parse_flags(["reasoning", "--simulate", "--trace", "t.csv"]))
 
 
 @pytest.mark.slow

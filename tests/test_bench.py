@@ -1,6 +1,7 @@
 """The laboratory: every turn at its time, figures that add up and repeat, one clear line for bad input."""
 import io
 import json
+import math
 import re
 import sys
 import time
@@ -54,6 +55,38 @@ def rewinding(*keeps):
     return [PlannedTurn(30, 10, 0.01, keep) for keep in keeps]
 
 
+def test_a_first_turn_has_nothing_to_rewind():
+    with closing(Engine("tiny_chat", cost=COST)) as engine:
+        told = []
+        served = run.drive(engine, [PlannedConversation("a", rewinding(5, 30))], seed=0,
+                           foresee=lambda *turn: told.append(turn), leave=lambda *left: told.append(left))
+    assert [turn.usage["prompt_tokens"] for turn in served] == [30, 60]
+    assert told == [("a", 0.01, 30), ("a", 30), ("a@1", math.inf, None)]
+
+
+@pytest.mark.parametrize("names", ["aa", ("a", "a@1"), ("a@1", "a")])
+def test_two_conversations_of_one_name_are_refused(names):
+    users = [PlannedConversation(name, rewinding(None, *([30] if name == "a" else []))) for name in names]
+    with closing(Engine("tiny_chat", cost=COST)) as engine:
+        with pytest.raises(ValueError, match="two conversations have the name 'a(@1)?': rename one"):
+            run.drive(engine, users, seed=0)
+
+
+def test_a_run_without_turns_that_count_says_why():
+    turn = run.Served(0.0, 1.0, 2.0, 5, dict(prompt_tokens=5, gpu=0, cpu=0, recomputed=0, new=5))
+    with pytest.raises(ValueError, match="give --seconds a smaller number"):
+        run.summary([turn], begin=3.0)
+    with pytest.raises(ValueError, match="give --seconds a larger number"):
+        run.summary([], begin=3.0)
+
+
+def test_the_help_names_the_seeds_of_each_figure(capsys):
+    with pytest.raises(SystemExit):
+        bench.parse_flags(["--help"])
+    assert "5 for fig14, 3 for agents, 3 for reasoning" in " ".join(capsys.readouterr().out.split())
+
+
+
 @pytest.mark.parametrize("flags", [
     dict(gpu_cache_tokens=512), dict(gpu_cache_tokens=136, cpu_cache_tokens=32), run.STATELESS,
     dict(gpu_cache_tokens=136, cpu_cache_tokens=32, policy=EXPERIMENTS["oracle"])])
@@ -63,8 +96,8 @@ def test_a_turn_that_rewinds_finds_what_it_keeps(flags):
              for n, name in enumerate("ab")]
     flags = dict(cpu_cache_tokens=256, chunk_size=8, debug=True) | flags
     with closing(Engine("tiny_chat", cost=COST, **flags)) as engine:
-        foresee = getattr(engine.cache.policy, "foresee", None)
-        served = run.drive(engine, users, seed=0, foresee=foresee)
+        foresee, leave = (getattr(engine.cache.policy, name, None) for name in ("foresee", "leave"))
+        served = run.drive(engine, users, seed=0, foresee=foresee, leave=leave)
     usages = [turn.usage for turn in served]
     assert sorted(usage["prompt_tokens"] for usage in usages) == sorted(2 * [30, 70, 80, 120, 30, 69])
     attainable = sorted(usage["prompt_tokens"] - usage["new"] for usage in usages)

@@ -277,6 +277,37 @@ def test_a_bad_line_of_a_csv_file_is_named(tmp_path, line, message):
     assert "t.csv" in str(caught.value) and ("line 3" in str(caught.value) or "larger" in message)
 
 
+def test_tracelab_as_its_exporter_writes_it(tmp_path):
+    """The session is in the column `id`, and times are floats."""
+    path = csv_of(tmp_path / "t.csv", "0,150,10,0.000000,0,812.500000,0", "0,20,10,0.000000,1,0.000000,160",
+                  "1,99,7,1234.567891,0,0.000000,0",
+                  columns="id,input_len,output_len,arrival_time,round_idx,tool_wait_after_ms,prefix_len")
+    assert load(path, "none") == [planned("0", (150, 10), (20, 10, 0.8125)),
+                                  planned("1", (99, 7), arrival=1.234567891)]
+
+
+@pytest.mark.parametrize("text, message", [
+    ("", "cannot read .*t.csv: it is empty"), ("\n \n", "it is empty"),
+    (COLUMNS, "t.csv is empty behind its first line"),
+    (COLUMNS.replace(",", ";"), "its first line is neither JSON nor names with commas between"),
+    (COLUMNS.replace(",", "\t"), "neither JSON nor names with commas"),
+    (COLUMNS + ",input_len\na,0,0,0,9,1,5,7\n", "its first line names input_len twice"),
+    (COLUMNS + "\na\xff,0,0,0,9,1,5\n", "t.csv: 'utf-8' codec can't decode byte 0xff in position 86"),
+    (COLUMNS + "\na,0,0,0,9,0,5\n", "line 2: output_len must"),
+    (COLUMNS + "\na,1.7e12,0,0,9,1,5\n", "after 19,676 days: .*subtract the earliest")])
+def test_a_bad_csv_file_is_one_clear_line(tmp_path, text, message):
+    (tmp_path / "t.csv").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / "t.csv", "none")
+
+
+def test_a_csv_file_may_have_spaces_and_blank_lines(tmp_path):
+    path = csv_of(tmp_path / "t.csv", "a , 0, 0, 0, 9, 1, 5", "", "a,0,1,10,8,1,5", "a,0,1,10,8,1,5",
+                  columns="\n" + COLUMNS)
+    with pytest.raises(ValueError, match="line 6: session a has two rounds with the round_idx 1"):
+        load(path, "none")
+
+
 def test_an_empty_csv_file(tmp_path):
     with pytest.raises(ValueError, match="t.csv is empty"):
         load(csv_of(tmp_path / "t.csv"), "none")
@@ -408,8 +439,8 @@ def test_a_request_of_a_session_rewinds(tmp_path):
 
 
 def test_conversations_beside_each_other_begin_alike(tmp_path):
-    """The example of `lines`: 3 has a conversation beside that of 1, and 4 rewinds it. Another
-    session has other texts."""
+    """The example of `conversations_of_session`: 3 has a conversation beside that of 1, and 4 rewinds it.
+    Another session has other texts."""
     requests = [asked(0, 200, 10, 1, 2, 3), asked(1, 300, 10, 1, 2, 3, 4), asked(2, 195, 10, 1, 2, 5),
                 asked(3, 210, 10, 1, 2, 6), asked(4, 400, 10, 1, 2, 3, 4, 7, 8)]
     path = write(tmp_path / "w.jsonl", dict(id="one", requests=requests),
