@@ -35,6 +35,10 @@ TIME_LIMIT = 60             # seconds of a test's process; conftest.py limits it
 LARGEST_REPORT = 10 ** 8    # bytes
 FLAGS = "-c", "check.ini", "-p", "no:unraisableexception"      # that plugin takes half of the time
 LINES, COLUMNS = 4, 160     # of a message, after its first line
+# Names by which code could reach the test or the grader.
+TO_LOOK_AT = {"__import__", "eval", "exec", "open", "compile", "getattr", "setattr", "modules", "_getframe",
+              "f_back", "gi_frame", "tb_frame", "__globals__", "__builtins__", "__dict__", "__wrapped__",
+              "__subclasses__"}
 FORKS = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
 
 
@@ -78,21 +82,27 @@ def how_it_ended(exitcode: int | None) -> str:
 
 
 def new_imports(submitted: str, solved: str) -> list[str]:
-    """What a submitted file imports or calls, and the solved one does not, that deserves a look."""
+    """What a submitted file imports or names, and the solved one does not, that deserves a look.
+
+    `import statistics` is more than `from statistics import NormalDist`: through the module one
+    reaches statistics.sys."""
     def uses(source):
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                yield getattr(node, "module", None) or node.names[0].name
-            elif isinstance(node, ast.Name) and node.id in ("__import__", "eval", "exec", "open"):
-                yield node.id
-    return sorted({*uses(submitted)} - {*uses(solved), "labs.given"})
+            match node:
+                case ast.Import():
+                    yield from (each.name for each in node.names)
+                case ast.ImportFrom():
+                    yield from (f"{node.module}.{each.name}" for each in node.names)
+                case ast.Name(id=name) | ast.Attribute(attr=name) if name in TO_LOOK_AT:
+                    yield name
+    return sorted({*uses(submitted)} - {*uses(solved), "labs.given.fill"})
 
 
 # ---- in the process of a test
 
 def answer(pipe: Connection, key: str, task, code: Path, arguments: tuple):
-    os.closerange(3, pipe.fileno())         # else a student's code could reach the fork server
-    os.closerange(pipe.fileno() + 1, 4096)
+    os.closerange(3, pipe.fileno())         # all but the pipe, and 0 to 2:
+    os.closerange(pipe.fileno() + 1, 4096)  # else a student's code could reach the fork server
     os.chdir(TESTS)
     project = str(TESTS.parents[1])
     others = [path for path in sys.path if "site-packages" in path or not path.startswith(project)]
@@ -165,6 +175,7 @@ def explain(item, excinfo) -> str:
     if excinfo.errisinstance(pytest.fail.Exception):
         return str(excinfo.value)
     promise = item.name.removeprefix("test_").replace("_", " ")
+    # "AssertionError: assert (they differ" goes; what the assertion says of itself stays.
     told = re.sub(r"^AssertionError(: (assert \(*they differ)?|$)", "", excinfo.exconly())
     lines = [line.strip() for line in told.splitlines() if line.strip()] or ["the books are wrong"]
     last = excinfo.traceback[-1]
