@@ -12,8 +12,9 @@ grader compares, and the test's process does not have the expected result.
 
 What remains possible: in the process of a test, a student's code may search the interpreter's
 frames for the pipe and the key, or change pytest, and so report that a test passed. (Where the
-grader compares, it must report the right numbers, for a seed that it does not know.) That takes
-code of which no solution has any; `new_imports` says where to look.
+grader compares, it must report the right numbers, for a seed that it does not know; but where less
+is better, as in labs 4 and 7, any low number will do.) That takes code of which no solution has
+any; `new_imports` says where to look, and a policy that is as good as the oracle gets nothing.
 """
 import ast
 import importlib
@@ -36,9 +37,9 @@ LARGEST_REPORT = 10 ** 8    # bytes
 FLAGS = "-c", "check.ini", "-p", "no:unraisableexception"      # that plugin takes half of the time
 LINES, COLUMNS = 4, 160     # of a message, after its first line
 # Names by which code could reach the test or the grader.
-TO_LOOK_AT = {"__import__", "eval", "exec", "open", "compile", "getattr", "setattr", "modules", "_getframe",
-              "f_back", "gi_frame", "tb_frame", "__globals__", "__builtins__", "__dict__", "__wrapped__",
-              "__subclasses__"}
+TO_LOOK_AT = {"__import__", "eval", "exec", "open", "compile", "getattr", "setattr", "modules",
+              "_getframe", "f_back", "gi_frame", "tb_frame", "__globals__", "__builtins__",
+              "__dict__", "__wrapped__", "__subclasses__"}
 FORKS = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
 
 
@@ -175,7 +176,8 @@ def explain(item, excinfo) -> str:
     if excinfo.errisinstance(pytest.fail.Exception):
         return str(excinfo.value)
     promise = item.name.removeprefix("test_").replace("_", " ")
-    # "AssertionError: assert (they differ" goes; what the assertion says of itself stays.
+    # Nothing stays of "AssertionError: assert (they differ", and "a slot is lost" of
+    # "AssertionError: a slot is lost".
     told = re.sub(r"^AssertionError(: (assert \(*they differ)?|$)", "", excinfo.exconly())
     lines = [line.strip() for line in told.splitlines() if line.strip()] or ["the books are wrong"]
     last = excinfo.traceback[-1]

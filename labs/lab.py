@@ -266,13 +266,15 @@ def submitted(number: int, code: Path, file: str, functions: list[str]) -> str:
     if not set(functions) & set(LABS[number].files[file]):
         return right
     # A solved function may need an import that the student has removed.
-    return "\n".join([source, *(line for line in imports(right) if line not in imports(source)), ""])
+    removed = [line for line in imports(right) if line not in imports(source)]
+    return "\n".join([source, *removed, ""])
 
 
 def imports(source: str) -> list[str]:
-    """The import statements of a module."""
+    """The import statements of a module, but for `from __future__`, which must stand first."""
     return [ast.unparse(node) for node in ast.parse(source).body
-            if isinstance(node, ast.Import | ast.ImportFrom)]
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            and getattr(node, "module", None) != "__future__"]
 
 
 def grade(number: int, code: Path, seed: int = 0) -> Graded:

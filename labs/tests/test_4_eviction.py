@@ -153,8 +153,9 @@ def play(policy, seed, foreseen=False) -> tuple[float, kv_cache.KVCache]:
 
 
 def turn(cache, policy, conversation, tokens, now) -> float:
-    """One turn: its chunks are computed one after the other, and every copy ends at once. Returns the
-    seconds for which dropped chunks were recomputed."""
+    """One turn, at one moment: chunk after chunk is computed, and every copy ends at once.
+
+    Returns the seconds for which dropped chunks were recomputed."""
     known = conversation.known
     policy.returned(conversation, now)
     conversation.tokens.extend([0] * tokens)
@@ -231,8 +232,10 @@ def reference(seed):
         return play(policy(COST, CHUNK), number, **how)[0]
 
     def all_of(number):
-        return dict(lru=seconds(POLICIES["lru"], number), retention=seconds(RetentionValue, number),
-                    oracle=seconds(Oracle, number, foreseen=True), ours=seconds(own_policy_class(), number))
+        return dict(lru=seconds(POLICIES["lru"], number),
+                    retention=seconds(RetentionValue, number),
+                    oracle=seconds(Oracle, number, foreseen=True),
+                    ours=seconds(own_policy_class(), number))
     loads = [all_of(number) for number in range(10 * seed, 10 * seed + 10)]
     return {"test_the_gap_between_lru_and_the_oracle": all_of(seed),
             "test_the_mean_share_of_the_gap_on_ten_loads": loads}
