@@ -254,7 +254,7 @@ def submitted(number: int, code: Path, file: str, functions: list[str]) -> str:
     """A student's file, as the tests of these functions take it: all other functions that belong to
     a lab are solved. A file with none of these functions is the solved one, whole.
 
-    For `RecomputeCost.__call__`: the student's eviction.py with three solved functions, and the
+    For `RecomputeCost.__call__`: the student's eviction.py with the other two solved, and the
     solved own_policy.py. (A lab that takes whole files takes them as they are.)"""
     source, right = (code / file).read_text(encoding="utf-8"), solved(file)
     ast.parse(source)
