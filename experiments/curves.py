@@ -101,6 +101,8 @@ def adapted(panels: list[Panel], options) -> list[Panel]:
         raise ValueError("--cpu-gb is for the paper's machines: give --cpu-cache-tokens instead")
     changes = {field: value for field in Panel._fields
                if (value := getattr(options, field, None)) is not None}
+    if options.model:
+        changes["per_query_head"] = False       # "their kernels" is for the paper's models
     if changes:
         # No longer the paper's panels.
         panels = [panel._replace(paper=None, paper_fused=None, **changes) for panel in panels]

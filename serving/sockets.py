@@ -124,11 +124,14 @@ class Server(ThreadingHTTPServer):
         self.deadlines: dict[socket.socket, float] = {}     # of the requests that are arriving
         self.stop_at: float | None = None                   # set when the server begins to drain
         self.steps, self.last_step = 0, time.monotonic()    # of the engine; when we saw the last
+        self.looks: set[Callable[[], None]] = set()         # one for each answer at work
+        self.closed = threading.Event()
         self.stateless: Sessions | None = None    # --demo: it answers our turns without memory
         self.example: list[list[str]] | None = None     # --demo: see example.py
         super().__init__(address, Handler, bind_and_activate=False)
         self.socket.close()                                 # http.server has made one
         self.socket = listener
+        threading.Thread(target=self.watch, daemon=True).start()
 
     @property
     def url(self) -> str:
@@ -234,6 +237,18 @@ class Server(ThreadingHTTPServer):
         if self.stop_at and (not self.at_work or now > self.stop_at):
             raise Drained
 
+    def watch(self):
+        """Looks at all answers at work, again and again. (If each had a thread to do so, these
+        threads would take a fifth of the server's time.) A look must not wait for anything."""
+        while not self.closed.wait(POLL_SECONDS):
+            for look in list(self.looks):
+                with suppress(RuntimeError):    # the system gives us no more threads: try again
+                    look()
+
+    def server_close(self):
+        self.closed.set()
+        super().server_close()
+
     @property
     def stuck(self) -> float | None:
         """The seconds for which the engine has taken no step, though there is something to do, if
@@ -303,7 +318,7 @@ class Handler(BaseHTTPRequestHandler):
     def setup(self):
         super().setup()
         self.sending = threading.RLock()    # guards the next one, and each piece of a stream
-        self.last_sent: float | None = None    # when we sent the latest piece of an open stream
+        self.last_sent: float | None = None    # when an open stream had sent its latest piece
 
     def handle(self):
         with suppress(ConnectionError):
@@ -563,35 +578,35 @@ class Handler(BaseHTTPRequestHandler):
 
     @contextmanager
     def watched(self, writer: Writer, free_one: Callable[[], None]):
-        """While the block writes, or waits for something to write, a thread watches over it. It
-        cancels the turns as soon as the client hangs up, frees the places of those that have
-        settled, and tells a client whose stream is silent that we are still here. At the end some
-        turns may not be done, because writing or another of the turns has failed: these are
-        cancelled, too."""
-        over, unsettled = threading.Event(), list(writer.turns)
+        """While the block writes, or waits for something to write, the server's watching thread
+        looks after it. It cancels the turns as soon as the client hangs up, frees the places of
+        those that have settled, and tells a client whose stream is silent that we are still here.
+        At the end some turns may not be done, because writing or another of the turns has failed:
+        these are cancelled, too."""
+        looks, unsettled = self.server.looks, list(writer.turns)
 
         def settled(turn: LiveTurn) -> bool:
             return bool(turn.reply or turn.error)
 
-        def watch():
-            while not over.wait(POLL_SECONDS):
-                if has_hung_up(self.connection):
-                    return cancel()
-                for turn in filter(settled, list(unsettled)):
-                    unsettled.remove(turn)
-                    free_one()
-                with suppress(OSError):    # of a client that is gone: we hear of it above
-                    self.keep_alive(writer)
+        def look():
+            if has_hung_up(self.connection):
+                threading.Thread(target=cancel, daemon=True).start()
+                return looks.discard(look)
+            for turn in filter(settled, list(unsettled)):
+                unsettled.remove(turn)
+                free_one()
+            if self.is_silent():
+                threading.Thread(target=self.keep_alive, args=(writer,), daemon=True).start()
 
         def cancel():
             for turn in writer.turns:
                 if not settled(turn):
                     turn.cancel()
         try:
-            threading.Thread(target=watch, daemon=True).start()
+            looks.add(look)
             yield
         finally:
-            over.set()
+            looks.discard(look)
             cancel()
 
     def refuse(self, error: APIError):
@@ -650,18 +665,23 @@ class Handler(BaseHTTPRequestHandler):
     def send_piece(self, data: bytes):
         """Sends a piece of a stream. An empty piece ends the stream."""
         with self.sending:
-            self.last_sent = time.monotonic() if data else None
-            if self.request_version == "HTTP/1.1":
-                data = b"%x\r\n%b\r\n" % (len(data), data)
+            self.last_sent = None
+            chunked = self.request_version == "HTTP/1.1"
             if self.command != "HEAD":
-                self.wfile.write(data)
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
+            self.last_sent = time.monotonic() if data else None
+
+    def is_silent(self) -> bool:
+        """Has an open stream sent nothing for long? Not while a client is slow to take a piece."""
+        last_sent = self.last_sent              # another thread may change it
+        return bool(last_sent) and time.monotonic() > last_sent + KEEPALIVE_SECONDS
 
     def keep_alive(self, writer: Writer):
         """Sends an event that says nothing new in a stream that has been silent for long: else a
         proxy or the client might close it. (Coding agents do so after four or five minutes, and
         count events only, no comments.)"""
-        with self.sending:
-            if self.last_sent and time.monotonic() > self.last_sent + KEEPALIVE_SECONDS:
+        with suppress(OSError), self.sending:       # of a client that is gone: a look will see it
+            if self.is_silent():
                 self.send_event(writer.still_here())
 
     def version_string(self):

@@ -216,7 +216,7 @@ def test_progress_bars_name_what_they_count(tmp_path, monkeypatch):
     trace.write_text("".join(json.dumps(record) + "\n" for record in TRACE))
     for load in ("--rates 1 --seconds 60", f"--trace {trace}"):
         run_bench(tmp_path, monkeypatch, f"fig13 --simulate {load}")
-    for bar in ("curves of fig13: 100%[^\r]* 2/2 ", "seconds of a run: 100%[^\r]* 60/60 ",
+    for bar in ("curves of fig13: 100%[^\r]* 6/6 ", "seconds of a run: 100%[^\r]* 60/60 ",
                 "turns of a run: 100%[^\r]* 9/9 "):
         assert re.search(bar, screen.getvalue()), bar
 

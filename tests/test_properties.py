@@ -67,8 +67,11 @@ def test_anything_in_any_order(parameters, todo, random):
     for action in todo:
         act(world, requests, action)
     world.run(steps=5000)
-    assert all(conversation.known < len(conversation.tokens) or not conversation.tokens
-               for conversation in world.cache.conversations.values())
+    answered = {request.conversation for request in requests if request.finish_reason in ("length", "stop")}
+    for conversation in world.cache.conversations.values():
+        # The last token of a reply has no KV. A fork without a reply keeps tokens that all have had KV.
+        most = len(conversation.tokens) - (conversation in answered)
+        assert conversation.known <= most
     for request in requests:
         assert request.finish_reason in ("length", "stop", "cancelled", "failed")
         if request.finish_reason in ("length", "stop"):

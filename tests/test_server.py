@@ -1,4 +1,5 @@
 """The server seen from outside: the unmodified openai client, and raw sockets for clients that misbehave."""
+import contextlib
 import gzip
 import http.client
 import json
@@ -832,6 +833,35 @@ def test_a_settled_turn_frees_its_place_before_its_reader_is_done(server, monkey
         eventually(lambda: not server.unsettled.total(), 60)
         chat = dict(messages=[user("Hi")], max_tokens=2)
         assert server.at_work == 1 and fetch(server, "POST", "/v1/chat/completions", chat)[0] == 200
+
+
+def test_a_client_that_takes_nothing_is_not_told_again_and_again_that_we_are_here(server, monkeypatch):
+    monkeypatch.setattr("serving.sockets.KEEPALIVE_SECONDS", 0.1)
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(server.server_address)
+        slow.sendall(posting(dict(messages=[user("long")], max_tokens=1500, ignore_eos=True, logprobs=True,
+                                  top_logprobs=20, stream=True)))
+        eventually(lambda: server.at_work and not server.unsettled.total(), 60)
+        threads = threading.active_count()
+        time.sleep(1)                                       # ten looks
+        assert server.at_work and threading.active_count() <= threads
+
+
+def test_a_stream_has_one_thread_and_a_server_two(checkpoint):
+    """One of the two accepts, the other one watches over all streams."""
+    asked = posting(dict(messages=[user("Hi")], stream=True, ignore_eos=True))
+    with contextlib.ExitStack() as opened:
+        sessions = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0, max_running=4).start()
+        sessions.writer.submit(int).result()                # now its thread exists
+        threads = threading.active_count()
+        server = opened.enter_context(serving(sessions))
+        for _ in range(8):
+            stream = opened.enter_context(socket.create_connection(server.server_address))
+            stream.sendall(asked)
+        eventually(lambda: server.at_work == 8)
+        assert threading.active_count() <= threads + 2 + 8
+    eventually(lambda: threading.active_count() <= threads - 2)     # the engine's and the history's
 
 
 def test_an_engine_that_takes_no_step(checkpoint, monkeypatch):
