@@ -12,8 +12,9 @@ grader compares, and the test's process does not have the expected result.
 
 What remains possible: in the process of a test, a student's code may search the interpreter's
 frames for the pipe and the key, or change pytest, and so report that a test passed. (Where the
-grader compares, it must report the right numbers, for a seed that it does not know.) That takes
-code of which no solution has any; `new_imports` says where to look.
+grader compares, it must report the right numbers, for a seed that it does not know; but where less
+is better, as in labs 4 and 7, any low number will do.) That takes code of which no solution has
+any; `new_imports` says where to look, and a policy that is as good as the oracle gets nothing.
 """
 import ast
 import importlib
@@ -35,6 +36,10 @@ TIME_LIMIT = 60             # seconds of a test's process; conftest.py limits it
 LARGEST_REPORT = 10 ** 8    # bytes
 FLAGS = "-c", "check.ini", "-p", "no:unraisableexception"      # that plugin takes half of the time
 LINES, COLUMNS = 4, 160     # of a message, after its first line
+# Names by which code could reach the test or the grader.
+TO_LOOK_AT = {"__import__", "eval", "exec", "open", "compile", "getattr", "setattr", "modules",
+              "_getframe", "f_back", "gi_frame", "tb_frame", "__globals__", "__builtins__",
+              "__dict__", "__wrapped__", "__subclasses__"}
 FORKS = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
 
 
@@ -78,21 +83,27 @@ def how_it_ended(exitcode: int | None) -> str:
 
 
 def new_imports(submitted: str, solved: str) -> list[str]:
-    """What a submitted file imports or calls, and the solved one does not, that deserves a look."""
+    """What a submitted file imports or names, and the solved one does not, that deserves a look.
+
+    `import statistics` is more than `from statistics import NormalDist`: through the module one
+    reaches statistics.sys."""
     def uses(source):
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                yield getattr(node, "module", None) or node.names[0].name
-            elif isinstance(node, ast.Name) and node.id in ("__import__", "eval", "exec", "open"):
-                yield node.id
-    return sorted({*uses(submitted)} - {*uses(solved), "labs.given"})
+            match node:
+                case ast.Import():
+                    yield from (each.name for each in node.names)
+                case ast.ImportFrom():
+                    yield from (f"{node.module}.{each.name}" for each in node.names)
+                case ast.Name(id=name) | ast.Attribute(attr=name) if name in TO_LOOK_AT:
+                    yield name
+    return sorted({*uses(submitted)} - {*uses(solved), "labs.given.fill"})
 
 
 # ---- in the process of a test
 
 def answer(pipe: Connection, key: str, task, code: Path, arguments: tuple):
-    os.closerange(3, pipe.fileno())         # else a student's code could reach the fork server
-    os.closerange(pipe.fileno() + 1, 4096)
+    os.closerange(3, pipe.fileno())         # all but the pipe, and 0 to 2:
+    os.closerange(pipe.fileno() + 1, 4096)  # else a student's code could reach the fork server
     os.chdir(TESTS)
     project = str(TESTS.parents[1])
     others = [path for path in sys.path if "site-packages" in path or not path.startswith(project)]
@@ -165,6 +176,8 @@ def explain(item, excinfo) -> str:
     if excinfo.errisinstance(pytest.fail.Exception):
         return str(excinfo.value)
     promise = item.name.removeprefix("test_").replace("_", " ")
+    # Nothing stays of "AssertionError: assert (they differ", and "a slot is lost" of
+    # "AssertionError: a slot is lost".
     told = re.sub(r"^AssertionError(: (assert \(*they differ)?|$)", "", excinfo.exconly())
     lines = [line.strip() for line in told.splitlines() if line.strip()] or ["the books are wrong"]
     last = excinfo.traceback[-1]

@@ -31,7 +31,7 @@ def submission(code: Path, files: Iterable[str], archive: Path) -> list[str]:
 
 
 def autograder(project: Path, number: int, seed: int, archive: Path):
-    """Make a copy of the solved project Gradescope's grader of one lab, and zip it."""
+    """Turn `project`, a copy of the solved one, into Gradescope's grader of one lab, and zip it."""
     shutil.copytree(project / "labs" / "autograder", project, dirs_exist_ok=True)
     (project / "lab").write_text(f"{number} {seed}\n")
     shutil.make_archive(str(archive.with_suffix("")), "zip", project)

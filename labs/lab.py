@@ -20,6 +20,7 @@ the solved code.
 import argparse
 import ast
 import json
+import math
 import os
 import re
 import shutil
@@ -146,7 +147,7 @@ def solved(file: str) -> str:
 
 
 def hidden_in(file: str, number: int = 1) -> list[str]:
-    """The functions of that file that belong to this lab or a later one."""
+    """The functions of that file that belong to lab `number` or a later one."""
     return [name for each, lab in LABS.items() if each >= number
             for its, name in lab.hidden() if its == file]
 
@@ -250,14 +251,30 @@ def asked(answer: tuple):
 
 
 def submitted(number: int, code: Path, file: str, functions: list[str]) -> str:
-    """A student's file. All functions that belong to a lab are solved, but these. (If the lab
-    takes whole files, nothing is replaced.)"""
-    source = (code / file).read_text(encoding="utf-8")
-    for name in hidden_in(file):
-        if name not in functions and not LABS[number].whole:
-            source = replaced(source, name, taken(solved(file), name))
+    """A student's file, as the tests of these functions take it: all other functions that belong to
+    a lab are solved. A file with none of these functions is the solved one, whole.
+
+    For `RecomputeCost.__call__`: the student's eviction.py with the other two solved, and the
+    solved own_policy.py. (A lab that takes whole files takes them as they are.)"""
+    source, right = (code / file).read_text(encoding="utf-8"), solved(file)
     ast.parse(source)
-    return source
+    if LABS[number].whole:
+        return source
+    for name in hidden_in(file):
+        if name not in functions:
+            source = replaced(source, name, taken(right, name))
+    if not set(functions) & set(LABS[number].files[file]):
+        return right
+    # A solved function may need an import that the student has removed.
+    removed = [line for line in imports(right) if line not in imports(source)]
+    return "\n".join([source, *removed, ""])
+
+
+def imports(source: str) -> list[str]:
+    """The import statements of a module, but for `from __future__`, which must stand first."""
+    return [ast.unparse(node) for node in ast.parse(source).body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            and getattr(node, "module", None) != "__future__"]
 
 
 def grade(number: int, code: Path, seed: int = 0) -> Graded:
@@ -284,13 +301,14 @@ def grade(number: int, code: Path, seed: int = 0) -> Graded:
 
 
 def project_for(function: str, number: int, code: Path, project: Path) -> Path:
-    """The solved project with that function from a student's files, for its tests. If no function
-    has that name, as in "all together", with all of the lab's."""
+    """Where the tests of that function run: the solved project with it from a student's files.
+
+    A test may name no function, as in @points(18, "a starved load"): then with all of the lab's."""
     names = [name for _, name in LABS[number].functions()]
-    place = project.with_name(f"{function}")
+    own = [function] if function in names else names
+    place = project.with_name(function)
     shutil.copytree(project, place)
     for file in LABS[number].files:
-        own = [function] if function in names else names
         (place / file).write_text(submitted(number, code, file, own), encoding="utf-8")
     return place
 
@@ -301,20 +319,21 @@ def judged(number: int, answer: tuple, points: int, expected) -> dict:
     report, failure = answer
     if failure:
         return dict(reached=0, passed=False, message=failure, progress=None)
-    more: dict = {}
-    passed, message, progress, found = (report[name] for name in (
-        "passed", "message", "progress", "found"))
-    if expected is not None and found is not None:
-        try:
-            problem, progress, *rest = COMPARE[number](expected, found)
-            more = dict(*rest)
-        except (KeyError, TypeError, ValueError) as error:
-            problem = f"the result has another form than it should: {error!r}"
-        passed, message = passed and not problem, message or problem or ""
+    problem, progress, more = None, report["progress"], {}
+    if expected is not None and report["found"] is None:
+        problem = "The test did not report what it found."
     elif expected is not None:
-        passed, message = False, message or "The test did not report what it found."
-    share = more.get("share", passed) * report["passed"]        # of the points
-    return more | dict(reached=int(points * share), passed=passed, message=message, progress=progress)
+        try:
+            problem, progress, *rest = COMPARE[number](expected, report["found"])
+            more = dict(*rest)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            problem = f"the result has another form than it should: {error!r}"
+    ended_well = report["passed"] is True           # whoever has forged the report may say 50
+    passed = ended_well and not problem
+    message = "" if passed else report["message"] or problem or "The test failed."
+    share = more.get("share", passed) if ended_well else 0      # of the points
+    reached = int(points * min(max(share, 0), 1)) if math.isfinite(share) else 0
+    return more | dict(reached=reached, passed=passed, message=message, progress=progress)
 
 
 def unusual(number: int, code: Path) -> list[str]:

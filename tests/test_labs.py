@@ -383,7 +383,7 @@ def test_cheating_earns_nothing(cheat, starters, tmp_path):
 
 
 @pytest.mark.parametrize("seconds, points", [(8.0, 0), (7.0, 0), (6.5, 10), (5.1, 38), (5.0, 40), (4.0, 40),
-                                             (math.nan, 0)])
+                                             (0.5, 40), (0.0, 0), (-8.0, 0)])
 def test_a_policy_of_ones_own_earns_a_part_of_the_points(seconds, points):
     """LRU recomputes for 8 s, the retention value for 7, ours for 5, and the oracle for 0."""
     loads = [dict(lru=8.0, retention=7.0, ours=5.0, oracle=0.0)] * 10
@@ -391,6 +391,65 @@ def test_a_policy_of_ones_own_earns_a_part_of_the_points(seconds, points):
     assert lab.judged(4, (told, None), 40, loads)["reached"] == points
     told |= dict(passed=False, message="the value rises")
     assert lab.judged(4, (told, None), 40, loads)["reached"] == 0
+
+
+@pytest.mark.parametrize("forged", [
+    dict(found=[math.nan] * 10), dict(found=[-1e9] * 10), dict(found=3), dict(found=["1"] * 10),
+    dict(passed=50, found=[5.0] * 10), dict(passed=False, message=""), dict(found=None)])
+def test_a_forged_report_earns_nothing_and_stops_nothing(forged):
+    loads = [dict(lru=8.0, retention=7.0, ours=5.0, oracle=0.0)] * 10
+    told = dict(passed=True, message="", progress=None, found=None) | forged
+    judged = lab.judged(4, (told, None), 40, loads)
+    assert judged["reached"] == 0 and judged["passed"] is False and judged["message"]
+
+
+@pytest.mark.parametrize("share, points", [(math.nan, 0), (math.inf, 0), (-1.0, 0), (0.5, 20),
+                                           (2.0, 40)])
+def test_no_comparison_gives_more_than_all_points_or_less_than_none(share, points, monkeypatch):
+    said = "differs", None, dict(share=share)
+    monkeypatch.setitem(lab.COMPARE, 4, lambda expected, found: said)
+    told = dict(passed=True, message="", progress=None, found=[])
+    assert lab.judged(4, (told, None), 40, [])["reached"] == points
+
+
+@pytest.mark.parametrize("written, told", [
+    ("from statistics import NormalDist", []), ("import statistics", ["statistics"]),
+    ("import math, sys", ["math", "sys"]), ("from statistics import sys", ["statistics.sys"]),
+    ("from labs.given import fill", []), ("from labs.given import given", ["labs.given.given"]),
+    ("numbers.sys.modules", ["modules"]), ("Policy.value.__globals__", ["__globals__"]),
+    ("__builtins__", ["__builtins__"]), ("open(0)", ["open"]), ("f.open", ["open"])])
+def test_what_deserves_a_look_is_named(written, told):
+    assert grader.new_imports(written, "from statistics import NormalDist") == told
+
+
+def passes(directory, function, name):
+    """Does that test of lab 4 pass with the files of a student?"""
+    lab.preload(4)
+    with lab.solved_project() as project:
+        place = lab.project_for(function, 4, directory, project)
+        told, failure = grader.ask(grader.run_test, place, lab.test_file(4), name, 0)
+    return not failure and told["passed"]
+
+
+def test_the_other_functions_do_not_need_what_a_student_imports(tmp_path):
+    """OwnPolicy builds on another policy; eviction.py has lost what only solved functions need."""
+    directory = solved_files(4, tmp_path)
+    (directory / "experiments" / "own_policy.py").write_text(
+        "from eviction import RetentionValue\n\n\n"
+        'class OwnPolicy(RetentionValue):\n    """Mine."""\n')
+    source = (directory / "eviction.py").read_text()
+    assert source.count("from bisect import bisect_right\n") == 1
+    (directory / "eviction.py").write_text(source.replace("from bisect import bisect_right\n", ""))
+    assert passes(directory, "RetentionValue.value", "test_the_numbers_of_the_module")
+    assert passes(directory, "cheapest_by_scanning", "test_nobody")
+
+
+def test_a_policy_that_cannot_be_imported_costs_its_own_points_alone(tmp_path):
+    directory = solved_files(4, tmp_path)
+    (directory / "experiments" / "own_policy.py").write_text(
+        'import nothing_of_that_name\n\n\nclass OwnPolicy:\n    """Mine."""\n')
+    assert passes(directory, "RetentionValue.value", "test_the_numbers_of_the_module")
+    assert passes(directory, "a starved load", "test_the_gap_between_lru_and_the_oracle")
 
 
 def test_a_crash_costs_one_test(tmp_path):

@@ -46,13 +46,18 @@ def same_lines(expected: list[str], found: list[str]):
         pytest.fail(difference, pytrace=False)
 
 
-# ---- (expected, found) -> (what differs, or None; the number of progress, or None)
+# ---- a comparison, for each lab in COMPARE
 #
-# Some add a dictionary: share, of the points, if a part of them is possible; table, a text for
-# Gradescope; leaderboard, a list for it.
+# compare(expected, found) -> (problem, progress) or (problem, progress, more)
 #
-# By lab, in COMPARE. `expected` is what the module's `reference` gives for a test, `found` is what
-# the test gives to `compare`.
+#     expected    what the module's `reference` gives for a test
+#     found       what the test has given to `compare`, from the process of a student's code
+#     problem     what differs; None if nothing does: then the test has passed
+#     progress    the number of progress, or None
+#     more        share: of the test's points, from 0 to 1; without it, all or none
+#                 table, leaderboard: for Gradescope
+#
+# lab.py, `judged`, turns this into points.
 
 def attention(expected: dict, found: list) -> tuple[str | None, str | None]:
     """expected: out [T, H, D] in float64; spans, of q_len and kv_len; what some mistakes give."""
@@ -146,8 +151,8 @@ def kernel(expected: dict, found):
 
 
 def own_policy(loads: list[dict], found: list):
-    """The same on many loads; `ours` is OwnPolicy of the solved project. Its share of the points is
-    none for the mean share of the retention value, all for ours."""
+    """The same on many loads; `ours` is OwnPolicy of the solved project. The share of the points
+    grows with the mean share of the gap: 0 for the retention value's, 1 for ours."""
     if len(found) < len(loads):
         return f"the policy has played {len(found)} of {len(loads)} loads", None
     mean = np.mean([[share_of_the_gap(load, seconds) for seconds in (
@@ -157,6 +162,8 @@ def own_policy(loads: list[dict], found: list):
     told = (f"your policy closes {own:.1%} of the gap between LRU and the oracle, on average over "
             f"{len(loads)} loads;\n  no points for {retention:.1%}, which the retention value closes; "
             f"all for {ours:.1%}")
+    if own > 0.99:
+        return f"nobody but the oracle closes {own:.1%} of the gap: somebody must look at it", None
     return (None if reached >= 1 else told, told.replace("\n ", ""), dict(share=min(reached, 1.0)))
 
 
