@@ -17,7 +17,7 @@ from grading import SEED
 
 points = pytest.mark.points
 QUIET = 1000            # so many steps in a row without a span: nothing will ever happen
-PAUSE = 0.001           # seconds of a step that does nothing: an engine may wait for the clock
+PAUSE = 0.01            # seconds of a step that does nothing: an engine may wait for the clock
 LOADS = 3
 COUNTED = ("busy_seconds", "sampled", "out_ends")       # what a worker changes as it runs
 
