@@ -21,4 +21,5 @@ def open_engine(worker, clock) -> Engine:
 
         def submit(self, prompt, conversation=None, **options):
             return super().submit(prompt, conversation, owner="everybody", **options)
-    return Sharing(worker=worker, clock=clock)
+    # Replies are short here: running turns grow little.
+    return Sharing(worker=worker, clock=clock, reserve=0.02)

@@ -2,14 +2,15 @@
 
 The KV of a token is a number here. It depends on the token, on its position, and on the KV before
 it, as the slot table shows that; and so does the token that is sampled. Copies move these numbers
-between slots and places when they run. A stale slot, a wrong place or a copy that has not arrived
-gives another token than `full_recompute`, which reads no cache.
+between slots and places. A stale slot, a wrong place or an outdated copy gives another token than
+`full_recompute`, which reads no cache.
 
     context   17   42   99                seen = 0
     KV        k0   k1   k2                k0 = kv(0, 0, 17)    k1 = kv(k0, 1, 42)    ...
     slots    [ 7]  [3]  [4]               the next token comes from k0 + k1 + k2
 
-Times come from the simulated worker. This one counts what it computes, too.
+All numbers move when a batch is launched, and in the order of `execute`; but a place is written when
+its copy out lands. Times, and what has landed, come from the simulated worker.
 """
 from collections import Counter
 
@@ -29,15 +30,15 @@ def kv(seen: int, position: int, token: int) -> int:
     return mixed ^ mixed >> 32
 
 
-def full_recompute(context: list[int], count: int) -> list[int]:
-    """The next `count` tokens behind the context."""
-    tokens, seen, position = list(context), 0, 0
+def full_recompute(context: list[int], count: int) -> tuple[list[int], list[int]]:
+    """The next `count` tokens behind the context, and the KV of all tokens but the last of them."""
+    tokens, kvs, seen = list(context), [], 0
     while len(tokens) < len(context) + count:
-        for position in range(position, len(tokens)):
-            seen = seen + kv(seen, position, tokens[position]) & ALL_BITS
-        position = len(tokens)
+        for position in range(len(kvs), len(tokens)):
+            kvs.append(kv(seen, position, tokens[position]))
+            seen = seen + kvs[-1] & ALL_BITS
         tokens.append(seen % VOCABULARY)
-    return tokens[len(context):]
+    return tokens[len(context):], kvs
 
 
 class CheckingWorker(SimulatedWorker):
@@ -56,7 +57,8 @@ class CheckingWorker(SimulatedWorker):
         self.leaving = {}                               # ticket of a copy out -> kv, position
         self.table = {}                                 # row -> slots by position
         self.first_misread = None
-        self.busy_seconds = 0.0
+        self.busy_seconds = 0.0                         # of steps with spans
+        self.sampled = 0                                # tokens
         self.computed = Counter()                       # tokens, by conversation
         self.different = set()                          # all KV that was ever computed
 
@@ -71,10 +73,8 @@ class CheckingWorker(SimulatedWorker):
         for target, source in batch.slot_copies.items():
             self.kv[target], self.position[target] = self.kv[source], self.position[source]
         for ticket in batch.swap_in:
-            arriving = self.places.get(ticket.place, (np.zeros(0, np.uint64), np.zeros(0, int)))
-            slots = ticket.slots[:len(arriving[0])]
-            self.kv[slots], self.position[slots] = (part[:len(slots)] for part in arriving)
-        for ticket in batch.swap_out:
+            self.arrive(ticket, batch.step)
+        for ticket in batch.swap_out:                   # as they are before this batch's spans
             self.leaving[ticket] = self.kv[ticket.slots], self.position[ticket.slots]
         tokens = [(span, self.compute(span, batch.step)) for span in batch.spans]
         begin = self.clock()
@@ -84,7 +84,19 @@ class CheckingWorker(SimulatedWorker):
         for ticket in landed:
             if ticket.direction == "out":
                 self.places[ticket.place] = self.leaving.pop(ticket)
-        return Result([token for span, token in tokens if span.samples], landed)
+        sampled = [token for span, token in tokens if span.samples]
+        self.sampled += len(sampled)
+        return Result(sampled, landed)
+
+    def arrive(self, ticket, step: int):
+        """Copy what its place holds into the ticket's slots: nothing, if nothing was ever written."""
+        held, positions = self.places.get(ticket.place, ((), ()))
+        if len(held) < ticket.filled and not self.first_misread:
+            first, name = ticket.start, ticket.conversation.name
+            self.first_misread = (f"in step {step} the place of {name}[{first}:{first + ticket.filled}] "
+                                  f"holds {len(held)} of {ticket.filled} tokens: an outdated copy?")
+        slots = ticket.slots[:len(held)]
+        self.kv[slots], self.position[slots] = held[:len(slots)], positions[:len(slots)]
 
     def compute(self, span, step: int) -> int:
         """Fill the span's slots, and return the token behind it."""
