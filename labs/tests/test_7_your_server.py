@@ -271,7 +271,7 @@ CASES = {
 
 
 @points(10, "hard cases")
-@pytest.mark.seconds(15)
+@pytest.mark.seconds(8)
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_lost(name):
     sizes, habits, long, cancelled = CASES[name]
