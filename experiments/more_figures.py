@@ -304,6 +304,6 @@ MORE = {
         *RATES),
     "scheduling": microbenchmark(
         microbench.scheduling,
-        "the host's work for a step, beside 100 to 1,000,000 idle conversations (10 minutes)",
+        "the host's work for a step, beside 100 to 1,000,000 idle conversations (2 minutes)",
         x="idle"),
 }
