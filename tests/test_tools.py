@@ -94,7 +94,12 @@ def save(directory, template):
     return directory
 
 
-@pytest.fixture(scope="module", params=TEMPLATES)
+# The default run leaves two of the five out: the others have their kinds of calls, and tools in words.
+SLOW = "mistral", "no_system"
+
+
+@pytest.fixture(scope="module", params=[
+    pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in TEMPLATES])
 def template(request):
     return request.param
 
