@@ -156,7 +156,7 @@ class Engine:
         handles = self.owner.handles
         for request in self.scheduler.account(batch, result, self.clock()):
             handle = handles.get(request)       # None: reached_stop has cancelled it
-            if handle and handle.tokens.bells:  # usually no reader sleeps; the call costs 2% of a step
+            if handle and handle.tokens.bells:  # mostly no reader sleeps: that saves 2% of a step
                 handle.tokens.ring()
 
     # ---- turns

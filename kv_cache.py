@@ -230,10 +230,10 @@ class KVCache:
         position below `total`. Returns the swap-ins, one (`_begin_copy`) for each chunk that was in
         state CPU. The caller has checked `shortfall` and `free_rows`.
 
-        Slots that it had stay where they are: it is pinned before any slot is taken. All that it
-        lacks are taken at once. Its turn waits no longer, and no chunk of it is evictable without a copy.
-        Example, in chunks of 4: absent, CPU, GPU, and 6 new tokens, so total = 18. 14 slots are
-        taken, for [0:8) and [12:18), and [4:8) is copied in."""
+        Slots that it had stay where they are: it is pinned before any slot is taken. All slots that
+        it lacks are taken at once. Its turn waits no longer, and none of its chunks is evictable
+        without a copy. Example, in chunks of 4: absent, CPU, GPU, and 6 new tokens, so total = 18.
+        14 slots are taken, for [0:8) and [12:18), and [4:8) is copied in."""
         conversation.pinned, conversation.waiting = True, False
         conversation.row = self.free_rows.pop()
         self.running[conversation.order] = conversation

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eviction import POLICIES, Policy
-from experiments.curves import Found, adapted, mapped, quotient, ratio
+from experiments.curves import Found, adapted, mapped, quotient, ratio, share_of_the_gap
 from experiments.policies import EXPERIMENTS, Oracle, Told
 from experiments.run import (Panel, System, build, drive, has_tier_in_gb, outcome, planned,
                              that_fit, window)
@@ -141,10 +141,8 @@ def ratios_to_lru(rows: list[dict], options) -> list[dict]:
                             quotient(row[field], lru[field]), options))
     told, oracle = (next(row for row in rows if row["system"] == name)["recomputed_seconds"]
                     for name in ("told", "oracle"))
-    gap = lru["recomputed_seconds"] - oracle
-    closed = (lru["recomputed_seconds"] - told) / gap if gap > 0 else 0.0
-    ratios.append(ratio(f"{load}: share of the gap from lru to oracle that told closes", closed,
-                        options))
+    ratios.append(ratio(f"{load}: share of the gap from lru to oracle that told closes",
+                        share_of_the_gap(lru["recomputed_seconds"], oracle, told), options))
     return ratios
 
 

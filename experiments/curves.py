@@ -47,6 +47,12 @@ def quotient(ours: float, other: float) -> float:
     return 1.0 if ours == other else ours / max(other, 1e-9)
 
 
+def share_of_the_gap(lru: float, oracle: float, ours: float) -> float:
+    """How much of the gap from LRU to the oracle a policy closes: of 10 s and 2 s, 6 s close half.
+    0 if there is no gap."""
+    return (lru - ours) / (lru - oracle) if lru > oracle else 0.0
+
+
 class Figure(NamedTuple):
     run: Callable[[argparse.Namespace], Found]
     about: str                  # a line for --help

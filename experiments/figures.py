@@ -13,7 +13,8 @@ import torch
 
 from checkpoint import PRESETS
 from eviction import POLICIES, RecomputeCost
-from experiments.curves import Figure, Found, adapted, quotient, ratio, sweep
+from experiments.curves import (Figure, Found, adapted, quotient, ratio, share_of_the_gap,
+                                sweep)
 from experiments.policies import EXPERIMENTS
 from experiments.run import HERE, STATELESS, Panel, System, at_scale, build, drive, longest_context
 from experiments.simulator import SimulatedWorker
@@ -101,15 +102,13 @@ def policy_ratios(by_policy: dict[str, dict], options) -> list[dict]:
             ratio(f"{load}: CPU hit rate, {ours} - {partner}, points (paper: at best)",
                   hits, options, published[1])]
     seconds = {policy: row["recomputed_seconds"] for policy, row in by_policy.items()}
-    gap = seconds["lru"] - seconds["oracle"]
     for policy, spent in seconds.items():
         if policy == "lru":
             continue
         ratios.append(ratio(f"{load}: seconds of recomputation, {policy} / lru",
                             quotient(spent, seconds["lru"]), options))
-        closed = (seconds["lru"] - spent) / gap if gap > 0 else 0.0
         ratios.append(ratio(f"{load}: share of the gap from lru to oracle that {policy} closes",
-                            closed, options))
+                            share_of_the_gap(seconds["lru"], seconds["oracle"], spent), options))
     return ratios
 
 

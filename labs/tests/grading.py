@@ -171,7 +171,6 @@ def of_lab_4(expected, found):
     return (own_policy if isinstance(expected, list) else starved)(expected, found)
 
 
-
 FIGURES = ("first_token", "throughput", "recomputed")
 BEYOND = 1.25               # of a figure's gap: no server closes more by right
 
