@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -242,8 +243,13 @@ class Server(ThreadingHTTPServer):
         threads would take a fifth of the server's time.) A look must not wait for anything."""
         while not self.closed.wait(POLL_SECONDS):
             for look in list(self.looks):
-                with suppress(RuntimeError):    # the system gives us no more threads: try again
+                try:
                     look()
+                except RuntimeError:            # the system gives us no more threads: try again
+                    pass
+                except Exception:               # the other answers are watched all the same
+                    self.looks.discard(look)
+                    traceback.print_exc()
 
     def server_close(self):
         self.closed.set()

@@ -848,6 +848,18 @@ def test_a_client_that_takes_nothing_is_not_told_again_and_again_that_we_are_her
         assert server.at_work and threading.active_count() <= threads
 
 
+def test_an_answer_that_cannot_be_watched_does_not_leave_the_others_unwatched(server, capsys):
+    looked = []
+
+    def fails():
+        raise ValueError("this answer is odd")
+    another = lambda: looked.append(None)
+    server.looks |= {fails, another}
+    eventually(lambda: fails not in server.looks and len(looked) > 3)
+    server.looks.discard(another)
+    assert capsys.readouterr().err.count("ValueError: this answer is odd") == 1
+
+
 def test_a_stream_has_one_thread_and_a_server_two(checkpoint):
     """One of the two accepts, the other one watches over all streams."""
     asked = posting(dict(messages=[user("Hi")], stream=True, ignore_eos=True))
