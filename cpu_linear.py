@@ -6,11 +6,13 @@ weights in the order in which they are multiplied:
 
     weights in    module           multiplied by
     float32       PackedLinear     oneDNN
+    bfloat16      PackedLinear     oneDNN, where the CPU has instructions for it
     float16       Float16Linear    FBGEMM, which pads each row to a multiple of 512: 4,096 numbers
                                    need none, 768 take the place of 1,024
 
-Either module takes float32, computes in float32, and returns float32. Only the weights are rounded
-to float16. For a checkpoint that is stored in float16 this changes no value.
+A PackedLinear takes and returns what its weights are in. A Float16Linear takes float32, computes in
+float32, and returns float32: only the weights are rounded to float16. For a checkpoint that is
+stored in float16 this changes no value.
 
 Invariant: a layer's dense weights are let go before the next layer is packed, so the model is never
 in memory twice.
@@ -31,8 +33,17 @@ def multiplies_float16() -> bool:
     return torch.backends.quantized.engine in ("x86", "fbgemm")
 
 
+def packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN, on this machine, multiplies packed weights of this type faster than dense
+    ones. (bfloat16 needs an x86 CPU with AVX-512, or an Arm CPU with instructions for it.)"""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (
+        dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 class PackedLinear(nn.Module):
-    """A linear layer in float32 whose weights lie in tiles of some 16 by 64.
+    """A linear layer whose weights lie in tiles of some 16 by 64.
 
     Both operators are those that torch.compile uses for frozen weights. The module that
     torch.utils.mkldnn.to_mkldnn makes keeps rows, too: it is no faster than nn.Linear on 8 rows."""
@@ -72,7 +83,7 @@ class Float16Embedding(nn.Module):
 
 
 def pack(model: Model):
-    """Pack the linear layers of a model in float32.
+    """Pack the linear layers of a model whose type oneDNN packs.
 
     An embedding that is also the output layer stays dense, since its rows are looked up. We store
     it by columns: the output layer then reads it in order, and a copy is not needed."""

@@ -179,13 +179,13 @@ INDUCTOR = partial(torch.compile, options={"pattern_matcher": False})
 
 def speed_up(worker: Worker):
     """On CUDA, compile the small kernels, and capture the launches for which the GPU would
-    otherwise wait. On a CPU, pack the weights of a float32 model that is not small."""
+    otherwise wait. On a CPU, pack the weights of a model that is not small."""
     if worker.device.type == "cuda" and runs_triton(worker.device, worker.dtype):
         fuse(worker.model)
         warm_up(worker)
         try_capture(worker, partial(make_cuda_graph, pool=torch.cuda.graph_pool_handle()))
-    packable = worker.dtype == torch.float32 and torch.backends.mkldnn.is_available()
-    if worker.device.type == "cpu" and packable and not is_small(worker.model):
+    if (worker.device.type == "cpu" and cpu_linear.packs(worker.dtype)
+            and not is_small(worker.model)):
         cpu_linear.pack(worker.model)
 
 

@@ -225,6 +225,21 @@ def test_packed_weights_compute_the_same_and_the_dense_ones_are_let_go(theirs, t
     assert ours.logits(torch.zeros(0, ours.config.width)).shape == (0, ours.config.vocab_size)
 
 
+@pytest.mark.skipif(not cpu_linear.packs(torch.bfloat16), reason="no instructions for bfloat16 here")
+def test_packed_weights_in_bfloat16_are_as_near_to_the_exact_product_as_dense_ones(monkeypatch):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(96, 40).bfloat16(), torch.randn(17, 96).bfloat16()
+    exact = x.double() @ layer.weight.double().T + layer.bias.double()
+    packed = cpu_linear.PackedLinear(layer.weight.detach(), layer.bias.detach())(x)
+    assert packed.dtype == torch.bfloat16
+    assert (packed.double() - exact).abs().max() <= (layer(x).double() - exact).abs().max() * 1.01
+    monkeypatch.setattr(loading, "SMALL_MODEL", 0)
+    engine = Engine("tiny_chat", device="cpu", dtype="bfloat16", gpu_cache_tokens=64, cpu_cache_tokens=0)
+    assert {type(layer.mlp.down) for layer in engine.worker.model.layers} == {cpu_linear.PackedLinear}
+    assert len(engine.generate([5, 6, 7], "c", max_tokens=8, ignore_eos=True).token_ids) == 8
+    engine.close()
+
+
 needs_float16 = pytest.mark.skipif(not cpu_linear.multiplies_float16(),
                                    reason="this build of torch does not multiply float16 by float32")
 
