@@ -1,4 +1,5 @@
 import os
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,13 @@ def checkpoint(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models") / "ascii"
     make_checkpoint(directory)
     return directory
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engines():
+    """A module's tests close every engine that they start: it would step beside all later tests."""
+    yield
+    assert [thread for thread in threading.enumerate() if thread.name == "engine"] == []
 
 
 @pytest.fixture

@@ -1084,7 +1084,11 @@ def test_a_server_for_all_without_a_key_warns(flags, warns, monkeypatch, capsys,
     monkeypatch.setattr(sys, "argv", ["server.py", "--model", str(checkpoint), "--history", ":memory:",
                                       "--port", "0", *flags.split()])
     monkeypatch.setattr(server, "settle_in", lambda: None)
-    monkeypatch.setattr(server, "serve_until_stopped", lambda server: server.drain() or server.server_close())
+    def end(server):
+        server.drain()
+        server.server_close()
+        server.sessions.close()
+    monkeypatch.setattr(server, "serve_until_stopped", end)
     server.main()
     errors = capsys.readouterr().err
     assert ("without a key" in errors, errors.count("\n")) == (warns, warns)
