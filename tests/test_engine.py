@@ -1,4 +1,5 @@
 """The engine in one process: turns of token ids, threads, cancellation, failures. On the embedded model."""
+import functools
 import gc
 import itertools
 import threading
@@ -48,6 +49,7 @@ def script(name, turns=3):
     return [(ids(6 + turn, seed=ord(name[-1]) + turn), 5) for turn in range(turns)]
 
 
+@functools.cache
 def alone(name, turns=3):
     """What each turn of the script gives with nobody else there."""
     engine = Engine("tiny_chat", cost=COST)
