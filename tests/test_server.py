@@ -821,31 +821,41 @@ def test_a_slow_but_steady_reader_gets_a_long_answer_whole(server, monkeypatch):
     assert got >= 8_000_000
 
 
-def test_a_settled_turn_frees_its_place_before_its_reader_is_done(server, monkeypatch):
+@pytest.fixture
+def untaken(checkpoint):
+    """A server whose system keeps a few KB of an answer, and a client that takes nothing."""
+    sessions = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0)
+    with serving(sessions) as server, socket.socket() as slow:
+        server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(server.server_address)
+        yield server, slow
+
+
+# Its answer has some 200 KB.
+LONG = dict(messages=[user("long")], max_tokens=100, ignore_eos=True, logprobs=True, top_logprobs=20)
+
+
+def test_a_settled_turn_frees_its_place_before_its_reader_is_done(untaken, monkeypatch):
+    server, slow = untaken
     monkeypatch.setattr(server, "most_turns", 1)
-    with socket.socket() as slow:
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.connect(server.server_address)
-        big = dict(messages=[user("long")], max_tokens=1500, ignore_eos=True, logprobs=True, top_logprobs=20)
-        slow.sendall(posting(big))                          # some 3 MB, of which it reads nothing
+    chat = dict(messages=[user("Hi")], max_tokens=2)
+    with server.engine.owner.lock:                          # no turn goes on
+        slow.sendall(posting(LONG))
         eventually(lambda: server.at_work == 1)
-        assert fetch(server, "POST", "/v1/chat/completions", dict(messages=[user("Hi")]))[0] == 429
-        eventually(lambda: not server.unsettled.total(), 60)
-        chat = dict(messages=[user("Hi")], max_tokens=2)
-        assert server.at_work == 1 and fetch(server, "POST", "/v1/chat/completions", chat)[0] == 200
+        assert fetch(server, "POST", "/v1/chat/completions", chat)[0] == 429
+    eventually(lambda: not server.unsettled.total(), 60)
+    assert server.at_work == 1 and fetch(server, "POST", "/v1/chat/completions", chat)[0] == 200
 
 
-def test_a_client_that_takes_nothing_is_not_told_again_and_again_that_we_are_here(server, monkeypatch):
+def test_a_client_that_takes_nothing_is_not_told_again_and_again_that_we_are_here(untaken, monkeypatch):
     monkeypatch.setattr("serving.sockets.KEEPALIVE_SECONDS", 0.1)
-    with socket.socket() as slow:
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.connect(server.server_address)
-        slow.sendall(posting(dict(messages=[user("long")], max_tokens=1500, ignore_eos=True, logprobs=True,
-                                  top_logprobs=20, stream=True)))
-        eventually(lambda: server.at_work and not server.unsettled.total(), 60)
-        threads = threading.active_count()
-        time.sleep(1)                                       # ten looks
-        assert server.at_work and threading.active_count() <= threads
+    server, slow = untaken
+    slow.sendall(posting(LONG | dict(stream=True)))
+    eventually(lambda: server.at_work and not server.unsettled.total(), 60)
+    threads = threading.active_count()
+    time.sleep(1)                                           # ten looks
+    assert server.at_work and threading.active_count() <= threads
 
 
 def test_an_answer_that_cannot_be_watched_does_not_leave_the_others_unwatched(server, capsys):
