@@ -25,10 +25,12 @@ def engines():
 
 @pytest.fixture
 def client(server):
-    """An openai client of the server that the test's module starts."""
+    """An openai client of the server that the test's module starts. When the test is over, the server's books
+    are checked: after each step that would take two thirds of all its time."""
     from clients import connect
     with connect(server.url) as client:
         yield client
+    server.engine.call(server.engine.cache.check_integrity)
 
 
 @pytest.fixture(scope="session")

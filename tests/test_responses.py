@@ -19,7 +19,7 @@ SOURCES = ("gpu", "cpu", "recomputed", "new")
 @pytest.fixture(scope="module")
 def server(checkpoint):
     sessions = Sessions(checkpoint, gpu_cache_tokens=3 * CONTEXT, cpu_cache_tokens=3 * CONTEXT,
-                        max_running=4, debug=True)
+                        max_running=4)
     with serving(sessions) as server:
         yield server
 

@@ -38,7 +38,7 @@ openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.tx
 @pytest.fixture(scope="module")
 def server(checkpoint):
     sessions = Sessions(checkpoint, gpu_cache_tokens=3 * CONTEXT, cpu_cache_tokens=3 * CONTEXT,
-                        max_running=2, debug=True)
+                        max_running=2)
     with serving(sessions) as server:
         yield server
 

@@ -116,7 +116,7 @@ def directory(template, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(directory):
-    sessions = Sessions(directory, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0, debug=True)
+    sessions = Sessions(directory, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0)
     script = Script(sessions)
     with serving(sessions) as server:
         server.script = script
