@@ -216,6 +216,7 @@ def test_the_framed_chunk_leaves_the_gpu_next(page, url):
     page.run(RECORD)
     for text in FACTS[0][:4]:
         page.say(2, text)                                       # it needs slots, and the others are idle
+        eventually(page.agrees)                                 # a picture between two turns, at least
     pictures = page.run("return pictures")
     departures = 0
     for before, after in zip(pictures, pictures[1:]):
@@ -230,6 +231,7 @@ def test_the_framed_chunk_leaves_the_gpu_next(page, url):
     for _ in range(8):          # a chunk that leaves both tiers between two pictures is "dropped", not "left"
         if "left the GPU" not in log.text:
             page.say(2, "Hello!")
+            eventually(page.agrees)
     assert "left the GPU" in log.text
 
 
