@@ -478,7 +478,7 @@ class Scheduler:
         total = request.total                                       # 100 + 20 = 120
         known = max(request.known_before, request.missing()[-1][0]) # 99
         cpu = sum(ticket.filled for ticket in swap_in)              # 32
-        gpu = request.conversation.sources()[0] - cpu               # 35: of 67 in slots 32 arrive
+        gpu = request.conversation.cached()[0] - cpu               # 35: of 67 in slots 32 arrive
         recomputed = known - gpu - cpu                              # 99 - 35 - 32 = 32
         new = total - known                                         # 120 - 99 = 21
         request.usage = dict(zip(SOURCES, (gpu, cpu, recomputed, new)))

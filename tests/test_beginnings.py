@@ -29,7 +29,7 @@ def run_to_end(cache, conversation, now=0.0):
     """-> how many tokens were cached before."""
     total = len(conversation.tokens)
     cache.admit(conversation, total, now)
-    cached = sum(conversation.sources())
+    cached = sum(conversation.cached())
     for chunk in conversation.chunks:
         if chunk.filled < min(4, total - 4 * chunk.index):
             end = min(4 * chunk.index + 4, total)
@@ -247,7 +247,7 @@ def test_a_chunk_whose_recomputation_was_suspended_is_found():
     cache.release(a, 13.0)
     assert [chunk.filled for chunk in a.chunks] == [2, 0, 0]
     b = owned(cache, "b", "", [*range(8), 99])
-    assert b.chunks == a.chunks[:2] and run_to_end(cache, b) == 2 and a.sources() == (8, 0)
+    assert b.chunks == a.chunks[:2] and run_to_end(cache, b) == 2 and a.cached() == (8, 0)
 
 
 # ---- many users of one chunk
