@@ -52,7 +52,7 @@ class Beginnings:
         if conversation not in self.roots and alone:
             self.roots[conversation] = root
 
-    def owned(self, conversation: Conversation) -> bool:
+    def has_tenant(self, conversation: Conversation) -> bool:
         return conversation in self.roots
 
     def same_tenant(self, one: Conversation, other: Conversation) -> bool:
@@ -67,9 +67,9 @@ class Beginnings:
 
         Example: the conversation has chunk 0 (evicted), 1 and 2. Others have filed A for chunk 0
         and B for chunk 3: A, own 1, own 2, B. prefix: chunks that nobody files."""
-        for index, (own, key) in enumerate(self._keys(conversation, tokens, len(tokens))):
-            filed = prefix[index] if index < len(prefix) else self.chunks.get(key)
-            chunk = own if own and has_or_gets_kv(own) else filed
+        for index, (its_own, key) in enumerate(self._keys(conversation, tokens, len(tokens))):
+            other = prefix[index] if index < len(prefix) else self.chunks.get(key)
+            chunk = its_own if its_own and has_or_gets_kv(its_own) else other
             if chunk is None:
                 return
             yield chunk
@@ -114,11 +114,11 @@ class Beginnings:
         tokens."""
         key = self.roots.get(conversation)
         for index in range(length // self.chunk_size if key else 0):
-            own = conversation.chunks[index] if index < len(conversation.chunks) else None
+            its_own = conversation.chunks[index] if index < len(conversation.chunks) else None
             start = index * self.chunk_size
             chunk = slice(start, start + self.chunk_size)
-            key = self.keys.get(own) or digest(key + tokens[chunk].tobytes())
-            yield own, key
+            key = self.keys.get(its_own) or digest(key + tokens[chunk].tobytes())
+            yield its_own, key
 
 
 def has_or_gets_kv(chunk: Chunk) -> bool:

@@ -25,9 +25,9 @@ The core does the rest, since eviction looks at single chunks. A shared chunk is
     kept            for the others if one of them gives it up
 
 A thousand chats may begin with one system message. If all were users of its chunks, each change of
-a chunk would cost a look at all thousand. So a chunk has at most MOST_USERS (16). When user 17
-comes, the one that has been idle longest leaves the chunk. It finds the chunk again when it
-returns.
+a chunk would cost a look at all thousand. So a chunk should have at most MOST_USERS (16). When user
+17 comes, the one that has been idle longest leaves the chunk, if any may (`_make_room`). It finds
+the chunk again when it returns.
 
 The *designated prefix* (the operator's system prompt) is a conversation that is pinned for good. A
 conversation that has no chunk yet shares those full chunks of it with which its context begins.
@@ -133,7 +133,7 @@ class SharingCache(KVCache):
                 return False
             found.append(chunk)
         super().extend(conversation, prompt)
-        self._use(conversation, found or prefix)    # (without a tenant nothing is found)
+        self._use(conversation, found or prefix)    # `found` begins with it, but needs a tenant
         if origin:
             self._use(conversation, self._in_common(conversation, shareable, origin))
         return True
@@ -156,29 +156,28 @@ class SharingCache(KVCache):
     def _use(self, conversation: Conversation, chunks: list[Chunk]):
         """The conversation, which does not run, shares these chunks, the first ones of its context.
         Where it has KV already, it keeps that."""
-        for chunk in chunks:
-            here = slice(chunk.index, chunk.index + 1)
-            if any(own is chunk or has_or_gets_kv(own) for own in conversation.chunks[here]):
+        for index, chunk in enumerate(chunks):
+            own = conversation.chunks[index] if index < len(conversation.chunks) else None
+            if own and (own is chunk or has_or_gets_kv(own)):
                 continue
-            for own in conversation.chunks[here]:           # it is absent
+            if own:                                         # it is absent
                 self._stop_using(own, conversation)
-            conversation.chunks[here] = [chunk]
+            conversation.chunks[index:index + 1] = [chunk]
             if self.designated not in chunk.users:
                 self._make_room(chunk)
                 chunk.users += (conversation,)
-                end = (chunk.index + 1) * self.chunk_size
-                conversation.known = max(conversation.known, end)
+                conversation.known = max(conversation.known, (index + 1) * self.chunk_size)
         self._note_change(conversation)
 
     def _make_room(self, chunk: Chunk):
         """Before one more user comes: if the chunk has MOST_USERS, the one that has been idle
-        longest leaves it, and gets an absent chunk in its place. Who runs or waits stays. So does
+        longest leaves it, and gets an absent chunk instead. Who runs or waits stays. So does
         who has no tenant, since it could not find the chunk again. If nobody may leave, the chunk
         has more than MOST_USERS."""
         if len(chunk.users) < MOST_USERS:
             return
         idle = [user for user in chunk.users
-                if self.beginnings.owned(user) and not (user.pinned or user.waiting)]
+                if self.beginnings.has_tenant(user) and not (user.pinned or user.waiting)]
         if idle:
             user = min(idle, key=lambda user: user.last_active)
             user.chunks[chunk.index] = Chunk(user.alone, chunk.index)       # an absent one
@@ -209,7 +208,7 @@ class SharingCache(KVCache):
             a                   ^        [ 4  5  8  8 ]     2 in common
             b                   ^        [ 4  5  6  7 ]     3 in common: b"""
         shared = [chunk for chunk in conversation.chunks if len(chunk.users) > 1]
-        if not shared or not self.beginnings.owned(conversation):
+        if not shared or not self.beginnings.has_tenant(conversation):
             return None
         start = (shared[-1].index + 1) * self.chunk_size
         behind = slice(start, start + self.chunk_size)
@@ -238,7 +237,8 @@ class SharingCache(KVCache):
         if end > start and not arriving:
             for target, slot in zip(chunk.slots, source.slots[:end - start]):
                 # All sources are read before any target is written. If `slot` is itself a target
-                # of this step, it has no KV yet, so we copy from its source.
+                # of this step, it has no KV yet, so we copy from its source: 7 -> 8 and 8 -> 9
+                # become 7 -> 8 and 7 -> 9.
                 self.slot_copies[target] = self.slot_copies.get(slot, slot)
             self.computed(conversation, start, end)
 
