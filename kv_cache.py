@@ -314,12 +314,12 @@ class KVCache:
     # How the cheapest chunk is found: second day. Of the chunks whose next move is `move`,
     #
     #     _cheapest(move, now)        is the one that is worth least; None: there is none
-    #     _victims(move, now)         is a list of that one, and of what the policy lets leave with
-    #                                 it (Pensieve's policy: nothing); empty: there is none
+    #     _victims(move, now)         are that one and those that leave with it (Policy.part; under
+    #                                 Pensieve's policy none do); empty: there is none
     #     _worth_less(one, two, now)  tells whether chunk `one` leaves before chunk `two`
     #
-    # Whoever changes a chunk adds it to `changed`. `refile` looks at those chunks again before each
-    # of these answers, and before `available` counts.
+    # Whoever changes a chunk adds it to `changed`. `refile` looks at those chunks again before we
+    # seek the cheapest, and before `available` counts.
 
     def plan_swap_out(self, wanted: int, now: float) -> list[Ticket]:
         """Begin copies to the CPU ahead of need, of the cheapest idle chunks, and return them. When
@@ -367,7 +367,7 @@ class KVCache:
         chunk meanwhile decides who owns the place:
 
             nothing; or steps have read it, or it was truncated in part     the chunk: GPU_AND_CPU
-            it has grown, or become absent                                  nobody: it is free
+            it has grown, or become absent: the copy is outdated            nobody: it is free
         """
         self.in_flight.remove(ticket)
         chunk = ticket.chunk
@@ -521,7 +521,7 @@ class KVCache:
         return Member(last_needed, nth, users[0].order, key, len(users), move, chunk)
 
     def _cheapest(self, move: str, now: float) -> Chunk | None:
-        """See "eviction". Chunks of a conversation that plan_swap_out_for pins for one call are
+        """See "eviction". The chunks of a conversation that plan_swap_out_for pins for one call are
         still filed as idle: it may have hundreds, and to file all of them twice would cost too
         much. Those that we meet we skip: without a member, the next `refile` files them again."""
         self.refile()
