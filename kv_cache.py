@@ -496,8 +496,7 @@ class KVCache:
     #
     # `indexes` has one VictimIndex per move. A chunk stands in that of its next move, as
     # `chunk.member`. A Member that it had before is stale: its index drops it when it meets it.
-    # Whoever changes a chunk only adds it to `changed`. Before each question `refile` gives the
-    # changed chunks their new members: once, though a chunk changes several times on its way.
+    # However often a chunk changes between two calls of `refile`, it is filed once.
 
     def refile(self):
         """Bring the indexes up to date with the chunks that have changed."""
