@@ -477,12 +477,11 @@ class KVCache:
 
     def _give_up_slots(self, chunk: Chunk, keep: int):
         """Give up all but the first `keep` slots. If a copy is in flight they are its orphans."""
-        given_up = chunk.slots[keep:]
-        del chunk.slots[keep:]
         if chunk.ticket:
-            chunk.ticket.orphans += given_up
+            chunk.ticket.orphans += chunk.slots[keep:]
         else:
-            self.free_slots += given_up
+            self.free_slots += chunk.slots[keep:]
+        del chunk.slots[keep:]
         self.changed.add(chunk)
 
     def _give_up_place(self, chunk: Chunk):
