@@ -163,7 +163,7 @@ class Engine:
 
     def submit(self, prompt: list[int], conversation: str | None = None, *,
                context: Sequence[int] = (), parent: str | None = None, like: Handle | None = None,
-               owner: str | None = None, max_tokens: int | None = None,
+               tenant: str | None = None, max_tokens: int | None = None,
                min_tokens: int | None = None, ignore_eos: bool = False,
                reached_stop: Callable[[int], bool] | None = None,
                on_end: Callable[[Handle], None] | None = None, **sampling) -> Handle:
@@ -179,9 +179,9 @@ class Engine:
             parent          a conversation that begins as the context does (sharing.py: fork)
             like            an earlier turn with the same prompt after the same context; this turn
                             waits while that one computes it (sharing.py: follow)
-            owner           a text; the turn uses what any conversation with the same owner has
+            tenant          a text; the turn uses what any conversation of the same tenant has
                             cached of its context (None: it neither uses nor offers anything; a fork
-                            has its parent's owner). With prompt_logprobs it uses nothing: what
+                            has its parent's tenant). With prompt_logprobs it uses nothing: what
                             others have computed has left no logits
             reached_stop    whoever steps the engine calls it with each token that does not end the
                             reply as a stop token; True ends it
@@ -201,11 +201,11 @@ class Engine:
                           stop_ids=frozenset() if ignore_eos else self.worker.stop_ids)
         handle = Handle(request, conversation, submitted=self.clock(), step_until=self.step_until,
                         cancel=partial(self._cancel, request), on_end=on_end)
-        self.owner.post(partial(self._enter, handle, context, parent, like, owner))
+        self.owner.post(partial(self._enter, handle, context, parent, like, tenant))
         return handle
 
     def _enter(self, handle: Handle, context: list[int], parent: str | None, like: Handle | None,
-               owner: str | None):
+               tenant: str | None):
         """The owner hands a turn to the scheduler."""
         request = handle.request
         try:
@@ -214,8 +214,8 @@ class Engine:
             request.conversation = self._open(handle.conversation, context, parent)
             if request.sampling.prompt_logprobs is not None:
                 self.cache.keep_apart(request.conversation)
-            if owner is not None and not self.config.stateless:
-                self.cache.own(request.conversation, owner)
+            if tenant is not None and not self.config.stateless:
+                self.cache.own(request.conversation, tenant)
             if like and like.request.conversation:
                 self.cache.follow(request.conversation, like.request.conversation)
             self.scheduler.submit(request)
@@ -252,10 +252,10 @@ class Engine:
     # ---- second day: warm, checks, a thread of its own, forget, designate, stats, close, failures
 
     def warm(self, conversation: str, context: Sequence[int] = (),
-             owner: str | None = None) -> dict[str, int]:
+             tenant: str | None = None) -> dict[str, int]:
         """A turn of this conversation is likely soon: bring back what its KV has lost, as far as
         nobody else wants the device or the slots. No reply depends on it. (Without `start`,
-        somebody must step.) context, owner: see `submit`.
+        somebody must step.) context, tenant: see `submit`.
 
         Returns at once what is to happen: see Hints.give. KeyError if the engine does not hold the
         conversation and gets no context."""
@@ -269,8 +269,8 @@ class Engine:
             if self.config.stateless:
                 return nothing_to_do()
             held = self.cache.open(conversation, context)
-            if owner is not None:
-                self.cache.own(held, owner)
+            if tenant is not None:
+                self.cache.own(held, tenant)
             return self.hints.give(held, self.clock())
         return self.call(warm)
 

@@ -156,13 +156,13 @@ def test_chats_that_share_a_prefix_are_counted_once():
     engine = small(gpu_cache_tokens=200, cpu_cache_tokens=0, max_batch_tokens=64)
     prefix = ids(100)
     for name, end in (("x", [1, 2]), ("a", [*range(1, 11)])):
-        engine.generate(prefix + end, name, max_tokens=3, ignore_eos=True, owner="o")
+        engine.generate(prefix + end, name, max_tokens=3, ignore_eos=True, tenant="o")
     a = engine.cache.conversations["a"]
     engine.cache.drop_all(a)
-    running = [engine.submit(prefix + [20 + i], max_tokens=40, ignore_eos=True, owner="o") for i in range(2)]
+    running = [engine.submit(prefix + [20 + i], max_tokens=40, ignore_eos=True, tenant="o") for i in range(2)]
     for _ in range(3):
         engine.step()
-    engine.warm("a", owner="o")
+    engine.warm("a", tenant="o")
     for _ in range(10):
         engine.step()
     assert a.sources() == (112, 0) and not any(handle.reply for handle in running)
