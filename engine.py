@@ -264,7 +264,7 @@ class Engine:
              tenant: str | None = None) -> dict[str, int]:
         """A turn of this conversation is likely soon: bring back what its KV has lost, as far as
         nobody else wants the device or the slots. No reply depends on it. (Without `start`,
-        somebody must step.) context, tenant: see `submit`.
+        somebody must step.) context, tenant: see `_open`.
 
         Returns at once what is to happen: see Hints.give. KeyError if the engine does not hold the
         conversation and gets no context."""

@@ -42,9 +42,7 @@ class Request:
 
     # The scheduler writes all that follows.
     arrival: int = 0                                # its number in the order of submission
-    # The conversation's length before the prompt joined it; how many of these tokens had had KV.
-    tokens_before: int | None = None
-    known_before: int = 0
+    tokens_before: int | None = None                # in the conversation, when the prompt joins it
     longest: int | None = None                      # its context with the longest reply, in tokens
     prefilling: bool = False                        # from admission to the first step that samples
     admitted: float | None = None                   # when it first was, in seconds
@@ -52,6 +50,7 @@ class Request:
     finish_reason: str | None = None                # "stop" | "length" | "cancelled" | "failed"
     error: Exception | None = None
     # Second day:
+    known_before: int = 0                           # how many of tokens_before have had KV
     usage: dict[str, int] | None = None             # by SOURCES, counted at first admission
     times: list[float] = field(default_factory=list)    # when the host learnt each of its tokens
     logprobs: list = field(default_factory=list)        # of each of its tokens, if asked for
