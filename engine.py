@@ -118,7 +118,7 @@ class Engine:
                 result = self.worker.execute(batch)
                 wait = lambda: result
         except Exception as error:
-            self._recover(batch, error)
+            self._recover(batch, error)                 # second day
             return
         self.unsettled.append((batch, wait))
         self.scheduler.launched(batch)
@@ -138,10 +138,10 @@ class Engine:
         try:
             result = wait()
         except Exception as error:
-            self._recover(batch, error)
+            self._recover(batch, error)                 # second day
             return
         if batch.spans:
-            self.worker_failures = 0
+            self.worker_failures = 0                    # second day
         handles = self.owner.handles
         for request in self.scheduler.account(batch, result, self.clock()):
             handle = handles.get(request)       # None: reached_stop has cancelled it
