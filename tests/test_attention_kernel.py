@@ -144,8 +144,8 @@ def test_plan_covers_every_query_row_once(spans, group, wanted, min_piece, shape
         lengths = (items["kv_end"] - items["kv_start"]).tolist()
         assert lengths == sorted(lengths, reverse=True) and lengths[-1] > 0
         # So there can be room for any plan of a size in a captured graph.
-        assert len(items) <= wanted + len(set(items["first_row"].tolist()))
-        pieces = items["first_row"][items["first_partial"] >= 0]
+        assert len(items) <= wanted + len(set(items["first_query_row"].tolist()))
+        pieces = items["first_query_row"][items["first_partial"] >= 0]
         assert len(pieces) <= wanted and len(set(pieces.tolist())) <= wanted // 2
         for first, end, partial, row, shift, kv_start, kv_end, _ in items.tolist():
             assert 0 < end - first <= shape.rows and (span_of[first:end] == row).all()
