@@ -45,7 +45,7 @@ class Flight:
     begin: Any
     end: Any = None
     arrived: list = field(default_factory=list)     # one for each layer, on the way in
-    # Second day: (reached, arrived) of each layer. The model's stream reached it; it had arrived.
+    # Second day, for each layer (reached, arrived): the model's stream reached it; it had arrived.
     waits: list = field(default_factory=list)
 
 
@@ -77,6 +77,21 @@ class KVPool:
         event = self.event()
         event.record(self.stream())
         return event
+
+    @contextmanager
+    def _flight(self, direction: str, tickets: list[Ticket], stream) -> Iterator[Flight]:
+        """The flight of these tickets, for copies that the caller starts on `stream`, which is the
+        current stream meanwhile. If the caller fails halfway, the copies that it has started are
+        still waited for: the flight is recorded all the same."""
+        token_nbytes = self.gpu[:, :, 0].nbytes         # K and V of one token, in all layers
+        nbytes = sum(ticket.filled for ticket in tickets) * token_nbytes
+        with self.metrics.host_time(), self.on(stream):
+            flight = Flight(direction, tickets, nbytes, begin=self.mark())
+            try:
+                yield flight
+            finally:
+                flight.end = self.mark()
+                self.flights.append(flight)
 
     def wait(self, layer: int):
         """Let the current stream, not the host, wait until this layer of the latest swap-in has
@@ -138,21 +153,6 @@ class KVPool:
         for flight in ended:
             self.metrics.add(flight)
         return [ticket for flight in ended for ticket in flight.tickets]
-
-    @contextmanager
-    def _flight(self, direction: str, tickets: list[Ticket], stream) -> Iterator[Flight]:
-        """The flight of these tickets, for copies that the caller starts on `stream`, which is the
-        current stream meanwhile. If the caller fails halfway, the copies that it has started are
-        still waited for: the flight is recorded all the same."""
-        token_nbytes = self.gpu[:, :, 0].nbytes         # K and V of one token, in all layers
-        nbytes = sum(ticket.filled for ticket in tickets) * token_nbytes
-        with self.metrics.host_time(), self.on(stream):
-            flight = Flight(direction, tickets, nbytes, begin=self.mark())
-            try:
-                yield flight
-            finally:
-                flight.end = self.mark()
-                self.flights.append(flight)
 
     def _addresses(self, tickets: list[Ticket]) -> Tensor:
         """The slot [t] and the line of the CPU tier [t] of each token, together [2, t].
