@@ -173,8 +173,9 @@ class KVPool:
 
     def _host_memory(self, shape: tuple[int, ...]) -> Tensor:
         """Uninitialised. On CUDA the GPU reaches it, too, until this pool is gone."""
-        dtype = self.gpu.dtype
-        return page_locked(shape, dtype, self) if self.gpu.is_cuda else torch.empty(shape, dtype=dtype)
+        if self.gpu.is_cuda:
+            return page_locked(shape, self.gpu.dtype, self)
+        return torch.empty(shape, dtype=self.gpu.dtype)
 
     def _make_streams(self):
         """For __init__, which says what each of them is."""

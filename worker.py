@@ -160,8 +160,8 @@ class Worker:
                swap_in: list[Ticket], swap_out: list[Ticket]
                ) -> tuple[Inputs, Tensor | None, Tensor | None]:
         """All of a step but the sampling. (parallel.py sends the numbers in these arguments to
-        other processes.) Returns the inputs, the logits [N, vocab] and the hidden states [T, width];
-        both are None if there is no span.
+        other processes.) Returns the inputs, the logits [N, vocab], and the hidden states
+        [T, width]; the last two are None if there is no span.
 
         The upload of the inputs comes first: behind the copies of KV it would wait for the bus
         between CPU and GPU."""
