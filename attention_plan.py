@@ -16,8 +16,6 @@ A second kernel merges these: a merge is for one query row of a split tile.
 r // group of the packed queries, head r % group of the group. With group 4, row 22 is token 5, head
 2 of a group: for KV head 0 this is query head 2, for KV head 1 it is query head 6.
 
-Besides query rows and partial rows there is the row of the slot table: `table_row`, one per span.
-
 Invariant: every query row meets every position that it sees in exactly one work item.
 """
 from typing import NamedTuple
@@ -55,7 +53,7 @@ class WorkItem(NamedTuple):
     first_query_row: int    # the tile's query rows are [first_query_row, end_query_row)
     end_query_row: int
     first_partial: int      # the partial row of first_query_row; -1: not split, so write to `out`
-    table_row: int
+    table_row: int          # the span's row of the slot table
     shift: int              # a token's position minus its index in the packed queries: 1000 - 7
     kv_start: int           # this item attends to the positions [kv_start, kv_end)
     kv_end: int
