@@ -143,8 +143,8 @@ class KVPool:
             copy_tokens(self.gpu.flatten(0, 1), slots, self.cpu.flatten(0, 1), lines)
 
     def landed(self, wait: bool) -> list[Ticket]:
-        """The tickets whose copies have ended since the last call. wait: if a copy is in flight,
-        the host first waits for the oldest flight."""
+        """The tickets whose copies have ended since the last call, for KVCache.complete. wait: if a
+        copy is in flight, the host first waits for the oldest flight."""
         if wait and self.flights:
             with self.metrics.host_time():
                 self.flights[0].end.synchronize()
