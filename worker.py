@@ -196,7 +196,7 @@ class Worker:
         # the slot that it has now (KVCache.take_table_updates reads the present table).
         self.slot_table[rows, columns] = slots
         resolved = torch.where(tokens == PLACEHOLDER, self.sampled[row_of_token], tokens)
-        tokens.copy_(resolved)                  # in place: in `flat`
+        tokens.copy_(resolved)                  # in place, that is in `flat`
         return Inputs(tokens, positions, row_of_token, spans, sample_at, flat)
 
     def compute_logits(self, inputs: Inputs, size: GraphSize | None = None
