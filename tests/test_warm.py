@@ -526,7 +526,7 @@ def test_a_cold_conversation_is_held_while_its_hint_waits(sessions):
     assert engine.cache.conversations["c"].cached()[0] > 20
 
 
-def test_a_hint_shares_what_others_of_its_owner_have(sessions):
+def test_a_hint_shares_what_others_of_its_tenant_have(sessions):
     """Two chats that begin alike: the second one's hint recomputes only what is its own."""
     text = "My favourite food is ramen, and I say so at some length, so that it fills chunks."
     for name, end in (("c", "Yes."), ("d", "No.")):
