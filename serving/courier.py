@@ -88,7 +88,8 @@ class Delivery:
         self.connection, self.pieces, self.still_here = connection, pieces, still_here
         self.ready = ready
         self.over = threading.Event()           # the stream is its own thread's again
-        self.unsent, self.error = b"", None
+        self.unsent = b""
+        self.error: Exception | None = None
         self.last_sent = time.monotonic()
 
     def release(self):

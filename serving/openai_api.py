@@ -760,7 +760,7 @@ class ResponseWriter:
         return self.told.whole(reply.finish_reason, self.turn.message, reply.usage,
                                self.turn.completed_at, logprobs)
 
-    def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str | Outbox]:
+    def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | Outbox]:
         reports, before = Reports(self.turn.tokenizer, self.turn.handle), text_before(self.turn)
         yield from self.told.opening()
         for text, _ in self.turn.progress(wait=False):
@@ -777,12 +777,12 @@ class Replay:
     turns: tuple = ()
     stream: Literal[True] = True
 
-    def __init__(self, told: ResponseEvents, events: Iterator[dict | str | Outbox], after: int):
+    def __init__(self, told: ResponseEvents, events: Iterator[dict | Outbox], after: int):
         """after: the number of the last event that is left out."""
         self.failure, self.still_here = told.failure, told.still_here
         self.replayed, self.after = events, after
 
-    def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str | Outbox]:
+    def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | Outbox]:
         return (event for event in self.replayed
                 if isinstance(event, Outbox) or event["sequence_number"] > self.after)
 

@@ -1,7 +1,8 @@
 """HTTP over serving/openai_api.py: connections, requests, answers, and the limits of all of them.
 
-    client -> Handler (a thread per connection) -> API -> engine (one thread)
-    client <- Handler, or for streams the courier (one thread) <- Writer <-|
+    client -> Handler (a thread per connection) -> API -> engine (one thread) -> Writer -> client
+
+While a turn is live, one thread sends the new text of all streams: see courier.py.
 
 After each answer the server prints where the tokens of its context came from:
 
@@ -538,8 +539,8 @@ class Handler(BaseHTTPRequestHandler):
             self.begin_stream()
             if self.command == "GET":
                 for event in self.server.broadcast.follow(prefix, over):
-                    self.wfile.write(self.event_piece(event))
-            self.wfile.write(self.piece(b""))
+                    self.wfile.write(self.framed(event))
+            self.wfile.write(self.framed(None))
         finally:
             self.server.watchers.release()
 
@@ -553,21 +554,20 @@ class Handler(BaseHTTPRequestHandler):
             if not writer.stream:
                 return self.send(200, writer.whole(list(map(finish, writer.turns))))
             self.begin_stream()
-            pieces = (event if isinstance(event, Outbox) else self.event_piece(event)
+            pieces = (event if isinstance(event, Outbox) else self.framed(event)
                       for event in writer.events(finish))
             try:
                 for piece in pieces:
                     if isinstance(piece, bytes):
                         self.wfile.write(piece)
                     elif not piece.closed.is_set():
-                        rest = self.server.courier.carry(
-                            self.connection, pieces, lambda: self.event_piece(writer.still_here()))
-                        self.wfile.write(rest)
+                        self.wfile.write(self.server.courier.carry(
+                            self.connection, pieces, lambda: self.framed(writer.still_here())))
             except HUNG_UP:
                 raise
             except Exception as error:
-                self.wfile.write(self.event_piece(writer.failure(self.told(error))))
-            self.wfile.write(self.piece(b""))
+                self.wfile.write(self.framed(writer.failure(self.told(error))))
+            self.wfile.write(self.framed(None))
 
     @contextmanager
     def watched(self, writer: Writer, free_one: Callable[[], None]):
@@ -645,16 +645,14 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         self.send_head(200, headers)
 
-    def event_piece(self, event: dict | str) -> bytes:
-        """An event of a stream: an object, or a string as it is."""
-        kind = f"event: {event['type']}\n" if isinstance(event, dict) and "type" in event else ""
-        data = event if isinstance(event, str) else json.dumps(event)
-        return self.piece(f"{kind}data: {data}\n\n".encode())
-
-    def piece(self, data: bytes) -> bytes:
-        """A piece of a stream as it is sent. An empty piece ends the stream."""
+    def framed(self, event: dict | str | None) -> bytes:
+        """The bytes of an event of a stream: an object, or a string as it is. None ends the
+        stream."""
         if self.command == "HEAD":
             return b""
+        kind = f"event: {event['type']}\n" if isinstance(event, dict) and "type" in event else ""
+        text = event if isinstance(event, str) else json.dumps(event)
+        data = b"" if event is None else f"{kind}data: {text}\n\n".encode()
         chunked = self.request_version == "HTTP/1.1"
         return b"%x\r\n%b\r\n" % (len(data), data) if chunked else data
 
