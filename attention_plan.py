@@ -43,21 +43,21 @@ class TileShape(NamedTuple):
 HOPPER = TileShape(16, 64, 4, 3, 3), TileShape(64, 64, 4, 3, 2), TileShape(128, 128, 8, 3, 1)
 AMPERE = TileShape(16, 64, 4, 3, 2), TileShape(64, 32, 4, 4, 2), TileShape(128, 32, 8, 4, 1)
 FLOAT32 = (TileShape(16, 32, 8, 2, 3),)
-Wanted = dict[TileShape, int]  # how many work items of each shape, per KV head, should fill the GPU
+Wanted = dict[TileShape, int]       # see wanted_items
 MIN_PIECE = 256                     # positions: finer pieces cost more to merge than they gain
 
 
 class WorkItem(NamedTuple):
     """A tile and a piece of its context. On the host each field is a column of an array [n, 8]; the
     kernel has a pointer to each. Items of zeros do nothing: they fill up a graph's plan."""
-    first_row: int      # the tile's query rows are [first_row, end_row)
-    end_row: int
-    first_partial: int  # the partial row of first_row; -1: the tile is not split, so write to `out`
-    table_row: int      # the span's row of the slot table
-    shift: int          # a token's position minus its index in the packed queries: 1000 - 7 = 993
-    kv_start: int       # this item attends to the positions [kv_start, kv_end)
+    first_query_row: int    # the tile's query rows are [first_query_row, end_query_row)
+    end_query_row: int
+    first_partial: int      # the partial row of first_query_row; -1: not split, so write to `out`
+    table_row: int          # the span's row of the slot table
+    shift: int              # a token's position minus its index in the packed queries: 1000 - 7
+    kv_start: int           # this item attends to the positions [kv_start, kv_end)
     kv_end: int
-    unused: int = 0     # so that every item begins at a multiple of 16 bytes
+    unused: int = 0         # so that every item begins at a multiple of 16 bytes
 
 
 class Merge(NamedTuple):
@@ -108,7 +108,8 @@ def with_zeros(array: np.ndarray, length: int) -> np.ndarray:
 
 def wanted_items(kv_heads: int, D: int, dtype: torch.dtype, device: torch.device) -> Wanted:
     """The tile shapes for heads of D dimensions on that device, the smallest first, and how many
-    work items of each, per KV head, it runs at a time if D is 128. (A smaller D has room for more.)
+    work items of each, per KV head, should fill it. An H100 with 8 KV heads runs 3 programs of the
+    smallest shape on each of 132 processors: 132 * 3 // 8 = 49. (A D below 128 has room for more.)
     """
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     processors = gpu.multi_processor_count if gpu else 100      # about as many as a GPU has
@@ -124,8 +125,8 @@ def make_plan(host: np.ndarray, group: int, wanted: Wanted, min_piece: int = MIN
     as many work items as are wanted of this shape.
 
     group 4, one span with q_len 50 and kv_len 1050, HOPPER, 8 wanted: 200 query rows in tiles of
-    128 and 72. They see 1032 and 1050 positions, each split into 3 pieces. So there are 6 items,
-    200 merges and 3 x 200 partial rows."""
+    128 and 72. They see 1032 and 1050 positions, each split into 3 pieces (of 344 and 263, rounded
+    up to strips of 128: 384). So there are 6 items, 200 merges and 3 x 200 partial rows."""
     table_row, q_len, kv_len = host
     q_start = np.cumsum(q_len) - q_len
     spans = np.stack([table_row, q_len, kv_len, q_start])                       # [4, S]
@@ -149,14 +150,14 @@ def make_plan(host: np.ndarray, group: int, wanted: Wanted, min_piece: int = MIN
 
 class Tiles(NamedTuple):
     """n tiles of one shape: arrays [n]. The names are those of WorkItem."""
-    first_row: np.ndarray
-    end_row: np.ndarray
+    first_query_row: np.ndarray
+    end_query_row: np.ndarray
     table_row: np.ndarray
     shift: np.ndarray
     kv_end: np.ndarray          # the tile's last token sees the positions [0, kv_end)
 
     def rows(self) -> np.ndarray:
-        return self.end_row - self.first_row
+        return self.end_query_row - self.first_query_row
 
 
 def cut_into_tiles(spans: np.ndarray, group: int, tile_rows: int) -> Tiles:
@@ -165,11 +166,12 @@ def cut_into_tiles(spans: np.ndarray, group: int, tile_rows: int) -> Tiles:
     rows: two tiles of 128 and 72."""
     table_row, q_len, kv_len, q_start = spans
     span, nth = enumerate_each(ceil_div(q_len * group, tile_rows))
-    first_row = q_start[span] * group + nth * tile_rows
-    end_row = np.minimum(first_row + tile_rows, (q_start + q_len)[span] * group)
+    first_query_row = q_start[span] * group + nth * tile_rows
+    end_query_row = np.minimum(first_query_row + tile_rows, (q_start + q_len)[span] * group)
     shift = (kv_len - q_len - q_start)[span]
-    last_token = (end_row - 1) // group
-    return Tiles(first_row, end_row, table_row[span], shift, kv_end=last_token + shift + 1)
+    last_token = (end_query_row - 1) // group
+    kv_end = last_token + shift + 1
+    return Tiles(first_query_row, end_query_row, table_row[span], shift, kv_end)
 
 
 def split_context(kv_end: np.ndarray, wanted: int, min_piece: int,
@@ -201,8 +203,8 @@ def list_items(tiles: Tiles, first_partial, pieces, length) -> np.ndarray:
     that is not split."""
     tile, nth = enumerate_each(pieces)
     items = np.zeros(len(tile), ITEM)
-    items["first_row"] = tiles.first_row[tile]
-    items["end_row"] = tiles.end_row[tile]
+    items["first_query_row"] = tiles.first_query_row[tile]
+    items["end_query_row"] = tiles.end_query_row[tile]
     items["first_partial"] = first_partial[tile] + nth * tiles.rows()[tile]    # -1 + 0 if not split
     items["table_row"] = tiles.table_row[tile]
     items["shift"] = tiles.shift[tile]
@@ -216,7 +218,7 @@ def list_merges(tiles: Tiles, first_partial, pieces) -> np.ndarray:
     """The merges [m, 4] of n tiles: one for each query row of a tile that is split."""
     tile, nth = enumerate_each(np.where(pieces > 1, tiles.rows(), 0))
     merges = np.zeros(len(tile), MERGE)
-    merges["query_row"] = tiles.first_row[tile] + nth
+    merges["query_row"] = tiles.first_query_row[tile] + nth
     merges["first_partial"] = first_partial[tile] + nth
     merges["stride"] = tiles.rows()[tile]
     merges["pieces"] = pieces[tile]
@@ -235,15 +237,14 @@ class PlanSize(NamedTuple):
 def largest_plan(tokens: int, longest: int, group: int, wanted: Wanted) -> PlanSize:
     """A size for the plan of any batch of `tokens` tokens, if no span has more than `longest`.
 
-    If n items of a shape are wanted, a tile is split only if its share of them (see split_context)
-    is two or more. So at most n // 2 tiles are split, into at most n pieces in all. Every other
-    tile is one item. 64 decodes (longest 1), group 4, HOPPER, n = 10: 64 tiles of 4 rows need at
-    most 64 + 10 items, 5 x 4 merges and 10 x 4 partial rows."""
+    64 decodes (longest 1), group 4, HOPPER, n = 10: 64 tiles of 4 query rows need at most 64 + 10
+    items, 5 x 4 merges and 10 x 4 partial rows."""
     total, most = tokens * group, longest * group   # query rows: of all spans, and of the longest
     last = list(wanted)[-1]
     items, merges, partial_rows, smaller = [], 0, 0, 0
     for shape, n in wanted.items():
-        fewest = max(group, smaller + 1)            # of a span that takes this shape
+        # A span that takes this shape has a token, and more rows than the smaller shape holds.
+        fewest = max(group, smaller + 1)
         smaller = shape.rows
         if fewest > most or fewest > shape.rows and shape != last:
             continue                                # no span takes it
@@ -251,7 +252,11 @@ def largest_plan(tokens: int, longest: int, group: int, wanted: Wanted) -> PlanS
         if most > shape.rows and shape == last:
             tiles += total // shape.rows            # ... and more for spans that fill several
         tallest = min(shape.rows, most)
+        # A tile is one item, or has at most as many pieces as its share of the n wanted items (see
+        # split_context): the split tiles have at most n pieces together.
         items.append((shape, tiles + n))
+        # To be split, a tile needs a share of two or more. So at most n // 2 tiles are.
         merges += min(tiles, n // 2) * tallest
+        # Each piece leaves a partial row for each query row of its tile.
         partial_rows += n * tallest
-    return PlanSize(items, min(merges, total), partial_rows)
+    return PlanSize(items, min(merges, total), partial_rows)    # a query row is merged once

@@ -3,19 +3,19 @@
 A client resends what it once sent, with one message altered; another one begins with the same
 system message. To find the KV that these contexts have in common, each full chunk of tokens gets a
 key. It is a hash of the chunk's tokens and of the key before, so it stands for all tokens up to
-there. The first key depends on the owner: nobody finds what belongs to somebody else.
+there. The first key depends on the tenant: nobody finds what belongs to somebody else.
 
     tokens        [ 0 .. 31 ]     [ 32 .. 63 ]     [ 64 .. 95 ]     [ 96 .. 104
-    key of        owner, tokens   key 0, tokens    key 1, tokens    (not full)
+    key of        tenant, tokens  key 0, tokens    key 1, tokens    (not full)
     filed         chunk A         chunk B          nothing          -> a new prompt shares A and B
 
-Only a conversation that has an owner is filed and searched for.
+Only a conversation that has a tenant is filed and searched for.
 
 (vLLM finds its blocks of 16 tokens in the same way. There a block behind a missing one is useless.
 Here it is not: the missing chunk is recomputed. So Pensieve's order of eviction stays.)
 
 Invariant: each user of a filed chunk has a token at every position of it, and the key stands for
-their owner and all tokens up to its end. (It may lack KV. Who shares it computes that for all.)
+their tenant and all tokens up to its end. (It may lack KV. Who shares it computes that for all.)
 """
 from array import array
 from collections.abc import Collection, Iterator, Sequence
@@ -25,38 +25,38 @@ from kv_cache import Chunk, Conversation
 
 
 class Beginnings:
-    """Full chunks by what a context begins with: its owner, and its tokens up to the chunk's end.
+    """Full chunks by what a context begins with: its tenant, and its tokens up to the chunk's end.
 
     A method costs O(tokens of the conversation) at most, however many chunks are filed."""
 
     def __init__(self, chunk_size: int):
         self.chunk_size = chunk_size
-        self.roots: dict[Conversation, bytes] = {}      # the key that stands for the owner
+        self.roots: dict[Conversation, bytes] = {}      # the key that stands for the tenant
         self.chunks: dict[bytes, Chunk] = {}
         self.keys: dict[Chunk, bytes] = {}              # the same, from chunk to key
 
-    def own(self, conversation: Conversation, owner: str):
+    def own(self, conversation: Conversation, tenant: str):
         """From now on the conversation is filed, and its next prompts are searched for. It keeps
-        the owner that it had first; see `_give`."""
-        self._give(conversation, digest(owner.encode()))
+        the tenant that it had first; see `_give`."""
+        self._give(conversation, digest(tenant.encode()))
 
     def inherit(self, conversation: Conversation, origin: Conversation):
-        """A conversation that shares chunks with its origin belongs to the origin's owner."""
+        """A conversation that shares chunks with its origin belongs to the origin's tenant."""
         if origin in self.roots:
             self._give(conversation, self.roots[origin])
 
     def _give(self, conversation: Conversation, root: bytes):
-        """It keeps an owner that it has. If it shares chunks with others who have no owner, it has
+        """It keeps a tenant that it has. If it shares chunks with others who have no tenant, it has
         none either."""
         alone = all(len(chunk.users) == 1 for chunk in conversation.chunks)
         if conversation not in self.roots and alone:
             self.roots[conversation] = root
 
-    def owned(self, conversation: Conversation) -> bool:
+    def has_tenant(self, conversation: Conversation) -> bool:
         return conversation in self.roots
 
-    def same_owner(self, one: Conversation, other: Conversation) -> bool:
-        """(Or has neither of them an owner?)"""
+    def same_tenant(self, one: Conversation, other: Conversation) -> bool:
+        """(Or has neither of them a tenant?)"""
         return self.roots.get(one) == self.roots.get(other)
 
     def find(self, conversation: Conversation, tokens: array,
@@ -67,9 +67,9 @@ class Beginnings:
 
         Example: the conversation has chunk 0 (evicted), 1 and 2. Others have filed A for chunk 0
         and B for chunk 3: A, own 1, own 2, B. prefix: chunks that nobody files."""
-        for index, (own, key) in enumerate(self._keys(conversation, tokens, len(tokens))):
-            filed = prefix[index] if index < len(prefix) else self.chunks.get(key)
-            chunk = own if own and has_or_gets_kv(own) else filed
+        for index, (its_own, key) in enumerate(self._keys(conversation, tokens, len(tokens))):
+            other = prefix[index] if index < len(prefix) else self.chunks.get(key)
+            chunk = its_own if its_own and has_or_gets_kv(its_own) else other
             if chunk is None:
                 return
             yield chunk
@@ -108,17 +108,17 @@ class Beginnings:
     def _keys(self, conversation: Conversation, tokens: array,
               length: int) -> Iterator[tuple[Chunk | None, bytes]]:
         """For each full chunk of the first `length` tokens, in order: the conversation's own chunk,
-        if there is one, and the key. Nothing at all without an owner.
+        if there is one, and the key. Nothing at all without a tenant.
 
         A chunk of the conversation that is filed has its key already: all its users have the same
         tokens."""
         key = self.roots.get(conversation)
         for index in range(length // self.chunk_size if key else 0):
-            own = conversation.chunks[index] if index < len(conversation.chunks) else None
+            its_own = conversation.chunks[index] if index < len(conversation.chunks) else None
             start = index * self.chunk_size
             chunk = slice(start, start + self.chunk_size)
-            key = self.keys.get(own) or digest(key + tokens[chunk].tobytes())
-            yield own, key
+            key = self.keys.get(its_own) or digest(key + tokens[chunk].tobytes())
+            yield its_own, key
 
 
 def has_or_gets_kv(chunk: Chunk) -> bool:

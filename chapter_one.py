@@ -6,28 +6,29 @@ For each token a language model computes two vectors in every layer, K and V, wh
 read. A stateless server forgets this *KV* after a reply, and computes the whole history again next
 time. Pensieve (Yu, Lin, Li, EuroSys '25) keeps it. A *slot* of the GPU tier holds the KV of one
 token. A *place* of the CPU tier holds a copy of a *chunk*, 4 tokens (really 32). KV in neither tier
-is *missing*. Here a and b begin with 11 tokens each, then c; in step 8 a returns with 4 more:
+is *absent*. Here a and b begin with 11 tokens each, then c; in step 8 a returns with 4 more:
 
-    a's context   | missing [0:4) | CPU [4:8) | GPU [8:13) | reply's last token, prompt [13:18) |
-    the step        computes it     copies in   uses it      computes them
+    a's context   | absent [0:4) | CPU [4:8) | GPU [8:13) | reply's last token, prompt [13:18) |
+    the step        computes it    copies in   uses it      computes them
     its line      step 8  a[0:4] a[13:18] | in a[4:8] | out b[12:13] c[0:8]
 
 a[0:4] is a *span*: positions that the step computes. A prompt is one, too. Its last position gives
 the reply's first token; each further token is a span of length 1: `a[11:12] b[5:11]`, in step 1.
 A batch can mix them, because attention needs only the slots of a span's context, wherever they lie.
 
-Why is a[0:4] missing? If fewer than 8 slots are available, or too few for a turn that waits, idle
-chunks of the lowest *retention value* V = Cost(l) / T are copied *out*. Cost(l) is the time to
-compute one again: here, l / 4 + 1 s for a context of length l at its end. T is its idle time:
+Why is a[0:4] absent, and what is *out*? If fewer than 8 slots are available, or too few for a turn
+that waits, idle chunks of the lowest *retention value* V = Cost(l) / T are copied out. Cost(l) is
+the time to compute one again: here, l / 4 + 1 s for a context of length l at its end. T is its idle
+time. (A submit takes 1 s, a step 1 s before it chooses and 1 s after.)
 
     step 4  c[0:11] | out a[8:12] b[0:4]
         a[8:12]     V = (12 / 4 + 1) / 4 = 1.00     copied: a has been idle for 4 s
         b[0:4]      V = ( 4 / 4 + 1) / 2 = 1.00     copied: b for 2 s only, but this is cheap
         a[12:13]    V = (16 / 4 + 1) / 4 = 1.25     not yet (l is where it will end, when full)
 
-A copied chunk stays readable until somebody takes its slots: in step 4 c takes those of a[0:8]. In
-step 6 a copy of b[4:8], worth 3 / 6, finds all places full. Of the copies without slots (c has just
-taken those of b[0:4]) a[0:4] is worth least, 2 / 8: it is dropped.
+A copied chunk stays readable until somebody takes its slots, as c takes those of a[0:8] in step 4
+and of b[0:4] in step 6. There b[4:8], worth 3 / 6, is to be copied, but all places are full. Of the
+chunks that live in a place alone a[0:4] is worth least, 2 / 8: it is dropped.
 
 We search where the system keeps books, and leave out copies that take time (kv_pool.py), threads
 and batches launched ahead (engine.py), suspension (scheduler.py), shared chunks (sharing.py).
@@ -67,7 +68,7 @@ class Conversation:
     name: str
     tokens: list[int] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
-    known: int = 0              # when this turn began: tokens that have had KV once
+    known_before: int = 0       # when this turn began: tokens that have had KV once
     length_at_end: int = 0      # when there are so many tokens, the turn ends
     last_active: int = 0        # when the last turn ended, in seconds
     sources: str = ""           # where this turn has found its KV
@@ -124,7 +125,7 @@ class Pensieve:
     # ---- Who runs. The system proper: engine.py (submit, step), scheduler.py
     def submit(self, conversation: Conversation, prompt: list[int], reply_length: int):
         self.now += 1
-        conversation.known = max(0, len(conversation.tokens) - 1)   # the last was sampled, not fed
+        conversation.known_before = max(0, len(conversation.tokens) - 1)    # the last was not fed
         conversation.tokens += prompt
         conversation.length_at_end = len(conversation.tokens) + reply_length
         self.queue.append(conversation)
@@ -139,12 +140,12 @@ class Pensieve:
 
     def schedule(self) -> Batch:
         """Running turns go on. The head of the queue joins if it finds slots for all its tokens."""
-        while True:     # again if `swap_out` has marked chunks: their slots are available now
+        while True:     # an empty batch: `swap_out` has marked chunks, so slots are available now
             batch = Batch()
             for conversation in self.running:
                 total, room = len(conversation.tokens), len(conversation.slot_table())
                 if total > room and self.available() >= CHUNK * len(self.running):
-                    total = -(-total // CHUNK) * CHUNK      # each of them could get a whole chunk
+                    total = -(-total // CHUNK) * CHUNK      # so it asks again only a chunk later
                 self.give_slots(conversation, total)
                 batch.take(conversation)
             while self.queue and batch.budget > 0 and self.shortfall(self.queue[0]) <= 0:
@@ -165,7 +166,7 @@ class Pensieve:
         total = len(conversation.tokens)
         returning = [one for one in conversation.chunks if one.filled and not one.slots]
         gpu, cpu = len(conversation.slot_table()), sum(chunk.filled for chunk in returning)
-        new, recomputed = total - conversation.known, conversation.known - gpu - cpu
+        new, recomputed = total - conversation.known_before, conversation.known_before - gpu - cpu
         conversation.sources = f"gpu {gpu} · cpu {cpu} · recomputed {recomputed} · new {new}"
         self.give_slots(conversation, total)
         for chunk in returning:
@@ -177,13 +178,13 @@ class Pensieve:
         for (conversation, start, end), token in zip(spans, next_tokens):
             for chunk in conversation.chunks[start // CHUNK:(end - 1) // CHUNK + 1]:
                 chunk.filled, chunk.copy = min(end - chunk.start, CHUNK), None     # it has grown
-            if end == len(conversation.tokens):     # else the next token is there already
+            if end == len(conversation.tokens):     # else the token behind it is known already
                 conversation.tokens.append(token)
             if len(conversation.tokens) == conversation.length_at_end:      # its KV stays
                 self.running.remove(conversation)
                 conversation.last_active = self.now
                 for chunk in conversation.chunks:
-                    del chunk.slots[chunk.filled:]
+                    del chunk.slots[chunk.filled:]      # the last token is never fed
                     chunk.evictable_without_copy = False
 
     # ---- Where chunks are. The system proper: kv_cache.py, kv_pool.py
@@ -192,7 +193,7 @@ class Pensieve:
 
     def available(self, besides: Conversation | None = None) -> int:
         """How many slots can be taken at once: free ones, and those of reclaimable chunks."""
-        reclaimable = sum(len(chunk.slots) for chunk in self.idle_chunks("reclaim", besides))
+        reclaimable = sum(len(chunk.slots) for chunk in self.idle("reclaim", besides))
         return len(self.free_slots()) + reclaimable
 
     def give_slots(self, conversation: Conversation, total: int):
@@ -203,7 +204,7 @@ class Pensieve:
         for chunk in conversation.chunks:
             while len(chunk.slots) < min(CHUNK, total - chunk.start):
                 if not self.free_slots():
-                    loser = self.idle_chunks("reclaim")[0]
+                    loser = self.idle("reclaim")[0]
                     loser.slots = []
                     if loser.copy is None:
                         loser.filled = 0
@@ -211,7 +212,7 @@ class Pensieve:
 
     def swap_out(self, batch: Batch, wanted: int, besides: Conversation | None = None):
         """Copy idle chunks out, the cheapest first, until `wanted` more slots are available."""
-        for chunk in self.idle_chunks("swap_out", besides):
+        for chunk in self.idle("swap_out", besides):
             if wanted > 0:
                 wanted -= len(chunk.slots)
                 if self.make_place(chunk, batch, besides):
@@ -225,28 +226,27 @@ class Pensieve:
         copied = [one for one in self.chunks if one.copy is not None]
         if len(copied) < PLACES:
             return True
-        for one in copied:      # a running chunk has slots; its copy is spare, unless it comes in
-            if one.conversation in self.running and one not in batch.swap_in:
-                one.copy = None
-                return True
-        for one in self.idle_chunks("drop", besides)[:1]:
-            if self.value(one) < self.value(chunk):
-                one.copy, one.filled = None, 0
-                return True
-        return False
+        spare = [one for one in copied      # it runs, so it has slots; but not if it comes in now
+                 if one.conversation in self.running and one not in batch.swap_in]
+        cheaper = [one for one in self.idle("drop", besides) if self.rank(one) < self.rank(chunk)]
+        if spare:
+            spare[0].copy = None
+        elif cheaper:
+            cheaper[0].copy, cheaper[0].filled = None, 0
+        return bool(spare or cheaper)
 
     # ---- What a chunk is worth. The system proper: eviction.py
-    def value(self, chunk: Chunk) -> tuple[float, float, str]:
-        """V = Cost(l) / T. A conversation whose turn waits in the queue is hardly idle."""
+    def rank(self, chunk: Chunk) -> tuple[float, float, str]:
+        """By V = Cost(l) / T. A conversation whose turn waits in the queue is hardly idle."""
         length, conversation = chunk.start + CHUNK, chunk.conversation
-        idle = 0.001 if conversation in self.queue else self.now - conversation.last_active
-        return (length / 4 + 1) / idle, -idle, conversation.name    # of equal V: the longest idle
+        idle_for = 0.001 if conversation in self.queue else self.now - conversation.last_active
+        return (length / 4 + 1) / idle_for, -idle_for, conversation.name    # equal V: longest idle
 
-    def idle_chunks(self, move: str, besides: Conversation | None = None) -> list[Chunk]:
+    def idle(self, move: str, besides: Conversation | None = None) -> list[Chunk]:
         """All chunks with this next move, the cheapest first; none that runs, or of `besides`."""
         return sorted((chunk for chunk in self.chunks if chunk.next_move == move
                        and chunk.conversation not in self.running
-                       and chunk.conversation is not besides), key=self.value)
+                       and chunk.conversation is not besides), key=self.rank)
 
     # ---- A batch becomes tensors. The system proper: worker.py, attention_kernel.py
     @torch.inference_mode()
@@ -292,7 +292,7 @@ def main():
         for name in turns:
             print(f"    {name}: {conversations[name].sources}")
             tokens = conversations[name].tokens
-            assert tokens[-3:] == recompute(pensieve.model, tokens)[-4:-1]
+            assert tokens[-3:] == recompute(pensieve.model, tokens)[-4:-1]      # of those before
     print("Every reply is that of a full recomputation.")
 
 

@@ -5,7 +5,7 @@
 
 A client's thread *posts* functions into the inbox. The *owner*, the one thread that steps, runs
 them at the start of its next step (owner.py). To *settle* a batch is to wait for its result, to let
-the scheduler `account` for it (which books landed copies, too), and to wake its readers.
+the scheduler `account` for its tokens and its copies, and to wake the readers of these tokens.
 
 Invariant: what is cached never changes a token. Any policy, CPU tier and interleaving of requests
 give the tokens of a full recompute, up to rounding.
@@ -56,32 +56,28 @@ class Engine:
         self.config = config = Config(model=str(model), **flags)
         self.clock, self.debug = clock, debug
         self.directory = None if worker or config.random_weights else find_checkpoint(config.model)
-        # (On several GPUs this is a parallel.Leader.)
         self.worker = worker = worker or open_worker(config, self.directory, profiles=cost is None)
-        # A name, or the class itself:
-        make_policy: Any = POLICIES.get(config.policy, config.policy)
-        policy = make_policy(cost or worker.profile(), config.chunk_size)
-        # A KVCache whose conversations may share chunks:
+        policy_class: Any = POLICIES.get(config.policy, config.policy)      # a name, or a class
+        policy = policy_class(cost or worker.profile(), config.chunk_size)
+        # (A KVCache. Second day: its conversations may share chunks.)
         self.cache = SharingCache(worker.num_slots, worker.num_places, config.chunk_size,
                                   config.max_running, worker.max_context, policy)
-        # With guesses, a Scheduler that takes them along:
-        make_scheduler = partial(GuessingScheduler, config.guesses) if config.guesses else Scheduler
-        self.scheduler = make_scheduler(self.cache, min(worker.max_context, worker.num_slots),
-                                        config.max_batch_tokens, config.swap_threshold,
-                                        config.reserve, config.stateless, config.separate_phases)
-        self.hints = Hints(self.scheduler)              # second day: warm.py
-        # Second day: forget idle conversations without KV? (Sessions keep their tokens elsewhere.)
-        self.forgets_cold = False
-        # `step` calls them with each new batch, even an empty one, before its launch. They must not
-        # call the engine: that could end a turn of the batch.
-        self.watchers: list[Callable[[Batch], None]] = []
-
+        arguments = (self.cache, min(worker.max_context, worker.num_slots),
+                     config.max_batch_tokens, config.swap_threshold, config.reserve,
+                     config.stateless, config.separate_phases)
+        self.scheduler = Scheduler(*arguments)
+        if config.guesses:                              # second day
+            self.scheduler = GuessingScheduler(config.guesses, *arguments)
         self.owner = Owner(self.scheduler.ended)
         # How many batches the host runs ahead of the device: 1 on a GPU. (A simulated worker does
         # not say, and the host waits for it.)
         self.depth: int = getattr(worker, "depth", 0)
         # Launched and not settled: each batch, and a function that waits for its result.
         self.unsettled: deque[tuple[Batch, Callable[[], Result]]] = deque()
+        # Second day. The first three: see `_before_launch`.
+        self.hints = Hints(self.scheduler)
+        self.watchers: list[Callable[[Batch], None]] = []
+        self.forgets_cold = False
         self.worker_failures = 0                        # in a row
         if isinstance(worker, Leader):
             atexit.register(self.close)                 # else the other processes wait for ever
@@ -99,10 +95,7 @@ class Engine:
         with self.owner.owning():                       # a lock
             self.owner.take_inbox()                     # runs what was posted
             batch = self.scheduler.schedule(self.clock())
-            if self.hints:                              # second day: warm.py
-                self.hints.fill(batch, self.clock())
-            for watcher in self.watchers:
-                watcher(batch)
+            self._before_launch(batch)                  # second day: hints, watchers
             # An empty batch makes the worker wait for a copy. It gets one only if there is nothing
             # else to wait for.
             waits_for_copy = self.cache.in_flight and not self.unsettled
@@ -112,10 +105,6 @@ class Engine:
             while len(self.unsettled) > ahead:
                 self._settle(*self.unsettled.popleft())
             self.owner.tell_ended()                     # closes the handles of ended requests
-            if self.forgets_cold:
-                for conversation in self.cache.cold_conversations():
-                    if conversation not in self.hints.warm_ups:
-                        self.cache.forget(conversation)
             if self.debug:
                 self.cache.check_integrity()
             return batch
@@ -129,7 +118,7 @@ class Engine:
                 result = self.worker.execute(batch)
                 wait = lambda: result
         except Exception as error:
-            self._recover(batch, error)
+            self._recover(batch, error)                 # second day
             return
         self.unsettled.append((batch, wait))
         self.scheduler.launched(batch)
@@ -149,21 +138,22 @@ class Engine:
         try:
             result = wait()
         except Exception as error:
-            self._recover(batch, error)
+            self._recover(batch, error)                 # second day
             return
         if batch.spans:
-            self.worker_failures = 0
+            self.worker_failures = 0                    # second day
         handles = self.owner.handles
         for request in self.scheduler.account(batch, result, self.clock()):
             handle = handles.get(request)       # None: reached_stop has cancelled it
-            if handle and handle.tokens.bells:  # mostly no reader sleeps: that saves 2% of a step
+            # A bell is a sleeping reader (handles.py). Mostly there is none: that saves 2% of a step.
+            if handle and handle.tokens.bells:
                 handle.tokens.ring()
 
     # ---- turns
 
     def submit(self, prompt: list[int], conversation: str | None = None, *,
                context: Sequence[int] = (), parent: str | None = None, like: Handle | None = None,
-               owner: str | None = None, max_tokens: int | None = None,
+               tenant: str | None = None, max_tokens: int | None = None,
                min_tokens: int | None = None, ignore_eos: bool = False,
                reached_stop: Callable[[int], bool] | None = None,
                on_end: Callable[[Handle], None] | None = None, **sampling) -> Handle:
@@ -172,62 +162,40 @@ class Engine:
         prompt: at least one token id. conversation: its name; None for a one-off request, of which
         nothing is kept. max_tokens: by default as many as fit. min_tokens: no earlier stop token
         ends the reply. ignore_eos: a stop token does not end the reply. sampling: the fields of
-        sampling.Sampling, None for the default.
+        sampling.Sampling, None for the default. context, parent, like, tenant: second day, see
+        `_open`.
 
-            context         token ids that the caller keeps; the conversation begins with them if
-                            the engine does not hold it (any more)
-            parent          a conversation that begins as the context does (sharing.py: fork)
-            like            an earlier turn with the same prompt after the same context; this turn
-                            waits while that one computes it (sharing.py: follow)
-            owner           a text; the turn uses what any conversation with the same owner has
-                            cached of its context (None: it neither uses nor offers anything; a fork
-                            has its parent's owner). With prompt_logprobs it uses nothing: what
-                            others have computed has left no logits
-            reached_stop    whoever steps the engine calls it with each token that does not end the
-                            reply as a stop token; True ends it
-            on_end          whoever steps the engine calls it when the turn has ended
-
-        Neither reached_stop nor on_end may fail: that would stop the engine.
+        Whoever steps the engine calls reached_stop with each token that does not end the reply as a
+        stop token (True ends the reply), and on_end when the turn has ended. Neither may fail: that
+        would stop the engine.
 
         ValueError for what cannot be served, RuntimeError if the engine has stopped."""
         given = {name: value for name, value in sampling.items() if value is not None}
         options, context = Sampling(**given), list(context)
         self._check(prompt, context, conversation, max_tokens, min_tokens, options)
         self._check_length(prompt, conversation, context, max_tokens)
-        # The owner will open the conversation. Prompt and context are copied: the caller may change
+        # The owner will open the conversation. We copy prompt and context: the caller may change
         # its own before the owner reads them.
         request = Request(conversation=None, prompt=list(prompt), max_tokens=max_tokens,
                           min_tokens=min_tokens or 0, reached_stop=reached_stop, sampling=options,
                           stop_ids=frozenset() if ignore_eos else self.worker.stop_ids)
         handle = Handle(request, conversation, submitted=self.clock(), step_until=self.step_until,
                         cancel=partial(self._cancel, request), on_end=on_end)
-        self.owner.post(partial(self._enter, handle, context, parent, like, owner))
+        open_conversation = partial(self._open, handle, context, parent, like, tenant)
+        self.owner.post(partial(self._enter, handle, open_conversation))
         return handle
 
-    def _enter(self, handle: Handle, context: list[int], parent: str | None, like: Handle | None,
-               owner: str | None):
+    def _enter(self, handle: Handle, open_conversation: Callable[[], Conversation]):
         """The owner hands a turn to the scheduler."""
         request = handle.request
         try:
             if self.failure:
                 raise self.failure
-            request.conversation = self._open(handle.conversation, context, parent)
-            if request.sampling.prompt_logprobs is not None:
-                self.cache.keep_apart(request.conversation)
-            if owner is not None and not self.config.stateless:
-                self.cache.own(request.conversation, owner)
-            if like and like.request.conversation:
-                self.cache.follow(request.conversation, like.request.conversation)
+            request.conversation = open_conversation()
             self.scheduler.submit(request)
             self.owner.handles[request] = handle
         except Exception as error:
             handle.end(error)
-
-    def _open(self, name: str | None, context: Sequence[int], parent: str | None) -> Conversation:
-        held = self.cache.conversations
-        if parent in held and name not in held:
-            return self.cache.fork(held[parent], name, context)
-        return self.cache.open(name, context)
 
     def generate(self, prompt: list[int], conversation: str | None = None, **options) -> Reply:
         """Submit, and wait for the reply."""
@@ -249,13 +217,54 @@ class Engine:
         """Why the engine has stopped."""
         return self.owner.failure
 
-    # ---- second day: warm, checks, a thread of its own, forget, designate, stats, close, failures
+    # ---- second day: watchers, sharing, warm, checks, a thread, forget, stats, close, failures
+
+    def _before_launch(self, batch: Batch):
+        """The owner calls this with each new batch, even an empty one.
+
+        Hints add warm-ups to the batch (warm.py). `watchers` look at it: they must not call the
+        engine, since that could end a turn of the batch. With `forgets_cold` we forget idle
+        conversations without KV: somebody else keeps their tokens."""
+        if self.hints:
+            self.hints.fill(batch, self.clock())
+        for watcher in self.watchers:
+            watcher(batch)
+        if self.forgets_cold:
+            for conversation in self.cache.cold_conversations():
+                if conversation not in self.hints.warm_ups:
+                    self.cache.forget(conversation)
+
+    def _open(self, handle: Handle, context: Sequence[int], parent: str | None,
+              like: Handle | None, tenant: str | None) -> Conversation:
+        """The conversation of a turn, and with whom it shares KV. For `submit`:
+
+            context     token ids that the caller keeps; the conversation begins with them if the
+                        engine does not hold it (any more)
+            parent      a conversation that begins as the context does (sharing.py: fork)
+            like        an earlier turn with the same prompt after the same context; this turn waits
+                        while that one computes it (sharing.py: follow)
+            tenant      a text; the turn uses what any conversation of the same tenant has cached of
+                        its context (None: it neither uses nor offers anything; a fork has its
+                        parent's tenant). With prompt_logprobs it uses nothing: what others have
+                        computed has left no logits"""
+        cache, name = self.cache, handle.conversation
+        if parent in cache.conversations and name not in cache.conversations:
+            conversation = cache.fork(cache.conversations[parent], name, context)
+        else:
+            conversation = cache.open(name, context)
+        if handle.request.sampling.prompt_logprobs is not None:
+            cache.keep_apart(conversation)
+        if tenant is not None and not self.config.stateless:
+            cache.own(conversation, tenant)
+        if like and like.request.conversation:
+            cache.follow(conversation, like.request.conversation)
+        return conversation
 
     def warm(self, conversation: str, context: Sequence[int] = (),
-             owner: str | None = None) -> dict[str, int]:
+             tenant: str | None = None) -> dict[str, int]:
         """A turn of this conversation is likely soon: bring back what its KV has lost, as far as
         nobody else wants the device or the slots. No reply depends on it. (Without `start`,
-        somebody must step.) context, owner: see `submit`.
+        somebody must step.) context, tenant: see `_open`.
 
         Returns at once what is to happen: see Hints.give. KeyError if the engine does not hold the
         conversation and gets no context."""
@@ -269,8 +278,8 @@ class Engine:
             if self.config.stateless:
                 return nothing_to_do()
             held = self.cache.open(conversation, context)
-            if owner is not None:
-                self.cache.own(held, owner)
+            if tenant is not None:
+                self.cache.own(held, tenant)
             return self.hints.give(held, self.clock())
         return self.call(warm)
 

@@ -69,23 +69,12 @@ class RecomputeCost:
 
 class Policy:
     """What chunks are worth. Of all that could leave a tier now, the one that is worth least leaves
-    first, whichever conversation it belongs to. Most policies override one or two methods:
+    first, whichever conversation it belongs to.
 
-        value(key, idle)            what a user of the chunk loses if it leaves
-        key(conversation, index)    what the value depends on besides idle time, as one small
-                                    integer; index is the chunk number
-
-    The others are optional:
-
-        nth_to_leave(index)         the order of chunks that are worth the same
-        part                        how much of its conversation leaves the GPU with a chunk
-        last_needed, idle           another way to count idle time
-        returned, ended             a policy that learns hears of turns here
-
-    A chunk's users are the conversations that it belongs to: one, unless sharing.py shares it. A
-    chunk of three users is worth three times its value. `cheapest_by_scanning` says which of
-    several chunks leaves first."""
-    part = 0.0      # 0: each chunk leaves alone; 0.5: with half of its conversation's; 1: with all
+    Most policies override `value` and `key`; all else is optional. A chunk's users are the
+    conversations that it belongs to: one, unless sharing.py shares it. The chunk is worth its value
+    once for each of them."""
+    part = 0.0      # 0: each chunk leaves the GPU alone; 0.5: with half of its conversation; 1: all
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
         self.cost = cache(cost)         # asked for the same few hundred lengths again and again
@@ -96,9 +85,11 @@ class Policy:
         raise NotImplementedError
 
     def key(self, conversation, index: int) -> int:
-        """The key of chunk number `index` of the conversation. It may depend on the conversation's
-        tokens, its turns, and how many chunks it has: we ask again when it has run or been
-        truncated. (More rules stand with the other policies.)"""
+        """What the value of chunk number `index` depends on besides idle time, as one small
+        integer. So of two chunks with the same key, the one that has been idle longer is never
+        worth more. The key may depend on the conversation's tokens, its turns, and how many chunks
+        it has: we ask again when it has run or been truncated. (More rules stand with the other
+        policies.)"""
         return 0
 
     def nth_to_leave(self, index: int) -> float:
@@ -107,13 +98,13 @@ class Policy:
         return index
 
     def last_needed(self, conversation) -> float:
-        """When the conversation was last needed, in seconds; inf if a turn of it waits: then it is
-        needed soon, and `idle` gives MIN_IDLE. (The paper counts from its last answer even then:
-        experiments/policies.py, LiteralIdleness.)"""
+        """When the conversation was last needed, in seconds; inf if a turn of it waits: it is
+        needed soon, and `idle` makes MIN_IDLE of now - inf. (The paper counts from its last answer
+        even then: experiments/policies.py, LiteralIdleness.)"""
         return math.inf if conversation.waiting else conversation.last_active
 
     def idle(self, now: float, last_needed: float) -> float:
-        """Seconds, at least MIN_IDLE."""
+        """The idle time in seconds, at least MIN_IDLE."""
         return max(now - last_needed, MIN_IDLE)
 
     def returned(self, conversation, now: float):
@@ -143,53 +134,13 @@ class RetentionValue(Policy):
         return self.cost(end_of_chunk) / idle
 
 
-class Member(NamedTuple):
-    """A chunk that could leave, as an index knows it.
-
-    Members compare as tuples do: the lowest is the first in tuple order. In a group it is the
-    cheapest, now and later."""
-    last_needed: float      # the latest of policy.last_needed(user), in seconds; inf: a turn waits
-    nth: float              # the policy's nth_to_leave
-    order: int              # its conversation's: the older one's is lower
-    key: int                # the policy's
-    users: int              # conversations that use the chunk: one, unless sharing.py shares it
-    move: str               # how it would leave: each index is for one move, see kv_cache.py
-    chunk: Any
-
-    @property
-    def group(self) -> tuple[int, int]:
-        """Members of one group differ in nothing but idle time and the order of equal ones."""
-        return self.key, self.users
-
-    @property
-    def stale(self) -> bool:
-        """The chunk has another member now, or none. (A chunk may leave its index and come back.
-        Then the old entry may still be in a heap; two equal entries must not both count.)"""
-        return self.chunk.member is not self
-
-
-def worth(policy: Policy, member: Member, now: float) -> float:
-    """What the chunk is worth: its value, times the number of its users."""
-    return member.users * policy.value(member.key, policy.idle(now, member.last_needed))
-
-
-def cheapest_by_scanning(policy: Policy, members: list[Member], now: float) -> Member | None:
-    """The member that is worth least: the specification of `VictimIndex.cheapest`. O(members).
-
-    Of equally cheap ones we take the lowest: the one that was needed least recently, then the one
-    whose `nth` is lowest, then that of the oldest conversation."""
-    def rank(member: Member) -> tuple[float, Member]:
-        return worth(policy, member, now), member
-    return min(members, key=rank, default=None)
-
-
-# ---- second day: the other policies, and how to find the cheapest chunk fast
+# ---- second day: the other policies
 #
 # If only conversations should be ranked, as in LeastRecentlyUsed, return the same value for all
 # chunks of one; `nth_to_leave` then orders them. If chunks differ in worth, as in RetentionValue,
 # let `value` depend on the key. To move one chunk among others of different values, give it the
-# key of another chunk: with `return index or len(conversation.chunks) - 1`, chunk 0 is worth as
-# much as the last one, and `nth_to_leave` decides between the two.
+# key of another chunk: if RetentionValue.key returned `index or len(conversation.chunks) - 1`,
+# chunk 0 would be worth as much as the last one, and `nth_to_leave` would decide between the two.
 #
 # To make a chunk worth more, multiply its value and do not add: 1 + 1 / idle never falls below 1,
 # so a conversation that nobody continues would stay for ever, but 2 / idle falls.
@@ -230,6 +181,47 @@ POLICIES = {"retention": RetentionValue, "lru": LeastRecentlyUsed, "trailing-hal
             "conversation": WholeConversation, "trailing": Trailing}
 
 
+# ---- how to find the cheapest chunk fast
+
+class Member(NamedTuple):
+    """A chunk that could leave, as an index knows it. (`VictimIndex` needs `group` and `stale`.)
+
+    Members compare as tuples do: the lowest is the first in tuple order."""
+    last_needed: float      # the latest of policy.last_needed(user), in seconds; inf: a turn waits
+    nth: float              # the policy's nth_to_leave
+    order: int              # its conversation's: the older one's is lower
+    key: int                # the policy's
+    users: int              # conversations that use the chunk: one, unless sharing.py shares it
+    move: str               # how it would leave: each index is for one move, see kv_cache.py
+    chunk: Any
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """Members of one group differ in nothing but idle time and the order of equal ones."""
+        return self.key, self.users
+
+    @property
+    def stale(self) -> bool:
+        """The chunk has another member now, or none. (A chunk may leave its index and come back.
+        Then the old entry may still be in a heap; two equal entries must not both count.)"""
+        return self.chunk.member is not self
+
+
+def worth(policy: Policy, member: Member, now: float) -> float:
+    """What the chunk is worth: its value, times the number of its users."""
+    return member.users * policy.value(member.key, policy.idle(now, member.last_needed))
+
+
+def cheapest_by_scanning(policy: Policy, members: list[Member], now: float) -> Member | None:
+    """The member that is worth least: the specification of `VictimIndex.cheapest`. O(members).
+
+    Of equally cheap ones we take the lowest: the one that was needed least recently, then the one
+    whose `nth` is lowest, then that of the oldest conversation."""
+    def rank(member: Member) -> tuple[float, Member]:
+        return worth(policy, member, now), member
+    return min(members, key=rank, default=None)
+
+
 class VictimIndex:
     """Finds what `cheapest_by_scanning` finds, without looking at every chunk.
 
@@ -244,12 +236,13 @@ class VictimIndex:
         group (5, 1)   [ C5 11:58, ... ]
 
     At 12:10 we compute what A0, A1 and C5 are worth and keep them in one more heap, `tops`, for all
-    further victims of that moment. If a chunk changes, its owner gives it another `chunk.member`
-    (None: it cannot leave now) and files that. The old one is *stale* then.
+    further victims of that moment. If a chunk changes, KVCache.refile gives it another
+    `chunk.member` (None: it cannot leave now) and files that. The old one is *stale* then.
 
     Invariant: the top of every heap is in `tops`. Others may be there as well: some that are stale,
-    and some that a cheaper member of their group has overtaken. Both are harmless: a stale one is
-    dropped when it comes to the top, and an overtaken one is never before its overtaker."""
+    and some that a cheaper member of their group has overtaken (A0, if E0 11:50 is filed at 12:10,
+    too). Both are harmless: a stale one is dropped when it comes to the top, and an overtaken one
+    is never before its overtaker."""
 
     def __init__(self, policy: Policy):
         self.policy = policy

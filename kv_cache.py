@@ -13,7 +13,7 @@ and absent ones are computed again. A copy in flight is a `Ticket`. A row of the
 the slots of a running conversation by position: there attention finds its KV.
 
 Invariants: KV that counts as cached is there when a step reads it. Every slot and every place is
-free, or in exactly one chunk, or held by a copy in flight alone. (integrity.py checks the second.)
+free, or in exactly one chunk, or held by a copy in flight alone. (integrity.py checks the books.)
 """
 import heapq
 import math
@@ -47,13 +47,9 @@ class Chunk:
         # "Marked": there was no place for a copy, so its slots may be taken without one. It ends
         # when its conversation runs again.
         self.evictable_without_copy = False
-        # As of the last KVCache.refile:
-        self.member: Member | None = None       # its entry in the index of its next move
+        # Both as of the last KVCache.refile:
         self.reclaimable = 0            # its share of KVCache.reclaimable
-
-    def __lt__(self, other: "Chunk") -> bool:
-        """Of two Members that are equal otherwise, the leading chunk's is lower."""
-        return self.index < other.index
+        self.member: Member | None = None       # second day: in the index of its next move
 
     @property
     def state(self) -> str | None:
@@ -90,13 +86,17 @@ class Chunk:
             return "drop"
         return "swap_out" if self.place is None and not self.evictable_without_copy else "reclaim"
 
+    def __lt__(self, other: "Chunk") -> bool:
+        """Second day: of two Members that are equal otherwise, the leading chunk's is lower."""
+        return self.index < other.index
+
 
 class Conversation:
     """What survives turns: raw tokens, and the chunks that cache their KV."""
 
     def __init__(self, name: str | None, order: int, tokens: Iterable[int], chunk_size: int):
         """order: its number in the order of creation."""
-        self.one_off = name is None                     # forgotten at the end of its request
+        self.one_off = name is None     # forgotten at the end of its request; its name is a number
         self.name = order if self.one_off else name
         self.order, self.chunk_size = order, chunk_size
         self.tokens = array("i", tokens)
@@ -105,7 +105,7 @@ class Conversation:
         # sampled, but never fed to the model.)
         self.known = max(len(self.tokens) - 1, 0)
         self.chunks: list[Chunk] = []
-        self.alone = (self,)            # the users of a chunk that nobody shares
+        self.alone = (self,)            # the users of each chunk that it does not share
         self.row: int | None = None     # in the slot table, while it runs
         # While it runs, positions [0, room) have slots: handed out, maybe ahead of the tokens.
         self.room = 0
@@ -119,8 +119,8 @@ class Conversation:
         """Slots of its chunks."""
         return sum([len(chunk.slots) for chunk in self.chunks])
 
-    def sources(self) -> tuple[int, int]:
-        """How many cached tokens are in chunks that have slots (those that still arrive, too), and
+    def cached(self) -> tuple[int, int]:
+        """How many tokens with KV are in chunks that have slots (those that still arrive, too), and
         how many in chunks on the CPU alone."""
         gpu = sum(chunk.filled for chunk in self.chunks if chunk.slots)
         return gpu, sum(chunk.filled for chunk in self.chunks) - gpu
@@ -130,9 +130,10 @@ class Conversation:
 class Ticket:
     """A copy in flight between `slots` (of the first `filled` tokens of a chunk) and a CPU `place`.
 
-    A chunk with a ticket is never evicted. But its conversation may run again and make it grow, or
-    a cancelled turn may truncate it: see `complete`. During a copy out the ticket alone owns the
-    place; during a copy in the chunk has slots and a place."""
+    Until it has ended nobody else gets the slots or the place, and the chunk is not evicted. But
+    the chunk may grow, if its conversation runs again, or be truncated, if a turn is cancelled:
+    `outdated` and `orphans` note what that means for `complete`. During a copy in the chunk owns
+    the place, during a copy out the ticket alone."""
     conversation: Conversation     # "in": the one that returns; "out": the first user of the chunk
     chunk: Chunk
     direction: str                 # "in" or "out"
@@ -140,8 +141,8 @@ class Ticket:
     filled: int
     slots: list[int]
     place: int
-    outdated: bool = False         # the place does not hold what the chunk needs
-    orphans: list[int] = field(default_factory=list)     # slots given up meanwhile
+    outdated: bool = False         # the chunk has grown or become absent: the copy is of no use
+    orphans: list[int] = field(default_factory=list)     # slots that the chunk has given up
 
     @property
     def end(self) -> int:
@@ -166,21 +167,20 @@ class KVCache:
         # A heap: the lowest place is taken first, so chunks that leave together lie side by side.
         self.free_places = list(range(num_places))
         self.free_rows = list(range(rows - 1, -1, -1))              # a stack
-        self.table = np.full((rows, max_context), -1, np.int32)     # the slot table's master copy
+        self.table = np.full((rows, max_context), -1, np.int32)     # the worker has a copy of it
         self.table_updates: list[tuple[int, int, int]] = []     # (row, start, end) written lately
-        self.slot_copies: dict[int, int] = {}       # target -> source, only in sharing.py
         self.conversations: dict[str | int, Conversation] = {}      # by name
         self.running: dict[int, Conversation] = {}                  # by order
         self.in_flight: set[Ticket] = set()
-        # By move (see Chunk.next_move). file(member) adds a chunk; cheapest(now) returns the member
-        # that is worth least.
-        self.indexes = {move: VictimIndex(policy)
-                        for move in ("swap_out", "reclaim", "drop", "spare")}
-        self.reclaimable = 0                        # slots of the chunks in the index for "reclaim"
-        self.changed: set[Chunk] = set()            # see "the cheapest chunk"
-        self.maybe_cold: dict[int, Conversation] = {}       # skip it: second day
+        self.changed: set[Chunk] = set()            # since the last `refile`, see "eviction"
+        self.reclaimable = 0                        # slots of all chunks whose next move is reclaim
         self.orders = count()
         self.stats = Counter(chunks_swapped_in=0, chunks_swapped_out=0, chunks_dropped=0)
+        # Second day:
+        self.indexes = {move: VictimIndex(policy)
+                        for move in ("swap_out", "reclaim", "drop", "spare")}
+        self.maybe_cold: dict[int, Conversation] = {}       # by order, see cold_conversations
+        self.slot_copies: dict[int, int] = {}               # target -> source, only in sharing.py
 
     # ---- conversations
 
@@ -222,18 +222,18 @@ class KVCache:
         available, 20 of them in chunks of this conversation, which holds 50 slots. With total = 200
         it needs 150 more, and with reserve = 10 another 10 must remain. It finds 80. So the
         shortfall is 150 + 10 - 80 = 80 slots."""
+        # (`available` comes first, since it refiles the chunks.)
         others = self.available - sum([chunk.reclaimable for chunk in conversation.chunks])
         return total - conversation.held + reserve - others
 
     def admit(self, conversation: Conversation, total: int, now: float) -> list[Ticket]:
         """The conversation runs from now on: pinned, in a row of the table, with a slot for each
-        position below `total`. Returns the swap-ins, one (`_begin_copy`) for each chunk that was in
-        state CPU. The caller has checked `shortfall` and `free_rows`.
+        position below `total`. Its turn waits no longer, and none of its chunks is evictable
+        without a copy. Returns the swap-ins, one (`_begin_copy`) for each chunk that was in state
+        CPU. The caller has checked `shortfall` and `free_rows`.
 
-        Slots that it had stay where they are: it is pinned before any slot is taken. All slots that
-        it lacks are taken at once. Its turn waits no longer, and none of its chunks is evictable
-        without a copy. Example, in chunks of 4: absent, CPU, GPU, and 6 new tokens, so total = 18.
-        14 slots are taken, for [0:8) and [12:18), and [4:8) is copied in."""
+        Example, in chunks of 4: absent, CPU, GPU, and 6 new tokens, so total = 18. 14 slots are
+        taken at once, for [0:8) and [12:18), and [4:8) is copied in."""
         conversation.pinned, conversation.waiting = True, False
         conversation.row = self.free_rows.pop()
         self.running[conversation.order] = conversation
@@ -270,7 +270,8 @@ class KVCache:
 
     def computed(self, conversation: Conversation, start: int, end: int):
         """The positions [start, end) of a running conversation count as computed: a step that has
-        been launched computes their KV before any later step reads it.
+        been launched computes their KV before any later step reads it. (These books run ahead of
+        the device: Scheduler.launched.)
 
         They fill one or more chunks from the left, and `known` is at least `end` now. A chunk that
         has grown needs more than its copy holds: it gives up its place, and a copy in flight is
@@ -280,7 +281,7 @@ class KVCache:
             chunk = conversation.chunks[start // size]
             first = chunk.index * size
             assert chunk.filled >= start - first, "spans fill a chunk from the left"
-            filled = end - first if end < first + size else size    # min() would take longer
+            filled = end - first if end < first + size else size
             if filled > chunk.filled:
                 chunk.filled = filled
                 if chunk.ticket:
@@ -309,12 +310,21 @@ class KVCache:
         return [(row, start, self.table[row, start:end].copy()) for row, start, end in updates]
 
     # ---- eviction
+    #
+    # How the cheapest chunk is found: second day. Of the chunks whose next move is `move`,
+    #
+    #     _cheapest(move, now)        is the one that is worth least; None: there is none
+    #     _victims(move, now)         are that one and those that leave with it (Policy.part; under
+    #                                 Pensieve's policy none do); empty: there is none
+    #     _worth_less(one, two, now)  tells whether chunk `one` leaves before chunk `two`
+    #
+    # Whoever changes a chunk adds it to `changed`. `refile` looks at those chunks again before we
+    # seek the cheapest, and before `available` counts.
 
     def plan_swap_out(self, wanted: int, now: float) -> list[Ticket]:
-        """Begin copies to the CPU ahead of need, of the cheapest idle chunks (`_victims`), and
-        return them. When all copies in flight have ended (`_coming_available`), `wanted` more slots
-        are available than now, or no chunk is left to copy. All chunks that `_victims` returns
-        leave, even if fewer would do. Where `_take_place` finds no place for a chunk, it is marked
+        """Begin copies to the CPU ahead of need, of the cheapest idle chunks, and return them. When
+        all copies in flight have ended, `wanted` more slots are available than now, or no chunk is
+        left to copy. A chunk for which there is no place (`_take_place`) is marked
         `evictable_without_copy` instead: its slots are available at once.
 
         Three full chunks of 32 tokens are idle on the GPU, worth 1, 2 and 3. 60 slots are wanted.
@@ -340,38 +350,31 @@ class KVCache:
 
     def plan_swap_out_for(self, conversation: Conversation, total: int, reserve: int,
                           now: float) -> list[Ticket]:
-        """`plan_swap_out` for what the waiting request of the conversation lacks, at the expense of
-        all others.
-
-        Its own chunks are no help, so it is pinned for this one call. It may have hundreds. To take
-        them all out of the indexes and file them again would cost too much, so they stay filed as
-        idle; `_cheapest` sees that those which it meets are not, and skips them."""
+        """`plan_swap_out` for what the waiting request of the conversation lacks. Its own chunks
+        are no help, so for this one call it counts as pinned."""
         wanted = self.shortfall(conversation, total, reserve)
         if wanted <= 0:
             return []
         conversation.pinned = True
         tickets = self.plan_swap_out(wanted, now)
         conversation.pinned = False
-        # Those have no member now. The next `refile` files them again.
+        # Second day: those that `_cheapest` has skipped are filed again.
         self.changed.update([chunk for chunk in conversation.chunks if not chunk.member])
         return tickets
 
     def complete(self, ticket: Ticket):
-        """The copy has ended: `stats` counts it, outdated or not, and what was given up meanwhile
-        becomes free. What happened meanwhile, during a copy out, and what becomes of it:
+        """The copy has ended. `stats` counts it, and its orphans are free. What has happened to the
+        chunk meanwhile decides who owns the place:
 
-            nothing; steps may have read it             the chunk gets the place: GPU_AND_CPU
-            a part of the chunk was truncated           the same; frees the slots that it gave up
-            it has grown: its conversation returned     outdated: frees the place; still GPU
-            it became absent: cancelled, forgotten      outdated: frees the place and the slots
-
-        A chunk that grows or becomes absent during a copy in loses its place, which is freed."""
+            nothing; or steps have read it, or it was truncated in part     the chunk: GPU_AND_CPU
+            it has grown, or become absent: the copy is outdated            nobody: it is free
+        """
         self.in_flight.remove(ticket)
         chunk = ticket.chunk
         chunk.ticket = None
         if ticket.direction == "out" and not ticket.outdated:
             chunk.place = ticket.place
-        if chunk.place != ticket.place:         # nobody owns it any more
+        if chunk.place != ticket.place:         # nobody owns it
             heapq.heappush(self.free_places, ticket.place)
         self.free_slots += ticket.orphans
         self.changed.add(chunk)
@@ -415,7 +418,13 @@ class KVCache:
                 self._drop(loser)
         return heapq.heappop(self.free_places) if self.free_places else None
 
-    # ---- the small steps, each on one chunk
+    # ---- the small steps
+
+    def _note_change(self, conversation: Conversation):
+        """Something about it has changed that decides what its chunks are worth, or whether they
+        may leave."""
+        self.changed.update(conversation.chunks)
+        self.maybe_cold[conversation.order] = conversation      # second day
 
     def _begin_copy(self, conversation: Conversation, chunk: Chunk, direction: str, place: int
                     ) -> Ticket:
@@ -435,7 +444,7 @@ class KVCache:
                 chunks.append(Chunk(conversation.alone, index))
             chunk, wanted = chunks[index], min(self.chunk_size, total - index * self.chunk_size)
             if len(chunk.slots) < wanted:
-                chunk.slots += islice(remaining, wanted - len(chunk.slots))
+                chunk.slots += islice(remaining, wanted - len(chunk.slots))     # the next ones
 
     def _write_table(self, conversation: Conversation, start: int, slots: list[int]):
         """Write `slots` into the conversation's row of the slot table, from position `start` on.
@@ -445,55 +454,48 @@ class KVCache:
         self.table_updates.append((conversation.row, start, conversation.room))
 
     def _drop(self, chunk: Chunk):
-        """Evict its only KV."""
+        """Evict its only KV: it becomes absent."""
         self._empty(chunk)
         self.stats["chunks_dropped"] += 1
 
-    def _trim(self, chunk: Chunk):
-        """Give up what holds no KV: slots beyond `filled`, and everything of a chunk that has
-        nothing left."""
-        if not chunk.filled:
-            self._empty(chunk)
-        else:
-            self._give_up_slots(chunk, chunk.filled)
-
     def _empty(self, chunk: Chunk):
-        """The chunk becomes absent."""
+        """It becomes absent, for whatever reason. It gives up all that it has."""
         chunk.filled = 0
         if chunk.ticket:
             chunk.ticket.outdated = True
         self._give_up_slots(chunk, 0)
         self._give_up_place(chunk)
         for user in chunk.users:
-            self.maybe_cold[user.order] = user
+            self.maybe_cold[user.order] = user          # second day
+
+    def _trim(self, chunk: Chunk):
+        """Give up the slots behind `filled`. Without KV the chunk becomes absent."""
+        if not chunk.filled:
+            self._empty(chunk)
+        else:
+            self._give_up_slots(chunk, chunk.filled)
 
     def _give_up_slots(self, chunk: Chunk, keep: int):
-        """Give up all but the first `keep` slots. They stay busy while a copy is in flight."""
-        receiver = chunk.ticket.orphans if chunk.ticket else self.free_slots
-        receiver += chunk.slots[keep:]
+        """Give up all but the first `keep` slots. If a copy is in flight they are its orphans."""
+        if chunk.ticket:
+            chunk.ticket.orphans += chunk.slots[keep:]
+        else:
+            self.free_slots += chunk.slots[keep:]
         del chunk.slots[keep:]
         self.changed.add(chunk)
 
     def _give_up_place(self, chunk: Chunk):
-        """Give up the chunk's place, if it has one. While a copy is in flight the place stays busy,
-        and `complete` frees it."""
+        """Give up the chunk's place, if it has one. If a copy is in flight, `complete` frees it."""
         if chunk.place is not None and not chunk.ticket:
             heapq.heappush(self.free_places, chunk.place)
         chunk.place = None
         self.changed.add(chunk)
 
-    # ---- the cheapest chunk
+    # ---- second day: the cheapest chunk
     #
     # `indexes` has one VictimIndex per move. A chunk stands in that of its next move, as
     # `chunk.member`. A Member that it had before is stale: its index drops it when it meets it.
-    # Whoever changes a chunk only adds it to `changed`. Before each question `refile` gives the
-    # changed chunks their new members: once, though a chunk changes several times on its way.
-
-    def _note_change(self, conversation: Conversation):
-        """Something about it has changed that decides what its chunks are worth, or whether they
-        may leave."""
-        self.changed.update(conversation.chunks)
-        self.maybe_cold[conversation.order] = conversation
+    # However often a chunk changes between two calls of `refile`, it is filed once.
 
     def refile(self):
         """Bring the indexes up to date with the chunks that have changed."""
@@ -517,12 +519,14 @@ class KVCache:
         return Member(last_needed, nth, users[0].order, key, len(users), move, chunk)
 
     def _cheapest(self, move: str, now: float) -> Chunk | None:
-        """Of the chunks that allow the move, the one that is worth least. None: there is none."""
+        """See "eviction". The chunks of a conversation that plan_swap_out_for pins for one call are
+        still filed as idle: it may have hundreds, and to file all of them twice would cost too
+        much. Those that we meet we skip: without a member, the next `refile` files them again."""
         self.refile()
         while member := self.indexes[move].cheapest(now):
             if member.chunk.next_move == move:
                 return member.chunk
-            member.chunk.member = None          # skipped: see plan_swap_out_for
+            member.chunk.member = None
         return None
 
     def _victims(self, move: str, now: float) -> list[Chunk]:
@@ -541,7 +545,7 @@ class KVCache:
         one, two = chunk.member, other.member
         return (worth(self.policy, one, now), one) < (worth(self.policy, two, now), two)
 
-    # ---- second day: forgetting, and what others ask
+    # ---- forgetting, and what others ask
 
     def expect(self, conversation: Conversation, until: float):
         """A turn of the conversation is likely until then (warm.py): so it begins to be idle only

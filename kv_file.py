@@ -56,7 +56,7 @@ class SavedConversation(NamedTuple):
     length: int             # its last chunk in the file ends here
     tokens: str             # digest of its tokens up to there
     last_active: float      # seconds since 1970
-    root: str               # stands for its owner (see beginnings.py), in hexadecimal; "": for none
+    root: str               # stands for its tenant (see beginnings.py), in hexadecimal; "": none
 
     def begins(self, tokens: array) -> bool:
         """Do the tokens begin with those of the file?"""
@@ -239,7 +239,7 @@ class KVFile:
                 self.restored += 1
 
     def _open(self, saved: SavedConversation) -> Conversation | None:
-        """The conversation in the cache, if it has the tokens and the owner that the file knows."""
+        """The conversation in the cache, with the tokens and the tenant that the file knows."""
         held, roots = self.cache.conversations.get(saved.name), self.cache.beginnings.roots
         tokens = held.tokens if held else self.tokens_of(saved.name)
         if tokens is None or not saved.begins(tokens):
@@ -254,7 +254,7 @@ class KVFile:
         return held if roots.get(held, b"").hex() == saved.root else None
 
     def _file_beginnings(self):
-        """Let new conversations of an owner find what those of the same owner have."""
+        """Let new conversations of a tenant find what those of the same tenant have."""
         for one in self.cache.conversations.values():
             self.cache.beginnings.file(one, one.known)
 

@@ -45,7 +45,7 @@ class Flight:
     begin: Any
     end: Any = None
     arrived: list = field(default_factory=list)     # one for each layer, on the way in
-    # (reached, arrived) of each layer: the model's stream reached the layer; the layer had arrived.
+    # Second day, for each layer (reached, arrived): the model's stream reached it; it had arrived.
     waits: list = field(default_factory=list)
 
 
@@ -57,96 +57,20 @@ class KVPool:
                  chunk_size: int, device, dtype: torch.dtype, pipeline: bool = True):
         """num_slots: those of the scheduler, and the worker's one for padding. pipeline=False: no
         layer attends before all layers have arrived."""
-        cuda = torch.device(device).type == "cuda"
         gpu_shape = layers, 2, num_slots, kv_heads, head_dim                # 2: K and V
         cpu_shape = layers, 2, num_places * chunk_size, kv_heads, head_dim
         self.gpu = torch.empty(gpu_shape, device=device, dtype=dtype)
+        self.cpu = self._host_memory(cpu_shape)
         self.chunk_size, self.pipeline = chunk_size, pipeline
         self.flights: list[Flight] = []         # by time of issue
         # The latest flight in: set by swap_in, cleared by wait(last layer). One stream copies all
         # flights in order, so whoever waits for the latest has waited for those before.
         self.arriving: Flight | None = None
+        # Sets stream_in and stream_out, the two side streams; and three functions that hide CUDA:
+        # stream(), the current stream; on(s), a block in which s is the current one; event(), a new
+        # event. Without CUDA they do nothing.
+        self._make_streams()
         self.metrics = SwapMetrics()            # second day
-        # Three functions that hide CUDA: stream(), the current stream; on(s), a block in which s is
-        # the current one; event(), a new event. Without CUDA they do nothing (InOrder).
-        self.stream: Callable
-        self.on: Callable
-        self.event: Callable
-        self.stream_in: Any
-        self.stream_out: Any
-        if cuda:
-            self.cpu = page_locked(cpu_shape, dtype, self)      # unlocked when this pool is gone
-            self.stream, self.on = torch.cuda.current_stream, torch.cuda.stream
-            self.event = partial(torch.cuda.Event, enable_timing=True)
-            self.stream_in = torch.cuda.Stream(device, priority=-1)     # before the model's kernels
-            self.stream_out = torch.cuda.Stream(device)
-            nothing = torch.empty(0, dtype=torch.int64, device=device)
-            copy_tokens(self.cpu[0], nothing, self.gpu[0], nothing)     # compiles the kernel
-        else:
-            self.cpu = torch.empty(cpu_shape, dtype=dtype)
-            self.stream, self.on, self.event = InOrder, nullcontext, InOrder
-            self.stream_in, self.stream_out = InOrder(), InOrder()
-
-    def wait(self, layer: int):
-        """Let the current stream, not the host, wait until this layer of the latest swap-in has
-        arrived; with pipeline=False until all layers have. A step waits for its layers in order.
-
-        Nothing happens if no flight is `arriving`. When a step has waited for the last layer, none
-        is any more. The flight notes each wait in `waits`."""
-        if not self.arriving:
-            return
-        reached = self.mark()
-        arrived = self.arriving.arrived[layer if self.pipeline else -1]     # -1: the last, so all
-        self.stream().wait_event(arrived)
-        self.arriving.waits.append((reached, arrived))      # for the metrics
-        if layer == len(self.gpu) - 1:
-            self.arriving = None
-
-    def swap_in(self, tickets: list[Ticket]):
-        """Start the copies CPU -> GPU, layer by layer: the first `filled` tokens of each ticket's
-        place go into its slots. Layer l may be read after wait(l). The host does not wait; landed()
-        gives the tickets back later. No tickets: nothing happens.
-
-        stream_in first waits for the current stream, because earlier steps may still use what the
-        slots held before. Behind the copy of each layer it records an event, for wait(). Then the
-        flight is `arriving`."""
-        if not tickets:
-            return
-        self.stream_in.wait_stream(self.stream())
-        with self._flight("in", tickets, self.stream_in) as flight:
-            slots, lines = self._addresses(tickets)
-            for layer in range(len(self.gpu)):
-                copy_tokens(self.cpu[layer], lines, self.gpu[layer], slots)
-                flight.arrived.append(self.mark())
-        self.arriving = flight
-
-    def swap_out(self, tickets: list[Ticket], written=None):
-        """Start the copies GPU -> CPU, from each ticket's slots into its place. Nobody waits for a
-        single layer, so one copy takes all layers. No tickets: nothing happens.
-
-        stream_out waits for the copies in, and for `written`: an event of the current stream,
-        behind all that writes to these slots (None: behind all that is launched so far).
-        Worker._start records it just before the model, because nothing in this step writes to these
-        slots: so the copies run while the model computes."""
-        if not tickets:
-            return
-        self.stream_out.wait_event(written or self.mark())
-        self.stream_out.wait_stream(self.stream_in)
-        with self._flight("out", tickets, self.stream_out):
-            slots, lines = self._addresses(tickets)
-            copy_tokens(self.gpu.flatten(0, 1), slots, self.cpu.flatten(0, 1), lines)
-
-    def landed(self, wait: bool) -> list[Ticket]:
-        """The tickets whose copies have ended since the last call. wait: if a copy is in flight,
-        the host first waits for the oldest flight."""
-        if wait and self.flights:
-            with self.metrics.host_time():
-                self.flights[0].end.synchronize()
-        ended = [flight for flight in self.flights if flight.end.query()]
-        self.flights = [flight for flight in self.flights if flight not in ended]
-        for flight in ended:
-            self.metrics.add(flight)
-        return [ticket for flight in ended for ticket in flight.tickets]
 
     def mark(self):
         """An event at this point of the current stream."""
@@ -169,14 +93,75 @@ class KVPool:
                 flight.end = self.mark()
                 self.flights.append(flight)
 
+    def wait(self, layer: int):
+        """Let the current stream, not the host, wait until this layer of the latest swap-in has
+        arrived; with pipeline=False until all layers have. A step waits for its layers in order.
+
+        Nothing happens if no flight is `arriving`. When a step has waited for the last layer, none
+        is any more. The flight notes each wait in `waits`."""
+        if not self.arriving:
+            return
+        reached = self.mark()                               # second day: for the metrics
+        arrived = self.arriving.arrived[layer if self.pipeline else -1]     # -1: the last, so all
+        self.stream().wait_event(arrived)
+        self.arriving.waits.append((reached, arrived))      # second day
+        if layer == len(self.gpu) - 1:
+            self.arriving = None
+
+    def swap_in(self, tickets: list[Ticket]):
+        """Start the copies CPU -> GPU, layer by layer: the first `filled` tokens of each ticket's
+        place go into its slots. Layer l may be read after wait(l). The host does not wait; landed()
+        gives the tickets back later. No tickets: nothing happens.
+
+        stream_in first waits for the current stream, because earlier steps may still use what the
+        slots held before. Behind the copy of each layer it records an event, for wait(). Then the
+        flight is `arriving`."""
+        if not tickets:
+            return
+        self.stream_in.wait_stream(self.stream())
+        with self._flight("in", tickets, self.stream_in) as flight:
+            slots, lines = self._addresses(tickets)
+            for layer in range(len(self.gpu)):
+                copy_tokens(self.cpu[layer], lines, self.gpu[layer], slots)
+                flight.arrived.append(self.mark())      # on stream_in: _flight made it current
+        self.arriving = flight
+
+    def swap_out(self, tickets: list[Ticket], written=None):
+        """Start the copies GPU -> CPU, from each ticket's slots into its place. Nobody waits for a
+        single layer, so one copy takes all layers. No tickets: nothing happens.
+
+        stream_out waits for the copies in, and for `written`: an event of the current stream,
+        behind all that writes to these slots (None: behind all that is launched so far).
+        Worker._start records it just before the model, because nothing in this step writes to these
+        slots: so the copies run while the model computes."""
+        if not tickets:
+            return
+        self.stream_out.wait_event(written or self.mark())
+        self.stream_out.wait_stream(self.stream_in)
+        with self._flight("out", tickets, self.stream_out):
+            slots, lines = self._addresses(tickets)
+            copy_tokens(self.gpu.flatten(0, 1), slots, self.cpu.flatten(0, 1), lines)
+
+    def landed(self, wait: bool) -> list[Ticket]:
+        """The tickets whose copies have ended since the last call, for KVCache.complete. wait: if a
+        copy is in flight, the host first waits for the oldest flight."""
+        if wait and self.flights:
+            with self.metrics.host_time():
+                self.flights[0].end.synchronize()
+        ended = [flight for flight in self.flights if flight.end.query()]
+        self.flights = [flight for flight in self.flights if flight not in ended]
+        for flight in ended:
+            self.metrics.add(flight)
+        return [ticket for flight in ended for ticket in flight.tickets]
+
     def _addresses(self, tickets: list[Ticket]) -> Tensor:
         """The slot [t] and the line of the CPU tier [t] of each token, together [2, t].
 
         chunk_size 4, a ticket of place 5 with slots 9 and 2: [[9, 2], [20, 21]]"""
         places, filled = np.array([(ticket.place, ticket.filled) for ticket in tickets]).T
-        ticket, nth = enumerate_each(filled)                                    # [t] each
+        which, nth = enumerate_each(filled)     # filled [2, 3]: which 0 0 1 1 1, nth 0 1 0 1 2
         slots = np.array([slot for ticket in tickets for slot in ticket.slots])
-        return self._upload(np.stack([slots, places[ticket] * self.chunk_size + nth]))
+        return self._upload(np.stack([slots, places[which] * self.chunk_size + nth]))
 
     def _upload(self, addresses: np.ndarray) -> Tensor:
         on_host = torch.from_numpy(addresses)
@@ -184,7 +169,29 @@ class KVPool:
             on_host = on_host.pin_memory()  # page-locked: else the host would wait for the stream
         return on_host.to(self.gpu.device, non_blocking=True)
 
-    # ---- second day: copies for sharing.py, what replaces CUDA, how much of the copies is hidden
+    # ---- second day: CUDA or not, copies for sharing.py, how much of the copies is hidden
+
+    def _host_memory(self, shape: tuple[int, ...]) -> Tensor:
+        """Uninitialised. On CUDA the GPU reaches it, too, until this pool is gone."""
+        if self.gpu.is_cuda:
+            return page_locked(shape, self.gpu.dtype, self)
+        return torch.empty(shape, dtype=self.gpu.dtype)
+
+    def _make_streams(self):
+        """For __init__, which says what each of them is."""
+        self.stream: Callable = InOrder
+        self.on: Callable = nullcontext
+        self.event: Callable = InOrder
+        self.stream_in: Any = InOrder()
+        self.stream_out: Any = InOrder()
+        if self.gpu.is_cuda:
+            device = self.gpu.device
+            self.stream, self.on = torch.cuda.current_stream, torch.cuda.stream
+            self.event = partial(torch.cuda.Event, enable_timing=True)
+            self.stream_in = torch.cuda.Stream(device, priority=-1)     # before the model's kernels
+            self.stream_out = torch.cuda.Stream(device)
+            nothing = torch.empty(0, dtype=torch.int64, device=device)
+            copy_tokens(self.cpu[0], nothing, self.gpu[0], nothing)     # compiles the kernel
 
     def copy_slots(self, copies: dict[int, int]):
         """Copy KV into each slot `target` from slot copies[target], in the order of the current

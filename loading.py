@@ -18,7 +18,6 @@ from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -207,14 +206,14 @@ def fuse(model: Model, compiler: Callable = INDUCTOR):
 
     # With `model` in it, the function would be part of a cycle, and a model that nobody needs would
     # stay in memory until a garbage collection.
-    layers, norm = list[Any](model.layers), model.norm
+    layers, norm = list(model.layers), model.norm
 
-    def fused_layers(x: Tensor, attend: Attend) -> Tensor:  # computes what plain_layers does
+    def fused_layers(x: Tensor, attend: Attend) -> Tensor:  # computes what run_layers does
         q_k_v = layers[0].before_attention(x)
         for number, (layer, following) in enumerate(pairwise(layers)):
             x, *q_k_v = between(layer, x, attend(number, *q_k_v), following)
         return norm(layers[-1].after_attention(x, attend(len(layers) - 1, *q_k_v)))
-    model.run_layers = fused_layers
+    model.fused_layers = fused_layers
 
 
 @torch.inference_mode()

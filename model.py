@@ -107,7 +107,7 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     def __init__(self, config: ModelConfig, add_up: Callable[[Tensor], Tensor]):
         super().__init__()
-        self.add_up = add_up            # on one GPU it returns its argument
+        self.add_up = add_up    # second day: on several GPUs. On one it returns its argument
         self.attn_norm = NORMS[config.norm](config.width, config.norm_eps)
         self.attn = Attention(config)
         self.mlp_norm = NORMS[config.norm](config.width, config.norm_eps)
@@ -126,15 +126,6 @@ def embedding(rows: int, width: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(rows, width))
 
 
-def plain_layers(layers: Any, norm: nn.Module, x: Tensor, attend: Attend) -> Tensor:
-    """Embeddings -> hidden states, both [T, width]. attend(layer, q, k, v): that of Model.forward,
-    with the rotation already given."""
-    for number, layer in enumerate(layers):
-        attended = attend(number, *layer.before_attention(x))               # [T, H, D]
-        x = layer.after_attention(x, attended)                              # [T, width]
-    return norm(x)
-
-
 class Model(nn.Module):
     """A pre-norm decoder over packed tokens. See load_model, random_model (checkpoint.py)."""
 
@@ -144,12 +135,12 @@ class Model(nn.Module):
         self.tokens = embedding(config.vocab_size, config.width)
         if config.rope_theta is None:
             self.positions = embedding(config.max_context + config.position_offset, config.width)
-        self.layers = nn.ModuleList(Layer(config, add_up) for _ in range(config.num_layers))
+        self.layers: Any = nn.ModuleList(Layer(config, add_up) for _ in range(config.num_layers))
         self.norm = NORMS[config.norm](config.width, config.norm_eps)
         if not config.tied_embeddings:
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        # (x, attend) -> hidden. May be replaced by what computes the same faster: see loading.fuse.
-        self.run_layers: Callable[..., Tensor] = partial(plain_layers, self.layers, self.norm)
+        # Second day: what computes the same as run_layers, but faster, if loading.fuse made it.
+        self.fused_layers: Callable[..., Tensor] | None = None
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens [T], positions [T] (each token's index in its own context) -> hidden [T, width],
@@ -164,9 +155,17 @@ class Model(nn.Module):
         if self.config.rope_theta is None:
             x = x + self.positions(positions + self.config.position_offset)  # [T, width]
         rotation = self.rotation(positions)
-        # This binds the rotation, so that run_layers need not know it.
-        return self.run_layers(x, lambda layer, q, k, v: attend(
-            layer, q, k, v, None if layer in self.config.unrotated else rotation))
+
+        def attend_rotated(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(layer, q, k, v, None if layer in self.config.unrotated else rotation)
+        return (self.fused_layers or self.run_layers)(x, attend_rotated)
+
+    def run_layers(self, x: Tensor, attend: Attend) -> Tensor:
+        """Embeddings -> hidden states, both [T, width]. attend(layer, q, k, v) -> [T, H, D]."""
+        for number, layer in enumerate(self.layers):
+            attended = attend(number, *layer.before_attention(x))           # [T, H, D]
+            x = layer.after_attention(x, attended)                          # [T, width]
+        return self.norm(x)
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
         """cos and sin of the angles by which rotary_store.rotate turns q and k: [T, D/2] each, in
@@ -238,7 +237,8 @@ def share(config: ModelConfig, size: int) -> ModelConfig:
 
 
 def empty_model(config: ModelConfig, device, dtype: torch.dtype, ranks: Alone = ALONE) -> Model:
-    """A Model whose parameters are allocated on `device` in `dtype` and hold no values yet."""
+    """A Model whose parameters are allocated on `device` in `dtype`. They hold no values until
+    checkpoint.py fills them."""
     with torch.device("meta"):      # until to_empty nothing is allocated or initialised
         model = Model(share(config, ranks.size), ranks.add_up)
     return model.to(dtype).to_empty(device=device).requires_grad_(False).eval()

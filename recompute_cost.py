@@ -40,10 +40,11 @@ def measure_recompute_cost(model: Model, pool: KVPool, slot_table: Tensor,
     chunk = min(pool.chunk_size, max_context)
     few, many = (512, 1024) if device.type == "cuda" else (64, 128)         # tokens
 
-    def fastest(run: Callable, *arguments) -> float:        # the first run compiles and warms up
-        taken: list[float] = []
-        while len(taken) < 2 or len(taken) < repeats and len(taken) * min(taken) < WELL_MEASURED:
-            taken.append(device_seconds(device, partial(run, *arguments)))
+    def fastest(run: Callable, *arguments) -> float:
+        work = partial(run, *arguments)
+        taken = [device_seconds(device, work) for _ in range(2)]    # one compiles and warms up
+        while len(taken) < repeats and len(taken) * min(taken) < WELL_MEASURED:
+            taken.append(device_seconds(device, work))
         return min(taken)
     small, large = (fastest(all_but_attention, model, pool, count) for count in (few, many))
     added = max(large - small, 1e-9)                    # noise of a busy machine can turn it around

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from kv_cache import Conversation, KVCache, Ticket
 
 PLACEHOLDER = -1        # in a context: a token that the device samples, unknown to the host so far
-NOT_FINITE = -1         # in a result: no token, since its logits were NaN or infinite
+NOT_FINITE = -1         # in a result alone: no token, since its logits were NaN or infinite
 NO_TOKEN = "no token is left: the logits are not finite, or the reply's grammar is too complex"
 SOURCES = ("gpu", "cpu", "recomputed", "new")   # where the KV of a context comes from, at admission
 
@@ -31,7 +31,7 @@ SOURCES = ("gpu", "cpu", "recomputed", "new")   # where the KV of a context come
 @dataclass(eq=False)
 class Request:
     """One turn being served: new prompt tokens in, generated tokens out."""
-    conversation: Conversation | None               # None until the owner has opened it
+    conversation: Conversation | None               # None until Engine has opened it
     prompt: list[int]
     max_tokens: int | None = None                   # None: as many as fit
     min_tokens: int = 0                             # no earlier token of stop_ids ends the reply
@@ -42,20 +42,20 @@ class Request:
 
     # The scheduler writes all that follows.
     arrival: int = 0                                # its number in the order of submission
-    # The conversation's length before the prompt joined it; how many of these tokens had had KV.
-    tokens_before: int | None = None
-    known_before: int = 0
+    tokens_before: int | None = None                # in the conversation, when the prompt joins it
     longest: int | None = None                      # its context with the longest reply, in tokens
     prefilling: bool = False                        # from admission to the first step that samples
     admitted: float | None = None                   # when it first was, in seconds
-    usage: dict[str, int] | None = None             # by SOURCES, counted at first admission
     generated: list[int] = field(default_factory=list)  # the reply so far; other threads read it
+    finish_reason: str | None = None                # "stop" | "length" | "cancelled" | "failed"
+    error: Exception | None = None
+    # Second day:
+    known_before: int = 0                           # how many of tokens_before have had KV
+    usage: dict[str, int] | None = None             # by SOURCES, counted at first admission
     times: list[float] = field(default_factory=list)    # when the host learnt each of its tokens
     logprobs: list = field(default_factory=list)        # of each of its tokens, if asked for
     prompt_logprobs: dict = field(default_factory=dict)     # the worker writes it: see scoring.py
-    luck: int = 0                                   # second day: see guesses.py
-    finish_reason: str | None = None                # "stop" | "length" | "cancelled" | "failed"
-    error: Exception | None = None
+    luck: int = 0                                           # see guesses.py
 
     def __lt__(self, other: "Request") -> bool:
         return self.arrival < other.arrival
@@ -117,10 +117,6 @@ class Span(NamedTuple):
         return self.end == len(self.request.conversation.tokens)
 
 
-# as_span((request, start, end)) is Span(request, start, end) in less time: a step needs hundreds.
-as_span = partial(tuple.__new__, Span)
-
-
 class Batch:
     """The spans of one step, packed, with the copies that go with them. str(batch) is the trace."""
 
@@ -132,10 +128,11 @@ class Batch:
         self.swap_in: list[Ticket] = []             # CPU -> GPU
         self.swap_out: list[Ticket] = []            # GPU -> CPU
         self.table_updates: list[tuple] = []        # (row, start, slots): for the slot table
-        self.slot_copies: dict[int, int] = {}       # target -> source; copied first
-        self.guesses: list = []                     # second day: see guesses.py
         # `launched` notes whose tokens it samples, and their positions in the contexts.
         self.placeholders: list[tuple[Request, int]] = []
+        # Second day:
+        self.slot_copies: dict[int, int] = {}       # target -> source; copied first: see sharing.py
+        self.guesses: list = []                     # see guesses.py
 
     def __bool__(self) -> bool:
         return bool(self.spans or self.swap_in or self.swap_out)
@@ -150,7 +147,7 @@ class Batch:
                 end = start + self.budget
             if end == start:
                 return
-            self.spans.append(as_span((request, start, end)))
+            self.spans.append(as_span((request, start, end)))       # Span(request, start, end)
             self.budget -= end - start
 
     def __str__(self) -> str:
@@ -225,40 +222,38 @@ class Scheduler:
         """The next batch. It is empty if there is nothing to do, or if all requests must wait for a
         copy in flight, or for a batch that is not settled."""
         batch = self.compose(now)
-        # An empty batch has three reasons. (1) A copy or token is on its way: return it empty.
-        # (2) `compose` has just marked chunks as evictable without a copy, so slots are available
-        # now: compose again. (3) All running requests are starved and nothing is available:
-        # suspend one, compose again.
-        # It ends: each round marks chunks, starts a copy, or makes `running` shorter.
+        # Nothing to do, and nothing to wait for? Either `compose` has just marked chunks as
+        # evictable without a copy, so slots are available now. Or all running requests are starved,
+        # and one gives way. (When slots are rare, `grow` asks for one alone. If it fails, none is
+        # available.) The loop ends: each round marks chunks, starts a copy, or makes `running`
+        # shorter.
         while self.unfinished and not batch and not self._awaited():
-            # (3): when slots are rare, `grow` asks for one alone. If it fails, none is available.
             if self.running and not self.cache.available:
                 self.give_way(now)
             batch = self.compose(now)
         batch.table_updates = self.cache.take_table_updates()
-        batch.slot_copies = self.cache.take_slot_copies()
+        batch.slot_copies = self.cache.take_slot_copies()       # second day
         return batch
 
     def compose(self, now: float) -> Batch:
-        """One try at a batch. It changes the books: slots, admissions, marks. Three have their turn:
-        running requests, the queue, copies out. Afterwards:
+        """One try at a batch. It changes the books: slots, admissions, marks. In this order:
 
-        - Running requests have had the first choice of slots and budget, decodes before those that
-          prefill. So no prompt stalls a decode.
-        - Each of them has slots for the tokens that it has grown by, even if no budget is left for
-          it; or there were none, and it is *starved*: it sits out this step, the others go on.
-        - One whose context has `longest` tokens got neither slot nor span, and is not starved: its
-          last token is on its way, and `account` will finish it.
-        - The queue has had what they left, first come first served. Whoever was admitted has slots
-          for its whole context, and as much of the budget as it can use. With a budget of 16, a
-          prompt of 20 tokens becomes a[0:16] in one step and a[16:20] in a later one, which samples.
-        - If a head is left, it does not fit, or no budget is left. Nobody has overtaken it, even if
-          a later request would fit. In both cases its prompt has joined its conversation, so that
-          we know how many slots it lacks.
-        - Last of all, and always, `plan_swap_out` has begun copies out: for what the starved and
-          this head lack, and to keep the threshold available.
-        - separate_phases (second day): if a span prefills, the decodes sit out this step, and their
-          budget stays unused."""
+        1. Running requests have the first choice, decodes before those that prefill. So no prompt
+           stalls a decode. Each gets slots for the tokens that it has grown by, even if no budget
+           is left for its spans. If there are none, it is *starved*: it sits out this step, the
+           others go on. One whose context has `longest` tokens gets neither slot nor span, and is
+           not starved: its last token is on its way, and `account` will finish it.
+        2. The queue has what they left, first come first served, while its head fits and budget is
+           left. Whoever is admitted has slots for its whole context, and as much of the budget as
+           it can use. With a budget of 16, a prompt of 20 tokens becomes a[0:16] in this step and
+           a[16:20], which samples, in a later one. Nobody overtakes a head that is left, even if a
+           later request would fit. Its prompt has joined its conversation, also when no budget is
+           left, so that we know how many slots it lacks.
+        3. Always, `plan_swap_out` begins copies out: for what the starved and this head lack, and
+           to keep the threshold available.
+
+        separate_phases (second day): if a span prefills, the decodes sit out this step, and their
+        budget stays unused."""
         batch, starved = Batch(self.steps, self.max_batch_tokens), 0
         for request in decodes_first(self.running):
             if len(request.conversation.tokens) == request.longest:
@@ -284,10 +279,10 @@ class Scheduler:
         So the books run ahead of the device. A PLACEHOLDER stands for each token that the batch
         will sample. The next batch can be launched behind it before the host knows these tokens:
 
-            launched    a's tokens  17 42 PLACEHOLDER       step 8 samples the token at position 2
-            schedule    step 9  a[2:3]                      on the device it will be there by then
-            launched    a's tokens  17 42 PLACEHOLDER PLACEHOLDER
-            account     a's tokens  17 42 99 PLACEHOLDER    the host has step 8's result"""
+            launched(8)     a's tokens  17 42 PLACEHOLDER       step 8 samples position 2
+            schedule(9)     a[2:3]                              on the device it is there by then
+            launched(9)     a's tokens  17 42 PLACEHOLDER PLACEHOLDER
+            account(8)      a's tokens  17 42 99 PLACEHOLDER    the host has step 8's result"""
         self.steps += 1
         for request, start, end in batch.spans:
             conversation = request.conversation
@@ -298,7 +293,7 @@ class Scheduler:
                 batch.placeholders.append((request, end))
 
     def account(self, batch: Batch, result: Result, now: float) -> list[Request]:
-        """Put the tokens of a batch in their places, and return the requests whose replies have
+        """Write the tokens of a batch into the contexts, and return the requests whose replies have
         grown.
 
         Batches are accounted for in the order of their launch. If a request has ended since the
@@ -329,8 +324,10 @@ class Scheduler:
     def prepare_head(self, now: float) -> Request | None:
         """Let the prompt of the queue's head join its conversation, and return the head, which is
         then ready for admission. None if the queue is empty, or if the head must wait until another
-        request has computed the same prompt (sharing.py). A head whose context has outgrown the
-        limit since it was submitted fails, and the next request is the head."""
+        request has computed the same prompt (second day: sharing.py).
+
+        A head whose context has outgrown the limit since it was submitted fails here. Then the next
+        request is the head."""
         while self.queue:
             request, conversation = self.queue[0], self.queue[0].conversation
             if request.joined:
@@ -359,11 +356,12 @@ class Scheduler:
         self.queue.remove(request)
         insort(self.running, request)
         request.prefilling = True
-        if request.admitted is None:
+        first = request.admitted is None
+        if first:
             request.admitted = now
             self.cache.policy.returned(request.conversation, now)   # for policies that learn
         swap_in = self.cache.admit(request.conversation, request.total, now)
-        if request.usage is None:
+        if first:
             self._count_sources(request, swap_in)
         return swap_in
 
@@ -380,36 +378,24 @@ class Scheduler:
         """The turn has ended: its conversation is idle, and its KV stays."""
         self._stop_running(request, now)
         if request.last_token_pending:      # a step launched meanwhile feeds its last token
-            self._take_back(request)
+            self._take_back(request)        # second day
         self.cache.policy.ended(request.conversation)           # for policies that learn
         self._end(request, reason)
 
     def give_way(self, now: float):
-        """Suspend the latest arrival.
-
-        The loop in `schedule` ends, since each call makes `running` one shorter, and a request that
-        is alone always fits: the limit is at most the number of slots. The oldest request is never
-        suspended, so it finishes; then the next one is the oldest."""
+        """Suspend the latest arrival. The oldest request is never suspended, so it finishes: alone
+        it always fits, since the limit is at most the number of slots. Then the next one is the
+        oldest."""
         assert len(self.running) > 1, "a lone request fits, or it would not have been admitted"
         self.suspend(self.running[-1], now)
 
     def suspend(self, request: Request, now: float):
-        """Take a running request out, back to its place in the queue. Its tokens stay. Its chunks
+        """Take a running request out, back into the queue, by arrival. Its tokens stay. Its chunks
         may leave the GPU from now on, but late: its turn waits, so the policy counts it as hardly
         idle. The statistics count it in `suspensions`."""
         self._stop_running(request, now)
         self._enqueue(request)
         self.stats["suspensions"] += 1
-
-    def _take_back(self, request: Request):
-        """The host ran ahead: it had launched a step that feeds 99 before it learnt that 99 ends
-        the reply. Drop the PLACEHOLDER and the KV of 99: 17 42 99 PLACEHOLDER, KV of 3 -> 17 42 99,
-        KV of 2.
-
-        The KV of 99 is right. It goes all the same, so that a turn leaves the same books whether or
-        not the host runs ahead: the last token of a reply has no KV, and counts as new when the
-        conversation returns."""
-        self.cache.truncate(request.conversation, request.total - 1, request.total - 2)
 
     # ---- the small steps
 
@@ -434,23 +420,22 @@ class Scheduler:
         queue at its own arrival."""
         request.finish_reason = reason
         conversation = request.conversation
-        # (A prompt that has not joined has no KV, and an earlier turn may be running.)
-        if self.stateless and request.joined:
+        if self.stateless and request.joined:       # (before it joins, an earlier turn may run)
             self.cache.drop_all(conversation)       # no memory: all its KV goes
-        requests = self.unfinished[conversation.order]
-        was_first = requests[0] is request
-        requests.remove(request)
-        if not requests:
+        turns = self.unfinished[conversation.order]
+        was_first = turns[0] is request             # the others wait behind it, in no queue
+        turns.remove(request)
+        if turns and was_first:
+            self._enqueue(turns[0])
+        if not turns:
             del self.unfinished[conversation.order]
             self.cache.set_waiting(conversation, False)
             if conversation.one_off or not conversation.tokens:
                 self.cache.forget(conversation)
-        elif was_first:
-            self._enqueue(requests[0])
         self.stats["cancelled" if reason in ("cancelled", "failed") else "finished"] += 1
         self.ended.append(request)
 
-    # ---- second day: cancel, where KV came from, text
+    # ---- second day: cancel, take back, where KV came from, text
 
     def cancel(self, request: Request, now: float, error: Exception | None = None):
         """End a request early, wherever it is. The conversation's tokens become what they were
@@ -466,6 +451,16 @@ class Scheduler:
         request.error = error
         self._end(request, "failed" if error else "cancelled")
 
+    def _take_back(self, request: Request):
+        """The host ran ahead: it had launched a step that feeds 99 before it learnt that 99 ends
+        the reply. Drop the PLACEHOLDER and the KV of 99: 17 42 99 PLACEHOLDER, KV of 3 -> 17 42 99,
+        KV of 2.
+
+        The KV of 99 is right. It goes all the same, so that a turn leaves the same books whether or
+        not the host runs ahead: the last token of a reply has no KV, and counts as new when the
+        conversation returns."""
+        self.cache.truncate(request.conversation, request.total - 1, request.total - 2)
+
     def _count_sources(self, request: Request, swap_in: list[Ticket]):
         """Count where the context's KV comes from, at first admission.
 
@@ -478,12 +473,16 @@ class Scheduler:
         total = request.total                                       # 100 + 20 = 120
         known = max(request.known_before, request.missing()[-1][0]) # 99
         cpu = sum(ticket.filled for ticket in swap_in)              # 32
-        gpu = request.conversation.sources()[0] - cpu               # 35: of 67 in slots 32 arrive
+        gpu = request.conversation.cached()[0] - cpu               # 35: of 67 in slots 32 arrive
         recomputed = known - gpu - cpu                              # 99 - 35 - 32 = 32
         new = total - known                                         # 120 - 99 = 21
         request.usage = dict(zip(SOURCES, (gpu, cpu, recomputed, new)))
         # Counter.update adds:
         self.stats.update({f"prompt_tokens_{source}": n for source, n in request.usage.items()})
+
+
+# as_span((request, start, end)) is Span(request, start, end) in less time: a step needs hundreds.
+as_span = partial(tuple.__new__, Span)
 
 
 def _runs(tickets: list[Ticket]) -> str:

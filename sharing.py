@@ -12,7 +12,7 @@ If a and b also begin chunk 3 with the same tokens, b gets their KV as a copy, f
 its own, when it is admitted. So only full chunks are shared (those with a token at each position),
 and nobody writes other KV into a slot that others use. (PagedAttention shares the chunk that is not
 full, too, and copies it when one of its users first writes there.) The caller names the *origin*,
-by `fork` or `follow`. Or it names the *owner* (`own`): then chunks are found by the tokens that a
+by `fork` or `follow`. Or it names the *tenant* (`own`): then chunks are found by the tokens that a
 context begins with (beginnings.py).
 
 The core does the rest, since eviction looks at single chunks. A shared chunk is
@@ -25,9 +25,9 @@ The core does the rest, since eviction looks at single chunks. A shared chunk is
     kept            for the others if one of them gives it up
 
 A thousand chats may begin with one system message. If all were users of its chunks, each change of
-a chunk would cost a look at all thousand. So a chunk has at most MOST_USERS (16). When user 17
-comes, the one that has been idle longest leaves the chunk. It finds the chunk again when it
-returns.
+a chunk would cost a look at all thousand. So a chunk should have at most MOST_USERS (16). When user
+17 comes, the one that has been idle longest leaves the chunk, if any may (`_make_room`). It finds
+the chunk again when it returns.
 
 The *designated prefix* (the operator's system prompt) is a conversation that is pinned for good. A
 conversation that has no chunk yet shares those full chunks of it with which its context begins.
@@ -44,7 +44,7 @@ import integrity
 from beginnings import Beginnings, has_or_gets_kv
 from kv_cache import Chunk, Conversation, KVCache, Ticket
 
-MOST_USERS = 16         # of a chunk; those that run, wait or have no owner do not leave it
+MOST_USERS = 16         # of a chunk; those that run, wait or have no tenant do not leave it
 
 
 class SharingCache(KVCache):
@@ -91,17 +91,17 @@ class SharingCache(KVCache):
 
     def follow(self, conversation: Conversation, origin: Conversation):
         """Name the origin of the conversation's next turn: the turn shares its full chunks, and
-        copies what is common behind them. (An origin of another owner is ignored.)
+        copies what is common behind them. (An origin of another tenant is ignored.)
 
         For n replies to one prompt, n - 1 turns follow the first. The next one in the queue waits
         until the prompt is computed, and so do all others behind it."""
         self.origins[conversation.order] = origin
         self.beginnings.inherit(conversation, origin)
 
-    def own(self, conversation: Conversation, owner: str):
-        """Turns of the conversation use what any conversation of this owner has computed, as far as
-        both begin alike. While another turn computes that, they wait as in `follow`."""
-        self.beginnings.own(conversation, owner)
+    def own(self, conversation: Conversation, tenant: str):
+        """Turns of the conversation use what any conversation of this tenant has computed, as far
+        as both begin alike. While another turn computes that, they wait as in `follow`."""
+        self.beginnings.own(conversation, tenant)
 
     def keep_apart(self, conversation: Conversation):
         """From now on its turns share nothing of what others have computed, not even the designated
@@ -133,15 +133,15 @@ class SharingCache(KVCache):
                 return False
             found.append(chunk)
         super().extend(conversation, prompt)
-        self._use(conversation, found or prefix)    # (without an owner nothing is found)
+        self._use(conversation, found or prefix)    # `found` begins with it, but needs a tenant
         if origin:
             self._use(conversation, self._in_common(conversation, shareable, origin))
         return True
 
     def _origin(self, conversation: Conversation) -> Conversation | None:
-        """The origin that was named for its next turn. None if that has another owner."""
+        """The origin that was named for its next turn. None if that has another tenant."""
         origin = self.origins.get(conversation.order)
-        same = origin and self.beginnings.same_owner(conversation, origin)
+        same = origin and self.beginnings.same_tenant(conversation, origin)
         return origin if same else None
 
     def _in_common(self, conversation: Conversation, tokens: Sequence[int],
@@ -156,29 +156,28 @@ class SharingCache(KVCache):
     def _use(self, conversation: Conversation, chunks: list[Chunk]):
         """The conversation, which does not run, shares these chunks, the first ones of its context.
         Where it has KV already, it keeps that."""
-        for chunk in chunks:
-            here = slice(chunk.index, chunk.index + 1)
-            if any(own is chunk or has_or_gets_kv(own) for own in conversation.chunks[here]):
+        for index, chunk in enumerate(chunks):
+            own = conversation.chunks[index] if index < len(conversation.chunks) else None
+            if own and (own is chunk or has_or_gets_kv(own)):
                 continue
-            for own in conversation.chunks[here]:           # it is absent
+            if own:                                         # it is absent
                 self._stop_using(own, conversation)
-            conversation.chunks[here] = [chunk]
+            conversation.chunks[index:index + 1] = [chunk]
             if self.designated not in chunk.users:
                 self._make_room(chunk)
                 chunk.users += (conversation,)
-                end = (chunk.index + 1) * self.chunk_size
-                conversation.known = max(conversation.known, end)
+                conversation.known = max(conversation.known, (index + 1) * self.chunk_size)
         self._note_change(conversation)
 
     def _make_room(self, chunk: Chunk):
         """Before one more user comes: if the chunk has MOST_USERS, the one that has been idle
-        longest leaves it, and gets an absent chunk in its place. Who runs or waits stays. So does
-        who has no owner, since it could not find the chunk again. If nobody may leave, the chunk
+        longest leaves it, and gets an absent chunk instead. Who runs or waits stays. So does
+        who has no tenant, since it could not find the chunk again. If nobody may leave, the chunk
         has more than MOST_USERS."""
         if len(chunk.users) < MOST_USERS:
             return
         idle = [user for user in chunk.users
-                if self.beginnings.owned(user) and not (user.pinned or user.waiting)]
+                if self.beginnings.has_tenant(user) and not (user.pinned or user.waiting)]
         if idle:
             user = min(idle, key=lambda user: user.last_active)
             user.chunks[chunk.index] = Chunk(user.alone, chunk.index)       # an absent one
@@ -203,13 +202,13 @@ class SharingCache(KVCache):
     def _nearest(self, conversation: Conversation) -> Conversation | None:
         """Nobody named an origin. From whom may `_copy_tail` copy? Of those who use the last chunk
         that the conversation shares: the one that has most tokens in common in the chunk behind.
-        None if it shares none, or has no owner. In chunks of 4:
+        None if it shares none, or has no tenant. In chunks of 4:
 
             conversation    [ 0 .. 3 ]   [ 4  5  6  9 ]
             a                   ^        [ 4  5  8  8 ]     2 in common
             b                   ^        [ 4  5  6  7 ]     3 in common: b"""
         shared = [chunk for chunk in conversation.chunks if len(chunk.users) > 1]
-        if not shared or not self.beginnings.owned(conversation):
+        if not shared or not self.beginnings.has_tenant(conversation):
             return None
         start = (shared[-1].index + 1) * self.chunk_size
         behind = slice(start, start + self.chunk_size)
@@ -238,7 +237,8 @@ class SharingCache(KVCache):
         if end > start and not arriving:
             for target, slot in zip(chunk.slots, source.slots[:end - start]):
                 # All sources are read before any target is written. If `slot` is itself a target
-                # of this step, it has no KV yet, so we copy from its source.
+                # of this step, it has no KV yet, so we copy from its source: 7 -> 8 and 8 -> 9
+                # become 7 -> 8 and 7 -> 9.
                 self.slot_copies[target] = self.slot_copies.get(slot, slot)
             self.computed(conversation, start, end)
 

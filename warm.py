@@ -87,7 +87,7 @@ class Hints:
         warm_up = self.warm_ups[conversation] = WarmUp(conversation, now + SECONDS)
         self.cache.expect(conversation, warm_up.until)
         self.stats["hints"] += 1
-        gpu, cpu = conversation.sources()
+        gpu, cpu = conversation.cached()
         return dict(gpu=gpu, cpu=cpu, recomputed=max(warm_up.end - gpu - cpu, 0))
 
     def fill(self, batch: Batch, now: float):
@@ -126,7 +126,7 @@ class Hints:
         scheduler, cache, conversation = self.scheduler, self.cache, warm_up.conversation
         if not cache.extend(conversation, ()):      # another turn is computing some of it: sharing
             return
-        warm_up.served = conversation.sources()[0] >= warm_up.end
+        warm_up.served = conversation.cached()[0] >= warm_up.end
         needed, reserve = conversation.known, scheduler.reserve_slots
         shared = sum(pinned.get(chunk, 0) for chunk in conversation.chunks)
         others = sum(pinned.values()) - shared

@@ -95,7 +95,7 @@ class Inputs(NamedTuple):
     row_of_token: Tensor        # [T] of the slot table
     spans: SpanTensors          # with the plan of the kernels
     sample_at: Tensor           # [N] indices into T: behind these tokens the next one is sampled
-    flat: Tensor                # the memory of what the model reads, see Worker.upload_inputs
+    flat: Tensor                # second day: the memory of what the model reads, see Worker._upload
 
 
 class Worker:
@@ -113,22 +113,18 @@ class Worker:
         self.vocab_size, self.stop_ids = config.vocab_size, config.eos_ids
         self.kv_heads, self.group = config.num_kv_heads, config.num_heads // config.num_kv_heads
         self.head_dim = config.head_dim
+        # Padding (second day) has a slot and a row of its own, behind all others.
+        self.padding_row = max_running
         self.pool = KVPool(config.num_layers, self.kv_heads, self.head_dim, num_slots + 1,
                            num_places, chunk_size, self.device, self.dtype, pipeline)
-        # Second day: at first every entry names some slot, so that `profile`, which runs before any
-        # request, reads valid slots. The last row is that of padding: its only slot is one more
-        # than the scheduler knows of.
-        any_slots = torch.arange(max_context, dtype=torch.int32, device=self.device) % num_slots
-        self.slot_table = any_slots.repeat(max_running + 1, 1)      # [max_running + 1, max_context]
-        self.padding_row = max_running
-        self.slot_table[self.padding_row] = num_slots
+        self.slot_table = self._first_table()                       # [max_running + 1, max_context]
         self.sampled = self.slot_table.new_zeros(max_running + 1)       # the last token of each row
         self.depth = int(self.device.type == "cuda")                # steps that the host runs ahead
         self.graphs = Graphs()
 
     def execute(self, batch: Batch) -> Result:
         """Run the batch's spans and start its copies. With nothing to compute, wait for a copy in
-        flight, if there is one."""
+        flight, if there is one. (For an engine that runs no steps ahead: depth 0.)"""
         return self.launch(batch)()
 
     @torch.inference_mode()
@@ -143,9 +139,7 @@ class Worker:
                                              batch.swap_out)
         if not batch.spans:
             return lambda: Result([], self.pool.landed(wait=True))
-        note_scores = None      # second day: prompts, if not every position is sampled at
-        if len(packed.tokens) > len(packed.sample_at):
-            note_scores = score_prompts(self.model, hidden, batch.spans)
+        note_scores = self._scores(packed, hidden, batch.spans)     # second day
         sampled = sample(logits, packed.sampling_requests)      # [tokens [N], maybe logprobs]
         # NOT_FINITE is -1, which has no embedding. A step already launched behind must read
         # something: 0. Its result is ignored.
@@ -155,8 +149,7 @@ class Worker:
 
         def wait() -> Result:
             done.synchronize()
-            if note_scores:
-                note_scores()
+            note_scores()
             tokens, logprobs = read(packed.sampling_requests, *on_host)
             return Result(tokens, self.pool.landed(wait=False), logprobs)
         return wait
@@ -167,19 +160,16 @@ class Worker:
                swap_in: list[Ticket], swap_out: list[Ticket]
                ) -> tuple[Inputs, Tensor | None, Tensor | None]:
         """All of a step but the sampling. (parallel.py sends the numbers in these arguments to
-        other processes.) Returns the inputs, the logits [N, vocab] and the hidden states [T, width];
-        both are None if there is no span.
+        other processes.) Returns the inputs, the logits [N, vocab], and the hidden states
+        [T, width]; the last two are None if there is no span.
 
         The upload of the inputs comes first: behind the copies of KV it would wait for the bus
         between CPU and GPU."""
-        size = None
-        # A graph has no waits in it, so it cannot wait for layers to arrive.
-        if packed.tokens and not swap_in and not self.pool.arriving:
-            size = self.graphs.size_for(len(packed.tokens), len(packed.table_row))
+        size = self._graph_for(packed, swap_in)     # second day
         inputs = self.upload_inputs(packed, changes, size)
-        self.pool.copy_slots(slot_copies)       # sharing.py only; mostly none
+        self.pool.copy_slots(slot_copies)           # second day: for sharing.py
         self.pool.swap_in(swap_in)
-        written = self.pool.mark()               # earlier steps have written what is swapped out
+        written = self.pool.mark()                  # earlier steps have written what is swapped out
         logits, hidden = self.compute_logits(inputs, size) if packed.tokens else (None, None)
         # Last, so that the host launches the model first; on the device both run side by side.
         self.pool.swap_out(swap_out, written)
@@ -191,38 +181,22 @@ class Worker:
 
     def upload_inputs(self, packed: Packed, changes: list[np.ndarray],
                       size: GraphSize | None = None) -> Inputs:
-        """Upload a batch, padded to the size of a graph if one is given, together with the changes
-        of the slot table (see table_changes), and carry these out.
+        """Upload a batch and the changes of the slot table (see table_changes), in one copy. Then
+        carry the changes out, and put the sampled token where the host said PLACEHOLDER.
 
-        First reading: on a CPU the plan is empty and `size` is None. What remains: describe the
-        spans; `upload` sends all arrays in one copy and returns them as tensors; `split_like` cuts
-        the first of them into what `join` had joined; write the changes; put the sampled token
-        where the host said PLACEHOLDER.
-
-        All goes to the device in one copy, which begins with what the model reads (first the plan,
-        since the kernels want it aligned). That part is `flat`: a graph's replay copies it into the
-        graph's own memory.
-
-            | plan | tokens | positions | row_of_token | sample_at | changes |
-            | flat                                     |"""
+        size (second day): pad the batch to the size of this graph."""
         if size:
             packed = self._padded(packed, size)
         (row, q_len, kv_len), of_tokens = describe(packed)
         spans = SpanTensors.build(row, q_len, kv_len, self.device)
-        plan = self._plan(spans.host, size)             # second day
-        for_model = [*plan.arrays(), *of_tokens]
-        arrays = [join(for_model), np.array(packed.sample_at, dtype=np.int64), *changes]
-        flat, sample_at, rows, columns, slots = upload(arrays, self.device)
-        *planned, tokens, positions, row_of_token = split_like(flat, for_model)
-        # Second day, two lines:
-        key = self.group, self.kv_heads, self.head_dim, self.dtype
-        spans.plans[key] = plan.with_arrays(planned)
-
-        # Since the last step one request may have left a row and another come into it: an entry is
-        # then named twice, but both times with the slot that it has now.
+        others = [np.array(packed.sample_at, dtype=np.int64), *changes]
+        flat, (tokens, positions, row_of_token), (sample_at, rows, columns, slots) = self._upload(
+            spans, of_tokens, others, size)
+        # An entry is named twice if its row has changed hands since the last step: both times with
+        # the slot that it has now (KVCache.take_table_updates reads the present table).
         self.slot_table[rows, columns] = slots
         resolved = torch.where(tokens == PLACEHOLDER, self.sampled[row_of_token], tokens)
-        tokens.copy_(resolved)                  # in place: they are a part of `flat`
+        tokens.copy_(resolved)                  # in place, that is in `flat`
         return Inputs(tokens, positions, row_of_token, spans, sample_at, flat)
 
     def compute_logits(self, inputs: Inputs, size: GraphSize | None = None
@@ -246,6 +220,49 @@ class Worker:
         return self.model(inputs.tokens, inputs.positions, attend)              # [T, width]
 
     # ---- second day: plans and graphs for a GPU, what is measured and counted
+
+    def _first_table(self) -> Tensor:
+        """The slot table [max_running + 1, max_context] before the first request. Each entry names
+        some slot, because `profile` reads them. Those of padding's row name padding's slot, which
+        is one more than the scheduler knows of."""
+        any_slots = torch.arange(self.max_context, dtype=torch.int32, device=self.device)
+        table = (any_slots % self.num_slots).repeat(self.max_running + 1, 1)
+        table[self.padding_row] = self.num_slots
+        return table
+
+    def _graph_for(self, packed: Packed, swap_in: list[Ticket]) -> GraphSize | None:
+        """The size of the graph to replay for a batch, if any. A graph has no waits in it, so it
+        cannot wait for layers to arrive."""
+        if not packed.tokens or swap_in or self.pool.arriving:
+            return None
+        return self.graphs.size_for(len(packed.tokens), len(packed.table_row))
+
+    def _scores(self, packed: Packed, hidden: Tensor, spans: list[Span]) -> Callable[[], None]:
+        """See score_prompts. Most batches sample at every position. They score nothing, so nobody
+        needs to look at their spans."""
+        scores = None
+        if len(packed.tokens) > len(packed.sample_at):
+            scores = score_prompts(self.model, hidden, spans)
+        return scores or (lambda: None)
+
+    def _upload(self, spans: SpanTensors, of_tokens: list[np.ndarray], others: list[np.ndarray],
+                size: GraphSize | None) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Upload the plan of these spans for the attention kernel (on a CPU it is empty), the
+        arrays `of_tokens` and `others`, all in one copy. It begins with what the model reads, first
+        the plan, since the kernels want it aligned. That part is `flat`: a graph's replay copies it
+        into the graph's own memory.
+
+            | plan | tokens | positions | row_of_token | sample_at | changes |
+            | flat                                     | others              |
+
+        Returns flat, the tensors of `of_tokens`, and those of `others`; `spans` gets the plan."""
+        plan = self._plan(spans.host, size)
+        for_model = [*plan.arrays(), *of_tokens]
+        flat, *other_tensors = upload([join(for_model), *others], self.device)
+        *planned, tokens, positions, row_of_token = split_like(flat, for_model)
+        key = self.group, self.kv_heads, self.head_dim, self.dtype
+        spans.plans[key] = plan.with_arrays(planned)
+        return flat, [tokens, positions, row_of_token], other_tensors
 
     def _padded(self, packed: Packed, size: GraphSize) -> Packed:
         """Append spans of one token, at position 0 of the padding's row, up to size.tokens tokens:

@@ -20,6 +20,6 @@ def open_engine(worker, clock) -> Engine:
         """Conversations share the beginnings that they have in common."""
 
         def submit(self, prompt, conversation=None, **options):
-            return super().submit(prompt, conversation, owner="everybody", **options)
+            return super().submit(prompt, conversation, tenant="everybody", **options)
     # Replies are short here: running turns grow little.
     return Sharing(worker=worker, clock=clock, reserve=0.02)

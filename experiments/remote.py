@@ -121,9 +121,9 @@ class RemoteEngine:
 
     def submit(self, prompt: list[int], conversation: str, max_tokens: int, ignore_eos: bool,
                on_end: Callable[[RemoteTurn], None], context: Sequence[int] = (),
-               parent: str | None = None, owner: str | None = None) -> RemoteTurn:
+               parent: str | None = None, tenant: str | None = None) -> RemoteTurn:
         """parent: the turn begins a new conversation with the first len(context) tokens of this
-        one, to which nobody returns. owner: ignored; a server knows its users by their keys."""
+        one, to which nobody returns. tenant: ignored; a server knows its users by their keys."""
         if parent:
             self.histories[conversation] = beginning(self.histories.pop(parent), len(context))
         history = self.histories.setdefault(conversation, [])

@@ -82,9 +82,9 @@ class Users:
         self.contexts = {number: array("i") for number, conversation in enumerate(conversations)
                          if any(turn.keep is not None for turn in conversation.turns)}
         self.left: list[str] = []                       # branches to which nobody returns
-        # If conversations begin alike, all have one owner, so the engine finds what they share.
+        # If conversations begin alike, all have one tenant, so the engine finds what they share.
         begins_alike = any(conversation.begins for conversation in conversations)
-        self.options = dict(owner="users") if begins_alike else {}
+        self.options = dict(tenant="users") if begins_alike else {}
         self.due = [(conversation.arrival, number, 0)
                     for number, conversation in enumerate(conversations)]
         heapq.heapify(self.due)                         # turns that nobody has submitted yet

@@ -72,7 +72,7 @@ class Completions:
         name = f"{prefix}cmpl-{live.id}" if kept else None
         rest = {key: value for key, value in options.items() if key != "stop"}
         live.handle = self.engine.submit(
-            ids, name, owner=prefix + body.cache_salt, like=like, prompt_logprobs=scores,
+            ids, name, tenant=prefix + body.cache_salt, like=like, prompt_logprobs=scores,
             logprobs=body.logprobs, max_tokens=body.max_tokens or 1, reached_stop=live.add,
             on_end=partial(self._settle, live), **rest)
         return live

@@ -54,7 +54,7 @@ def letter(conversation: Conversation, chunk: Chunk) -> str:
 def portrait(conversation: Conversation, policy: Policy, now: float, leaving: Chunk | None) -> dict:
     """The picture of one conversation. leaving: the chunk that leaves the GPU next; it may belong
     to another conversation."""
-    gpu, cpu = conversation.sources()    # tokens on the GPU, and on the CPU alone
+    gpu, cpu = conversation.cached()    # tokens on the GPU, and on the CPU alone
     idle = policy.idle(now, policy.last_needed(conversation))
     letters = [letter(conversation, chunk) for chunk in conversation.chunks]
     return dict(id=conversation.name, tokens=len(conversation.tokens), gpu=gpu, cpu=cpu,
@@ -67,7 +67,7 @@ def portrait_of(engine: Engine, name: str | int) -> dict | None:
     """The picture of that conversation, if it has KV in a tier. The engine's owner calls this."""
     cache, now = engine.cache, engine.clock()
     one = cache.conversations.get(name)
-    if one and any(one.sources()):
+    if one and any(one.cached()):
         return portrait(one, cache.policy, now, cache.next_to_leave(now))
     return None
 
@@ -93,7 +93,7 @@ def drawing(engine: Engine, whole: dict) -> Iterator[bool]:
         if time.monotonic() > pause:
             yield True
             now, pause = engine.clock(), time.monotonic() + PIECE_SECONDS
-        if any(one.sources()):                          # not if it was forgotten meanwhile
+        if any(one.cached()):                          # not if it was forgotten meanwhile
             whole["conversations"].append(portrait(one, cache.policy, now, leaving))
 
 

@@ -22,7 +22,7 @@ completions are stored, too, unless `store` is false: else we could not recognis
 `cached_tokens` counts the tokens whose KV came from either tier.
 
 All conversations of one API key share what they begin with. Without API keys all clients are one
-owner: then `cached_tokens` tells a client whether somebody else has sent the same first 32 tokens.
+tenant: then `cached_tokens` tells a client whether somebody else has sent the same first 32 tokens.
 A client that sends a `cache_salt` shares only with those that send the same one. (The first turn of
 a conversation decides; its later turns and its branches stay with that salt.)
 """

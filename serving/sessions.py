@@ -320,7 +320,7 @@ class Sessions:
             if turn.conversation is not None:
                 self._claim(live, self._new_name(None, prefix))
             return self._submit(live, turn.plan, like=turn.handle,
-                                owner=prefix + turn.plan.salt, **options)
+                                tenant=prefix + turn.plan.salt, **options)
 
     def respond(self, messages: list[dict], conversation: str | None = None, *,
                 exists: bool = False, after: Turn | None = None, hint: str | None = None,
@@ -372,7 +372,7 @@ class Sessions:
             elif conversation is None and keep:
                 self._claim_after(live, plan.after, hint, prefix)
             return self._submit(live, plan, max_tokens=max_tokens,
-                                owner=prefix + plan.salt, **options)
+                                tenant=prefix + plan.salt, **options)
 
     def submit(self, prompt: list[int], conversation: str | None = None, *,
                base: Turn | None = None, stop: str | Sequence[str] = (), **options) -> LiveTurn:
@@ -655,7 +655,7 @@ class Sessions:
     def keep_cached(self, name: str):
         """For the engine's owner. The cache keeps this context, which the history does not know,
         as long as there is room and no more than MOST_UNSTORED come after it. Other turns of its
-        owner that begin alike use it: an agent that has nothing stored resends all it has said."""
+        tenant that begin alike use it: an agent that has nothing stored resends all it has said."""
         if name in self.engine.cache.conversations:     # not if the turn was cancelled
             self.unstored.append(name)
         while len(self.unstored) > MOST_UNSTORED:
@@ -733,7 +733,7 @@ class Sessions:
             context = self.history.tokens(head.id)
         except StaleTurn:                           # deleted at this moment
             raise KeyError(conversation) from None
-        owner = prefix + json.loads(head.note).get("salt", "")
+        tenant = prefix + json.loads(head.note).get("salt", "")
 
         def warm() -> dict[str, int]:
             # Whoever changes the history tells the engine afterwards. So either we see the change
@@ -743,7 +743,7 @@ class Sessions:
             hinted = [str(one.name) for one in holding]
             if changed or sum(name.startswith(prefix) for name in hinted) >= MOST_HINTS:
                 return nothing_to_do()
-            return self.engine.warm(conversation, context, owner)
+            return self.engine.warm(conversation, context, tenant)
         return self.engine.call(warm)
 
     def find(self, turn_id: str) -> LiveTurn | None:

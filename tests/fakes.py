@@ -135,7 +135,7 @@ class World:
         self.now = 0.0
         self.salt = 0                          # tells one prompt from the next
 
-    def submit(self, name, prompt, max_tokens=4, like=None, owner=None):
+    def submit(self, name, prompt, max_tokens=4, like=None, tenant=None):
         """prompt: ids, or how many. like: a request with this prompt."""
         self.salt += 11
         if isinstance(prompt, int):
@@ -143,8 +143,8 @@ class World:
         prompt = list(prompt)
         request = Request(self.cache.open(name), prompt, max_tokens, stop_ids=self.stop_ids,
                           sampling=GREEDY)
-        if owner is not None:
-            self.cache.own(request.conversation, owner)
+        if tenant is not None:
+            self.cache.own(request.conversation, tenant)
         if like:
             self.cache.follow(request.conversation, like.conversation)
         self.scheduler.submit(request)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import attention_kernel as kernel
 import interpreter  # noqa: F401
 from arrays import upload
-from attention_kernel import (PIECES_AT_ONCE, SpanTensors, multi_token_attention,
-                              multi_token_attention_reference, plan_of)
+from attention_kernel import (PIECES_AT_ONCE, SpanTensors, attend_many_queries, attend_one_query,
+                              multi_token_attention, multi_token_attention_reference, plan_of)
 from attention_plan import AMPERE, FLOAT32, HOPPER, ITEM, MERGE, NO_ITEMS, make_plan, largest_plan
 
 HALF, FLOAT = torch.float16, torch.float32
@@ -74,6 +74,12 @@ def test_reference_is_exact(spans, group, kv_heads, D, seed):
     case = make_case([q for q, _ in spans], [q + history for q, history in spans], group, kv_heads, D,
                      seed=seed)
     assert_close(multi_token_attention_reference(*case), case)
+
+
+@pytest.mark.parametrize("heads", [2, 6])
+def test_one_query_is_computed_as_one_of_many_would_be(heads):
+    case = torch.randn(1, heads, 16), torch.randn(40, 2, 16), torch.randn(40, 2, 16), 0.3
+    torch.testing.assert_close(attend_one_query(*case), attend_many_queries(*case))
 
 
 def test_scale_and_out():
@@ -144,8 +150,8 @@ def test_plan_covers_every_query_row_once(spans, group, wanted, min_piece, shape
         lengths = (items["kv_end"] - items["kv_start"]).tolist()
         assert lengths == sorted(lengths, reverse=True) and lengths[-1] > 0
         # So there can be room for any plan of a size in a captured graph.
-        assert len(items) <= wanted + len(set(items["first_row"].tolist()))
-        pieces = items["first_row"][items["first_partial"] >= 0]
+        assert len(items) <= wanted + len(set(items["first_query_row"].tolist()))
+        pieces = items["first_query_row"][items["first_partial"] >= 0]
         assert len(pieces) <= wanted and len(set(pieces.tolist())) <= wanted // 2
         for first, end, partial, row, shift, kv_start, kv_end, _ in items.tolist():
             assert 0 < end - first <= shape.rows and (span_of[first:end] == row).all()

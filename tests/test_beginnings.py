@@ -1,4 +1,4 @@
-"""Any common beginning is found: by the ids of full chunks, among the conversations of one owner."""
+"""Any common beginning is found: by the ids of full chunks, among the conversations of one tenant."""
 import random
 from contextlib import closing
 from functools import partial
@@ -17,10 +17,10 @@ from test_kv_cache import copy, grow_to
 from test_sharing import make
 
 
-def owned(cache, name, owner, tokens):
+def owned(cache, name, tenant, tokens):
     """A conversation whose prompt has joined. It does not run yet."""
     conversation = cache.open(name)
-    cache.own(conversation, owner)
+    cache.own(conversation, tenant)
     assert cache.extend(conversation, tokens)
     return conversation
 
@@ -29,7 +29,7 @@ def run_to_end(cache, conversation, now=0.0):
     """-> how many tokens were cached before."""
     total = len(conversation.tokens)
     cache.admit(conversation, total, now)
-    cached = sum(conversation.sources())
+    cached = sum(conversation.cached())
     for chunk in conversation.chunks:
         if chunk.filled < min(4, total - 4 * chunk.index):
             end = min(4 * chunk.index + 4, total)
@@ -41,13 +41,13 @@ def run_to_end(cache, conversation, now=0.0):
 
 # ---- the index
 
-def test_full_chunks_of_one_owner_are_found_by_their_ids():
+def test_full_chunks_of_one_tenant_are_found_by_their_ids():
     cache = make(slots=64)
     a = owned(cache, "a", "ada/", range(14))
     run_to_end(cache, a)
     b = owned(cache, "b", "ada/", [*range(10), 99])
     assert b.chunks == a.chunks[:2]
-    assert not owned(cache, "c", "bob/", range(14)).chunks      # another owner's are never used
+    assert not owned(cache, "c", "bob/", range(14)).chunks      # another tenant's are never used
     d = cache.open("d")
     assert cache.extend(d, range(14)) and not d.chunks          # nobody's
     assert not owned(cache, "e", "ada/", [99, *range(1, 14)]).chunks
@@ -122,7 +122,7 @@ def test_what_was_evicted_in_front_is_shared_and_computed_once():
 
 def test_a_conversation_whose_beginning_was_evicted_takes_what_another_has_computed_since():
     cache = make(slots=32, places=0)
-    a = cache.open("a")                         # without an owner: nobody finds its chunks
+    a = cache.open("a")                         # without a tenant: nobody finds its chunks
     cache.extend(a, range(14))
     run_to_end(cache, a)
     copy(cache, 22)
@@ -166,10 +166,10 @@ def test_the_designated_prefix_and_the_index_together():
 def test_a_turn_that_waits_shares_nothing_yet():
     """c's first turn waits for a, and is cancelled. Its second one begins otherwise."""
     world = World(slots=96, prefix=range(8))
-    world.submit("a", [*world.prefix, *range(10, 40)], owner="x")
+    world.submit("a", [*world.prefix, *range(10, 40)], tenant="x")
     world.step()                                                # 16 tokens of 38
-    waits = world.submit("c", [*world.prefix, *range(10, 42)], owner="x")
-    other = world.submit("c", range(20, 49), owner="x")
+    waits = world.submit("c", [*world.prefix, *range(10, 42)], tenant="x")
+    other = world.submit("c", range(20, 49), tenant="x")
     world.step()
     assert waits.admitted is None and not waits.conversation.chunks
     world.scheduler.cancel(waits, world.now)
@@ -178,8 +178,8 @@ def test_a_turn_that_waits_shares_nothing_yet():
     assert other.generated[0] == answer(other.conversation.tokens[:29])
 
 
-@pytest.mark.parametrize("order", ["like", "the fork's owner first", "the origin's owner later"])
-def test_conversations_of_two_owners_share_nothing(order):
+@pytest.mark.parametrize("order", ["like", "the fork's tenant first", "the origin's tenant later"])
+def test_conversations_of_two_tenants_share_nothing(order):
     cache = make(slots=64)
     a = cache.open("a")
     if order == "like":
@@ -194,16 +194,16 @@ def test_conversations_of_two_owners_share_nothing(order):
         assert run_to_end(cache, b) == 0 and not cache.take_slot_copies()
     else:
         b = cache.fork(a, "b", a.tokens[:9])                    # nobody's, as a is
-        cache.own(*((b, "bob/") if order == "the fork's owner first" else (a, "ada/")))
+        cache.own(*((b, "bob/") if order == "the fork's tenant first" else (a, "ada/")))
         assert cache.extend(b, [77]) and b.chunks == a.chunks[:2]
         run_to_end(cache, b)
         assert not owned(cache, "c", "bob/", range(14)).chunks
         assert not owned(cache, "d", "ada/", range(14)).chunks
-    check_owners(cache)
+    check_tenants(cache)
     cache.check_integrity()
 
 
-def test_a_fork_may_have_an_owner_of_its_own_before_it_shares_anything():
+def test_a_fork_may_have_a_tenant_of_its_own_before_it_shares_anything():
     cache = make(slots=64)
     a = cache.open("a")
     cache.extend(a, range(14))
@@ -247,7 +247,7 @@ def test_a_chunk_whose_recomputation_was_suspended_is_found():
     cache.release(a, 13.0)
     assert [chunk.filled for chunk in a.chunks] == [2, 0, 0]
     b = owned(cache, "b", "", [*range(8), 99])
-    assert b.chunks == a.chunks[:2] and run_to_end(cache, b) == 2 and a.sources() == (8, 0)
+    assert b.chunks == a.chunks[:2] and run_to_end(cache, b) == 2 and a.cached() == (8, 0)
 
 
 # ---- many users of one chunk
@@ -273,13 +273,13 @@ def test_thousands_begin_alike():
     cache.check_integrity()
 
 
-@pytest.mark.parametrize("why", ["runs", "waits", "owner"])
+@pytest.mark.parametrize("why", ["runs", "waits", "tenant"])
 def test_who_does_not_leave_a_chunk(why, monkeypatch):
     monkeypatch.setattr(sharing, "MOST_USERS", 2)
     cache = make(slots=64)
     a = owned(cache, "a", "", range(9))
     run_to_end(cache, a)
-    if why == "owner":
+    if why == "tenant":
         b = cache.fork(a, "b", a.tokens)
         del cache.beginnings.roots[a], cache.beginnings.roots[b]
     else:
@@ -328,8 +328,8 @@ def prompt_of(pieces):
     return [7 * n % 50 for piece in pieces for n in range(piece)]
 
 
-def check_owners(cache):
-    """No chunk has users of two owners, nor of two names' prefixes (a one-off has no name)."""
+def check_tenants(cache):
+    """No chunk has users of two tenants, nor of two names' prefixes (a one-off has no name)."""
     for conversation in cache.conversations.values():
         for chunk in conversation.chunks:
             users = [user for user in chunk.users if user is not cache.designated]
@@ -341,16 +341,16 @@ def check_owners(cache):
 @given(worlds, steps, st.randoms(use_true_random=False), st.sampled_from([2, 16]))
 def test_whoever_begins_alike(parameters, todo, chance, most_users):
     """FakeWorker checks that all that a span reads is in its slot. Here: each reply is that of a lone run
-    over the same tokens, no chunk has users of two owners, nobody waits for ever, and nothing is lost."""
+    over the same tokens, no chunk has users of two tenants, nobody waits for ever, and nothing is lost."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharing, "MOST_USERS", most_users)
         world = World(land=lambda tickets: [one for one in tickets if chance.random() < 0.4], **parameters)
         requests, cache = [], world.cache
         for kind, *arguments in todo:
             if kind == "turn":
-                owner, n, pieces, max_tokens = arguments
+                tenant, n, pieces, max_tokens = arguments
                 prompt = world.prefix + prompt_of(pieces)
-                requests.append(world.submit(f"{owner or ''}{n}", prompt, max_tokens, owner=owner))
+                requests.append(world.submit(f"{tenant or ''}{n}", prompt, max_tokens, tenant=tenant))
             elif kind == "step":
                 for _ in range(arguments[0]):
                     world.step(arguments[1])
@@ -365,7 +365,7 @@ def test_whoever_begins_alike(parameters, todo, chance, most_users):
                 for conversation in cache.cold_conversations():
                     cache.forget(conversation)
             cache.check_integrity()
-            check_owners(cache)
+            check_tenants(cache)
         world.run(steps=5000)
         for request in requests:
             tokens, reply = request.conversation.tokens, request.generated
@@ -411,7 +411,7 @@ def sessions():
         yield sessions
 
 
-def test_any_common_beginning_of_one_owner_is_found(sessions):
+def test_any_common_beginning_of_one_tenant_is_found(sessions):
     ask = partial(sessions.respond, max_tokens=6)
     first = ask([SYSTEM, user("Hi, I'm Zorbella.")])
     again = ask([SYSTEM, user("Hi, I'm Zorbella.")], keep=False)            # the first answer once more
@@ -468,7 +468,7 @@ def test_clients_that_resend_in_another_form_get_the_right_replies(depth, rounds
                         max_running=3, debug=True, **flags)
     lone, cache = Engine(checkpoint, gpu_cache_tokens=256, cpu_cache_tokens=0, **flags), sessions.engine.cache
     sessions.engine.depth = depth
-    sessions.engine.watchers.append(lambda batch: check_owners(cache))
+    sessions.engine.watchers.append(lambda batch: check_tenants(cache))
     told, found = {"ada/": [[SYSTEM]], "bob/": [[SYSTEM]]}, 0
     for _ in range(rounds):
         turns = []

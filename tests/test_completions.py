@@ -176,14 +176,14 @@ def test_a_scored_prompt_is_computed_once_for_all_choices(server, complete):
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_scored_turn_of_a_conversation_uses_nothing_of_others(checkpoint, depth):
-    """Others of its owner have computed what it goes on with, and left no logits."""
+    """Others of its tenant have computed what it goes on with, and left no logits."""
     engine = Engine(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0, debug=True)
     engine.depth = depth
     try:
         first, new = ids_of(PROMPT)[:40], ids_of(PROMPT)[40:]
-        said = engine.generate(first, "b", owner="o", max_tokens=4, ignore_eos=True).token_ids
-        engine.generate(first + said + new, "c", owner="o", max_tokens=1)
-        handle = engine.submit(new, "b", owner="o", max_tokens=1, prompt_logprobs=1)
+        said = engine.generate(first, "b", tenant="o", max_tokens=4, ignore_eos=True).token_ids
+        engine.generate(first + said + new, "c", tenant="o", max_tokens=1)
+        handle = engine.submit(new, "b", tenant="o", max_tokens=1, prompt_logprobs=1)
         handle.result()
         assert None not in handle.prompt_logprobs
     finally:

@@ -94,7 +94,7 @@ def test_life_of_a_chunk():
     copy(cache, 1)                                              # worth more: takes the only place
     assert states(a) == [None] and states(b) == ["GPU_AND_CPU"]
     assert cache.stats == dict(chunks_swapped_in=0, chunks_swapped_out=2, chunks_dropped=1)
-    assert a.known == 4 and a.sources() == (0, 0)               # dropped is not forgotten
+    assert a.known == 4 and a.cached() == (0, 0)               # dropped is not forgotten
 
 
 def test_slots_are_handed_out_singly():
@@ -110,7 +110,7 @@ def test_sources_counts_a_chunk_in_both_tiers_as_gpu():
     a = idle(cache, "a", 14)
     move_to_cpu(cache, a, 1)
     copy(cache, 4)
-    assert states(a) == ["CPU", "GPU_AND_CPU", "GPU", "GPU"] and a.sources() == (10, 4)
+    assert states(a) == ["CPU", "GPU_AND_CPU", "GPU", "GPU"] and a.cached() == (10, 4)
 
 
 def test_open_a_name_twice_and_one_offs():
@@ -500,7 +500,7 @@ def test_complete_of_a_tail_that_was_truncated_meanwhile_keeps_the_copy_of_what_
     tickets = cache.plan_swap_out(99, 10.0)
     cache.truncate(a, 6, 5)
     finish(cache, tickets)
-    assert states(a) == ["GPU_AND_CPU"] * 2 and a.sources() == (5, 0) and len(cache.free_slots) == 32 - 5
+    assert states(a) == ["GPU_AND_CPU"] * 2 and a.cached() == (5, 0) and len(cache.free_slots) == 32 - 5
 
 
 def test_plan_swap_out_counts_slots_that_copies_in_flight_give_up():
@@ -566,7 +566,7 @@ def test_release_and_truncate_during_a_copy_in():
     # what else the tail had is busy until the copy ends
     assert len(cache.free_slots) == 8
     finish(cache, [tail, first])
-    assert states(a) == ["GPU_AND_CPU", "GPU_AND_CPU"] and a.sources() == (5, 0)
+    assert states(a) == ["GPU_AND_CPU", "GPU_AND_CPU"] and a.cached() == (5, 0)
     assert len(cache.free_slots) == 11
 
 
@@ -613,9 +613,9 @@ def test_truncate_keeps_the_prefix_of_a_copy():
     copy(cache, 4)
     assert states(a) == ["CPU", "GPU_AND_CPU"]
     cache.truncate(a, 7, 6)
-    assert states(a) == ["CPU", "GPU_AND_CPU"] and a.sources() == (2, 4)
+    assert states(a) == ["CPU", "GPU_AND_CPU"] and a.cached() == (2, 4)
     cache.truncate(a, 3, 2)
-    assert states(a) == ["CPU"] and a.sources() == (0, 2) and len(cache.free_places) == 7
+    assert states(a) == ["CPU"] and a.cached() == (0, 2) and len(cache.free_places) == 7
     cache.check_integrity()
     (ticket,) = cache.admit(a, 3, 11.0)
     assert (ticket.start, ticket.end, ticket.slots) == (0, 2, slots_of(a)[:2])
@@ -626,7 +626,7 @@ def test_evict_keeps_tokens_and_what_is_known():
     a = idle(cache, "a", 10)
     copy(cache, 4)
     cache.drop_all(a)
-    assert a.tokens.tolist() == list(range(10)) and a.known == 10 and a.sources() == (0, 0)
+    assert a.tokens.tolist() == list(range(10)) and a.known == 10 and a.cached() == (0, 0)
     assert len(cache.free_slots) == 16 and len(cache.free_places) == 8
     cache.check_integrity()
 

@@ -213,7 +213,7 @@ def test_beginnings_are_filed_beside_a_turn_that_runs(model, path):
     """At depth 1 the host does not know the last token when it launches: no key may stand for that."""
     contexts, engine = write(model, path, dict(a=60)), make_engine(model)
     engine.depth, file = 1, opened(path, engine, contexts)
-    handle = engine.submit(ids(20), "b", owner="ada", max_tokens=30, ignore_eos=True)
+    handle = engine.submit(ids(20), "b", tenant="ada", max_tokens=30, ignore_eos=True)
     while not handle.reply:
         engine.step()                                           # with debug=True it checks all keys
         file._file_beginnings()
@@ -333,9 +333,9 @@ def test_a_conversation_that_restarts_while_it_loads(model, path):
     assert_exact(model[1], before + contexts["a"][len(before):80], reply.token_ids)
 
 
-@pytest.mark.parametrize("owner", ["ada", "bob"])
-def test_a_turn_that_waits_while_its_chunks_come_back(model, path, owner):
-    """It shares the system prompt all the same. If it is another owner's by now, it gets no chunk: the
+@pytest.mark.parametrize("tenant", ["ada", "bob"])
+def test_a_turn_that_waits_while_its_chunks_come_back(model, path, tenant):
+    """It shares the system prompt all the same. If it is another tenant's by now, it gets no chunk: the
     chunks' other users are still ada's."""
     contexts, prompt = {}, ids(32)
 
@@ -346,17 +346,17 @@ def test_a_turn_that_waits_while_its_chunks_come_back(model, path, owner):
     first = engine()
     file = opened(path, first, contexts)
     for name in "ab":
-        say(first, contexts, name, prompt + ids(20) + [ord(name) - 60], owner="ada")
+        say(first, contexts, name, prompt + ids(20) + [ord(name) - 60], tenant="ada")
     stop(file)
     second = engine()
     running = second.submit(ids(20, 8), "c", max_tokens=30, ignore_eos=True)
     second.step()
-    waiting = second.submit([5], "a", context=contexts["a"], owner=owner, max_tokens=4, ignore_eos=True)
+    waiting = second.submit([5], "a", context=contexts["a"], tenant=tenant, max_tokens=4, ignore_eos=True)
     second.step()
     opened(path, second, contexts)
     reply = waiting.result()                            # with debug=True all books are checked
     assert running.reply and second.cache.conversations["a"].chunks[:4] == second.cache.designated.chunks
-    assert (reply.usage["cpu"] > 0) == (owner == "ada")
+    assert (reply.usage["cpu"] > 0) == (tenant == "ada")
     assert_exact(model[1], contexts["a"] + [5], reply.token_ids)
 
 
@@ -374,11 +374,11 @@ def test_idle_time_goes_on(model, path):
 
 
 def test_users_do_not_come_to_share_by_the_file(model, path):
-    """Two of one owner find each other's beginnings after a restart, as before it; another one does not."""
+    """Two of one tenant find each other's beginnings after a restart, as before it; another one does not."""
     engine, contexts, prompt = make_engine(model), {}, ids(40)
     file = opened(path, engine, contexts)
     for name in ("ada1", "ada2", "bob1"):
-        say(engine, contexts, name, prompt + ids(20, len(contexts)), owner=name[:-1])
+        say(engine, contexts, name, prompt + ids(20, len(contexts)), tenant=name[:-1])
     shared = [chunk for chunk in engine.cache.conversations["ada2"].chunks if len(chunk.users) > 1]
     assert len(shared) == 5
     stop(file)
@@ -390,7 +390,7 @@ def test_users_do_not_come_to_share_by_the_file(model, path):
         assert {user.name for user in twin.users} == {"ada1", "ada2"}
     assert file.restored == 9 + 9 + 9 - 5
     for name, cached in dict(ada3=40, bob2=40, eve1=0).items():
-        reply = say(engine, contexts, name, prompt + [7], owner=name[:-1])
+        reply = say(engine, contexts, name, prompt + [7], tenant=name[:-1])
         assert reply.usage["cpu"] + reply.usage["gpu"] == cached
         assert_exact(model[1], prompt + [7], reply.token_ids)
 

@@ -982,7 +982,7 @@ def test_ahead_of_time_copying_never_destroys_a_valid_gpu_copy():
     # two chunks copied, two evictable without a copy, for want of places; slots are free
     steps(world, 5)
     assert states(world, "a") == ["GPU_AND_CPU"] * 2 + ["GPU"] * 2
-    assert world.cache.conversations["a"].sources() == (16, 0)
+    assert world.cache.conversations["a"].cached() == (16, 0)
     a = world.submit("a", 1, 1)
     world.run()
     assert a.usage == usage(gpu=16, new=2)

@@ -271,7 +271,7 @@ def test_the_system_prompt_is_what_a_first_system_message_would_be_and_is_comput
                   sessions.chat("Hi!", prefix="e/", max_tokens=6)):
         assert again.token_ids == expected.token_ids
         assert again.usage == dict(expected.usage, gpu=prefix, new=expected.usage["new"] - prefix)
-    again = sessions.chat("Hi!", max_tokens=6)          # of the first one's owner: all but the last token
+    again = sessions.chat("Hi!", max_tokens=6)          # of the first one's tenant: all but the last token
     total = expected.usage["prompt_tokens"]
     assert again.token_ids == expected.token_ids and again.usage == dict(expected.usage, gpu=total - 1, new=1)
     for name in "abcd":

@@ -28,7 +28,7 @@ def test_fork_shares_full_chunks_and_the_child_copies_its_own_tail():
     cache = make()
     a = idle(cache, "a", 14)
     b = cache.fork(a, "b", a.tokens[:11])                       # a[8:11) is part of a chunk: copied later
-    assert b.chunks == a.chunks[:2] and b.sources() == (8, 0) and b.known == 11
+    assert b.chunks == a.chunks[:2] and b.cached() == (8, 0) and b.known == 11
     assert len(cache.free_slots) == 32 - 14
     assert [chunk.users for chunk in a.chunks] == [(a, b), (a, b), (a,), (a,)]
     assert (a.held, b.held) == (14, 8)
@@ -181,7 +181,7 @@ def test_drop_all_of_one_owner():
     cache = make()
     a, b = forked(cache)
     cache.drop_all(a)
-    assert a.sources() == (0, 0) and a.known == 12 and b.sources() == (12, 0)
+    assert a.cached() == (0, 0) and a.known == 12 and b.cached() == (12, 0)
     grow_to(cache, a, 13)                                       # a recomputes its own from now on
     assert not set(slots_of(a)) & set(slots_of(b))
 
@@ -196,10 +196,10 @@ def test_a_dropped_shared_chunk_is_recomputed_for_all():
     cache.admit(a, 12, 12.0)
     cache.computed(a, 0, 4)
     cache.admit(b, 12, 12.0)
-    assert b.sources() == (4, 0)
+    assert b.cached() == (4, 0)
     cache.computed(a, 4, 12)
     cache.computed(b, 4, 6)                                     # in the same batch: a was further
-    assert b.sources() == (8, 0)
+    assert b.cached() == (8, 0)
     cache.check_integrity()
 
 
@@ -217,7 +217,7 @@ def test_a_shared_chunk_that_is_being_recomputed_survives_whoever_began_with_it(
     assert [chunk.filled for chunk in b.chunks] == [2, 0, 0] and len(slots_of(b)) == 12
     cache.computed(b, 2, 4)
     cache.release(b, 14.0)
-    assert states(a) == ["GPU", None, None] and a.sources() == (4, 0) and len(cache.free_slots) == 12
+    assert states(a) == ["GPU", None, None] and a.cached() == (4, 0) and len(cache.free_slots) == 12
     cache.check_integrity()
 
 
@@ -253,7 +253,7 @@ def test_the_designated_prefix_is_shared_and_never_evicted():
     cache.release(a, 0.0)
     b, c = cache.open("b"), cache.open("c")
     assert cache.extend(b, range(11)) and cache.extend(c, [7, *range(1, 20)])
-    assert b.chunks == a.chunks[:2] and b.sources() == (8, 0) and not c.chunks
+    assert b.chunks == a.chunks[:2] and b.cached() == (8, 0) and not c.chunks
     assert runs(cache.plan_swap_out(99, 10.0)) == [("a", 8, 12)] and cache.shortfall(c, 16, 0) == 4
     cache.check_integrity()
     assert cache.cold_conversations() == [b, c]                          # what is never evicted keeps nobody
@@ -261,7 +261,7 @@ def test_the_designated_prefix_is_shared_and_never_evicted():
         cache.forget(conversation)
     finish(cache, list(cache.in_flight))
     d = cache.open("d", range(9))
-    assert cache.extend(d, [9]) and d.sources() == (8, 0) and len(cache.free_slots) == 24 - 8
+    assert cache.extend(d, [9]) and d.cached() == (8, 0) and len(cache.free_slots) == 24 - 8
 
 
 def test_a_designated_prefix_of_more_than_half_of_the_slots_is_refused():
@@ -278,7 +278,7 @@ def test_drop_everything():
     cache.check_integrity()
     assert len(cache.free_slots) == 32 and len(cache.free_places) == 8 and not cache.in_flight
     assert a.known == 12
-    assert a.chunks == b.chunks[:1] == cache.designated.chunks and not a.sources()[0]
+    assert a.chunks == b.chunks[:1] == cache.designated.chunks and not a.cached()[0]
     grow_to(cache, b, 13)
 
 
@@ -309,7 +309,7 @@ def test_a_child_does_not_wait_for_a_leader_that_has_gone():
     cache.follow(child, leader)
     cache.release(leader, 1.0)
     cache.truncate(leader, 0, 0)
-    assert cache.extend(child, range(9)) and child.sources() == (0, 0)
+    assert cache.extend(child, range(9)) and child.cached() == (0, 0)
     cache.forget(child)
     assert not cache.origins
 

@@ -90,7 +90,7 @@ def test_a_hint_computes_no_more_than_there_was():
         engine.cache.drop_all(a)
         engine.warm("a")
         settle(engine)
-        assert a.sources() == (min(known, length - 1), 0) and len(a.tokens) == length
+        assert a.cached() == (min(known, length - 1), 0) and len(a.tokens) == length
 
 
 def test_beside_running_requests_a_hint_gets_an_eighth_of_the_budget():
@@ -103,7 +103,7 @@ def test_beside_running_requests_a_hint_gets_an_eighth_of_the_budget():
     spans = [str(engine.step()).partition("  ")[2] for _ in range(3)]
     assert spans == ["d[4:5] a[0:2]", "d[5:6] a[2:4]", "d[6:7] a[4:6]"]
     d.result()
-    assert settle(engine) == ["a[12:13]"] or engine.cache.conversations["a"].sources() == (13, 0)
+    assert settle(engine) == ["a[12:13]"] or engine.cache.conversations["a"].cached() == (13, 0)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -144,11 +144,11 @@ def test_a_hint_leaves_the_reserve():
     engine.cache.drop_all(a), engine.forget("b")
     d = engine.submit(ids(10), "d", max_tokens=9, ignore_eos=True)
     engine.step()
-    before = engine.cache.conversations["c"].sources()
+    before = engine.cache.conversations["c"].cached()
     engine.warm("a")
-    assert settle_until(engine, d) == [] and engine.cache.conversations["c"].sources() == before
+    assert settle_until(engine, d) == [] and engine.cache.conversations["c"].cached() == before
     settle(engine)                                          # 13 tokens and 20 slots of reserve: alone it fits
-    assert a.sources() == (13, 0)
+    assert a.cached() == (13, 0)
 
 
 def test_chats_that_share_a_prefix_are_counted_once():
@@ -156,16 +156,16 @@ def test_chats_that_share_a_prefix_are_counted_once():
     engine = small(gpu_cache_tokens=200, cpu_cache_tokens=0, max_batch_tokens=64)
     prefix = ids(100)
     for name, end in (("x", [1, 2]), ("a", [*range(1, 11)])):
-        engine.generate(prefix + end, name, max_tokens=3, ignore_eos=True, owner="o")
+        engine.generate(prefix + end, name, max_tokens=3, ignore_eos=True, tenant="o")
     a = engine.cache.conversations["a"]
     engine.cache.drop_all(a)
-    running = [engine.submit(prefix + [20 + i], max_tokens=40, ignore_eos=True, owner="o") for i in range(2)]
+    running = [engine.submit(prefix + [20 + i], max_tokens=40, ignore_eos=True, tenant="o") for i in range(2)]
     for _ in range(3):
         engine.step()
-    engine.warm("a", owner="o")
+    engine.warm("a", tenant="o")
     for _ in range(10):
         engine.step()
-    assert a.sources() == (112, 0) and not any(handle.reply for handle in running)
+    assert a.cached() == (112, 0) and not any(handle.reply for handle in running)
 
 
 def test_who_awaits_only_its_last_token_is_not_starved():
@@ -196,9 +196,9 @@ def test_a_hint_that_had_to_wait_is_served_before_the_engine_sleeps(depth):
     assert engine.warm("a") != NOTHING
     b.result()
     deadline = time.monotonic() + 2
-    while a.sources() != (13, 0) and time.monotonic() < deadline:
+    while a.cached() != (13, 0) and time.monotonic() < deadline:
         time.sleep(0.01)
-    found = a.sources()
+    found = a.cached()
     engine.close()
     assert found == (13, 0)
 
@@ -230,7 +230,7 @@ def test_separate_phases_keep_hints_apart_from_decodes():
     engine.warm("a")
     assert settle_until(engine, d) == []
     settle(engine)
-    assert engine.cache.conversations["a"].sources() == (13, 0)
+    assert engine.cache.conversations["a"].cached() == (13, 0)
 
 
 # ---- how long it holds
@@ -317,7 +317,7 @@ def test_no_hint_for_what_can_never_fit():
     engine.cache.drop_all(engine.cache.conversations["a"])
     turns(engine, b=5)
     engine.warm("a")
-    assert settle(engine) == [] and engine.cache.conversations["b"].sources() == (7, 0)
+    assert settle(engine) == [] and engine.cache.conversations["b"].cached() == (7, 0)
 
 
 def test_forgotten_and_shortened_while_the_hint_is_served():
@@ -328,7 +328,7 @@ def test_forgotten_and_shortened_while_the_hint_is_served():
         engine.step()
         change(engine)
         settle(engine)
-    assert engine.cache.conversations["a"].sources() == (5, 0)
+    assert engine.cache.conversations["a"].cached() == (5, 0)
 
 
 def test_a_worker_that_fails_takes_the_hints_with_it():
@@ -523,10 +523,10 @@ def test_a_cold_conversation_is_held_while_its_hint_waits(sessions):
     assert "c" in engine.cache.conversations
     long.result(), queued.result()
     settle(engine)
-    assert engine.cache.conversations["c"].sources()[0] > 20
+    assert engine.cache.conversations["c"].cached()[0] > 20
 
 
-def test_a_hint_shares_what_others_of_its_owner_have(sessions):
+def test_a_hint_shares_what_others_of_its_tenant_have(sessions):
     """Two chats that begin alike: the second one's hint recomputes only what is its own."""
     text = "My favourite food is ramen, and I say so at some length, so that it fills chunks."
     for name, end in (("c", "Yes."), ("d", "No.")):
