@@ -123,6 +123,32 @@ def test_who_does_not_read_is_cut_off(server, monkeypatch):
     eventually(lambda: server.engine.stats()["slots_free"] >= before["slots_free"])
 
 
+def test_who_does_not_read_delays_no_other_stream(server, client, monkeypatch):
+    """And gets the whole answer in order, once it reads."""
+    setup = Handler.setup
+    def with_small_buffer(handler):
+        setup(handler)
+        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    monkeypatch.setattr(Handler, "setup", with_small_buffer)
+    with socket.socket() as slow:
+        slow.settimeout(30)
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(server.server_address)
+        slow.sendall(posting(LONG | dict(max_tokens=600)))
+        eventually(lambda: server.at_work == 1 and not server.unsettled.total())
+        begin = time.monotonic()
+        for n in range(5):
+            assert ask(client, [user(f"number {n}")], stream=True)[0]
+        assert time.monotonic() - begin < 10 and server.at_work == 1        # a client has 30 s to read
+        answer = b""
+        while not answer.endswith(b"\r\n0\r\n\r\n"):
+            answer += slow.recv(2**16)
+    deltas = [json.loads(line) for line in re.findall(rb"data: ({.*})", answer)]
+    text = "".join(delta["choices"][0]["delta"].get("content", "") for delta in deltas)
+    whole = LONG | dict(max_tokens=600, stream=False)
+    assert text == fetch(server, "POST", "/v1/chat/completions", whole)[1]["choices"][0]["message"]["content"]
+
+
 def test_slow_and_silent_connections_do_not_disturb(server):
     """30 of the 40 connections say nothing or little; a normal client is served."""
     with contextlib.ExitStack() as stack, connect(server.url) as client:
