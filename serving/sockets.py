@@ -54,7 +54,7 @@ RESTS = 3                   # seconds of rest for each second of reading large b
 HEADER_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\0]*\r?\n")
 SURROGATE = re.compile(rb"(?i)\\ud[89a-f]")          # in JSON
 DECODERS = dict(gzip=31, deflate=15)        # Content-Encoding -> zlib's name for it
-REQUEST_SECONDS = 30        # for a request to arrive, from the connection or the last answer on
+REQUEST_SECONDS = 30        # for a request to begin, and then as many for its rest to arrive
 WRITE_SECONDS = 30          # for a client to take a piece of our answer, or to send us more bytes
 PIECE_BYTES = 2**16         # of an answer
 STUCK_SECONDS = 10          # without a step, though there is something to do
@@ -318,6 +318,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def parse_request(self) -> bool:
         """http.server reads the head through a HeadReader. False if we have refused it."""
+        self.server.deadlines[self.connection] = time.monotonic() + REQUEST_SECONDS
         file, self.rfile = self.rfile, HeadReader(self.rfile)
         try:
             parsed = super().parse_request()
@@ -412,7 +413,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def read_json(self, operation: Operation) -> Any:
         """The body as JSON. If it has no session_id, one of SESSION_HEADERS may have it."""
-        body = self.decoded(self.read_body(operation))
+        body = self.read_body(operation)
+        self.server.deadlines.pop(self.connection, None)
+        body = self.decoded(body)
         if not body and not operation.needs_body:
             return {}
         try:

@@ -2,6 +2,7 @@
 disks, and nonsense."""
 import contextlib
 import fcntl
+import http.client
 import json
 import os
 import random
@@ -104,6 +105,34 @@ def test_one_deadline_for_a_whole_request(server, monkeypatch):
                     time.sleep(0.02)
             assert 0.3 < time.monotonic() - begin < 3
     eventually(lambda: idle(server))
+
+
+def test_a_whole_request_has_met_its_deadline(server, monkeypatch):
+    """Though it waits then, because another large body is being read."""
+    monkeypatch.setattr(sockets, "REQUEST_SECONDS", 0.4)
+    with ThreadPoolExecutor(1) as pool:
+        with server.reading:
+            large = dict(messages=[user("Hi")], max_tokens=2, user="x" * 2 * sockets.LARGE_BYTES)
+            answer = pool.submit(fetch, server, "POST", "/v1/chat/completions", large)
+            time.sleep(1.2)
+        assert answer.result(30)[0] in (200, 400)
+
+
+def test_the_deadline_of_a_request_begins_with_the_request(server, monkeypatch):
+    """Not with the rest of its connection before it."""
+    monkeypatch.setattr(sockets, "REQUEST_SECONDS", 1)
+    body = json.dumps(dict(messages=[user("Hi")], max_tokens=2)).encode()
+
+    def slowly():
+        yield body[:-5]
+        time.sleep(0.7)
+        yield body[-5:]
+    with contextlib.closing(http.client.HTTPConnection(*server.server_address, timeout=30)) as connection:
+        for pieces in body, slowly():
+            connection.request("POST", "/v1/chat/completions", pieces, {"Content-Length": str(len(body))})
+            answer = connection.getresponse()
+            assert answer.status == 200 and answer.read()
+            time.sleep(0.7)
 
 
 def test_who_does_not_read_is_cut_off(server, monkeypatch):
