@@ -409,6 +409,21 @@ def test_a_picture_of_ten_thousand_conversations_is_drawn_between_many_steps():
     assert len(drawn) == 9998
 
 
+def test_a_picture_whose_thread_cannot_start(server, monkeypatch):
+    """The next watcher gets one."""
+    def fails(thread):
+        raise RuntimeError("can't start new thread")
+    broadcast = live.Broadcast(server.engine)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(threading.Thread, "start", fails)
+        next(broadcast.follow("", lambda: False))
+    deadline = time.monotonic() + 10
+    events = broadcast.follow("", lambda: time.monotonic() > deadline)
+    assert json.loads(next(events))["stats"]
+    events.close()
+    assert broadcast._remember not in server.engine.watchers
+
+
 def test_too_many_watchers(server, monkeypatch):
     monkeypatch.setattr(server, "watchers", threading.BoundedSemaphore(2))
     with watch(server) as one, watch(server) as two:
