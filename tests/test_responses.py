@@ -339,6 +339,9 @@ def test_a_response_once_more(client, server):
     again.close()                                           # who looks on ends nothing
     again = client.responses.retrieve(running, stream=True)
     assert next(event for event in again if event.type == "response.output_text.delta").delta
+    from_nine = client.responses.retrieve(running, stream=True, starting_after=8)
+    assert [event.sequence_number for event, _ in zip(from_nine, range(3))] == [9, 10, 11]
+    from_nine.close()
     client.responses.cancel(running)
     assert list(again)[-1].response.status == list(stream)[-1].response.status == "cancelled"
     assert fetch(server, "GET", f"/v1/responses/{made.id}?stream=maybe")[0] == 400

@@ -773,7 +773,7 @@ def test_a_hang_up_behind_the_next_request_is_seen(server):
 def test_a_stream_is_neither_held_back_nor_silent(server, monkeypatch, path, body, told):
     """nginx passes it on at once, and a stream that waits for its turn is not taken for dead: it has
     events that say nothing new."""
-    monkeypatch.setattr("serving.sockets.KEEPALIVE_SECONDS", 0.1)
+    monkeypatch.setattr("serving.courier.KEEPALIVE_SECONDS", 0.1)
     running = [server.engine.submit([1], ignore_eos=True) for _ in range(2)]            # max_running
     request = urllib.request.Request(server.url + path, json.dumps(dict(body, stream=True)).encode())
 
@@ -849,7 +849,7 @@ def test_a_settled_turn_frees_its_place_before_its_reader_is_done(untaken, monke
 
 
 def test_a_client_that_takes_nothing_is_not_told_again_and_again_that_we_are_here(untaken, monkeypatch):
-    monkeypatch.setattr("serving.sockets.KEEPALIVE_SECONDS", 0.1)
+    monkeypatch.setattr("serving.courier.KEEPALIVE_SECONDS", 0.1)
     server, slow = untaken
     slow.sendall(posting(LONG | dict(stream=True)))
     eventually(lambda: server.at_work and not server.unsettled.total(), 60)
@@ -864,9 +864,9 @@ def test_an_answer_that_cannot_be_watched_does_not_leave_the_others_unwatched(se
     def fails():
         raise ValueError("this answer is odd")
     another = lambda: looked.append(None)
-    server.looks |= {fails, another}
-    eventually(lambda: fails not in server.looks and len(looked) > 3)
-    server.looks.discard(another)
+    server.courier.looks |= {fails, another}
+    eventually(lambda: fails not in server.courier.looks and len(looked) > 3)
+    server.courier.looks.discard(another)
     assert capsys.readouterr().err.count("ValueError: this answer is odd") == 1
 
 

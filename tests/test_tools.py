@@ -594,6 +594,13 @@ def test_several_calls_in_a_response(server, client, template):
         respond(client, [user("Two calls"), dict(references[0], id=f"fc_2_msg_{made.id[5:]}"), *results])
 
 
+@pytest.mark.parametrize("odd", [{}, [], 1, None])
+def test_a_tool_of_an_odd_type_is_refused(server, odd):
+    tools = [dict(type="function", function=dict(name="f")), dict(type=odd)]
+    body = dict(messages=[user("Hi")], tools=tools, max_tokens=2)
+    assert fetch(server, "POST", "/v1/chat/completions", body)[0] == 400
+
+
 def test_other_tools_keep_what_both_begin_with(server, client, template):
     """The template shows another beginning: the context starts anew."""
     messages = [dict(role="system", content="Be brief. " * 5)] * (template not in ("no_system", "mistral"))
