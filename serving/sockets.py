@@ -706,7 +706,7 @@ def has_hung_up(connection: socket.socket) -> bool:
     """Has the client closed its end? Bytes of its next request may have come before."""
     try:
         poll = select.poll()    # needs no descriptor of its own, epoll would
-        poll.register(connection, select.POLLRDHUP)
+        poll.register(connection, getattr(select, "POLLRDHUP", select.POLLHUP))    # as macOS has it
         return bool(poll.poll(0))
     except (OSError, ValueError):                       # it was reset, or we have closed it
         return True

@@ -290,6 +290,16 @@ def test_a_connection_with_a_high_number_is_no_hang_up():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_a_hang_up_is_seen_where_the_system_has_no_word_for_half_of_one(monkeypatch):
+    """As on macOS."""
+    monkeypatch.delattr(select, "POLLRDHUP")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert not sockets.has_hung_up(ours)
+        theirs.close()
+        assert sockets.has_hung_up(ours)
+
+
 @pytest.mark.slow
 def test_a_server_that_has_settled_in():
     """It may open as many files as the system allows, and the collector skips what was there at the start."""
