@@ -15,6 +15,7 @@ The server promises:
   limited size. A connection too many gets a 503 at once; a turn too many gets a 429.
 - Nothing that belongs to one API key exists for another.
 """
+import dataclasses
 import json
 import re
 import secrets
@@ -27,7 +28,6 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from email.message import Message as Headers
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -281,10 +281,13 @@ class Server(ThreadingHTTPServer):
         plan = turn.plan
         base = None if plan.restarts else plan.after
         most = reply.usage["completion_tokens"]     # the length is known: ignore stop tokens
+        sampling = turn.handle.request.sampling
+        options = {field.name: getattr(sampling, field.name)
+                   for field in dataclasses.fields(sampling)}
         try:
             again = self.stateless.submit(
                 plan.prompt, base=base, stop=turn.stream.stop, max_tokens=most, ignore_eos=True,
-                min_tokens=min(turn.min_tokens, most), **asdict(turn.handle.request.sampling))
+                min_tokens=min(turn.min_tokens, most), **options)
             answer = again.result()
         except (StaleTurn, RuntimeError):    # RuntimeError: its engine has failed, or is closed
             return None

@@ -429,6 +429,18 @@ def test_a_stateless_engine_gives_the_same_answers(server, client, checkpoint, m
     assert turn["response"] == alone.id and turn["stateless"] is None
 
 
+def test_a_stateless_engine_keeps_to_the_grammar(server, client, checkpoint, monkeypatch):
+    """Which is compiled code, and cannot be copied."""
+    pytest.importorskip("llguidance", reason="needs llguidance (requirements-dev.txt)")
+    engine = Engine(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0, stateless=True).start()
+    monkeypatch.setattr(server, "stateless", Sessions(engine, history=server.sessions.history))
+    schema = dict(type="json_schema", json_schema=dict(name="n", schema=dict(enum=["one", "two"])))
+    said = ask(client, [user("Hi")], response_format=schema)[0]
+    assert said in ('"one"', '"two"')
+    assert fetch(server, "GET", "/cache")[1]["turns"][-1]["stateless"]["text"] == said
+    engine.close()
+
+
 def test_cache_and_metrics_tell_where_the_context_came_from(server, client, capsys):
     earlier_stats, earlier_values = server.engine.stats(), read_metrics(server)
     _, _, usage, conversation = ask(client, [user("Where from?")])
