@@ -487,6 +487,8 @@ class Handler(BaseHTTPRequestHandler):
             raise APIError(413, f"the body has more than {MAX_BODY_BYTES} bytes when it is decoded")
         if not decoder.eof:
             raise APIError(400, f"Content-Encoding: the body ends too early for {coding}")
+        if decoder.unused_data:
+            raise APIError(400, f"Content-Encoding: the body goes on after the end of its {coding}")
         return body
 
     def read_bytes(self, length: int, before: int = 0) -> bytes:

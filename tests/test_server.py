@@ -749,7 +749,7 @@ def test_content_encodings(server, monkeypatch):
             return fetch(server, "POST", "/v1/responses/input_tokens", data, {"Content-Encoding": coding})
         assert answered(data)[1]["input_tokens"] > 1000
         if coding != "identity":
-            for broken in (data[:-5], said):
+            for broken in (data[:-5], said, data + b"more", data + data):
                 status, answer = answered(broken)
                 assert status == 400 and "Content-Encoding" in answer["error"]["message"]
             bomb = compress(bytes(100 * MAX_BODY_BYTES))
