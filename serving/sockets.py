@@ -60,6 +60,7 @@ PIECE_BYTES = 2**16         # of an answer
 STUCK_SECONDS = 10          # without a step, though there is something to do
 DRAIN_SECONDS = 30          # for the turns at work to finish, once the server is to stop
 LINGER_SECONDS = 2          # for a client that still sends when we have answered
+MOST_REFUSED = 100          # connections, for which we linger at the same time
 TURNS_SHOWN = 100           # at /cache
 MAX_WATCHERS = 32           # of the live picture
 MAX_IGNORED = 1000          # names of fields, that the log has named
@@ -124,6 +125,7 @@ class Server(ThreadingHTTPServer):
         self.most_turns = config.max_running + max_waiting
         self.connections = threading.BoundedSemaphore(max_connections)
         self.deadlines: dict[socket.socket, float] = {}     # of the requests that are arriving
+        self.refused: deque[tuple[float, socket.socket]] = deque()  # when to close which connection
         self.stop_at: float | None = None                   # set when the server begins to drain
         self.steps, self.last_step = 0, time.monotonic()    # of the engine; when we saw the last
         self.courier = Courier()
@@ -156,7 +158,8 @@ class Server(ThreadingHTTPServer):
         with suppress(OSError):
             request.setblocking(False)                      # the thread that accepts must not wait
             request.send(TOO_MANY_CONNECTIONS)
-        self.shutdown_request(request)
+            request.shutdown(socket.SHUT_WR)
+        self.refused.append((time.monotonic() + LINGER_SECONDS, request))
 
     def process_request_thread(self, request, client_address):
         try:
@@ -230,6 +233,8 @@ class Server(ThreadingHTTPServer):
             if now > deadline and self.deadlines.pop(connection, None):
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
+        while self.refused and (now > self.refused[0][0] or len(self.refused) > MOST_REFUSED):
+            self.refused.popleft()[1].close()
         if self.engine.failure:
             self.drain()
         if self.steps != self.engine.scheduler.steps or not self.engine.scheduler.busy:
@@ -239,6 +244,8 @@ class Server(ThreadingHTTPServer):
 
     def server_close(self):
         self.courier.close()
+        for _, connection in self.refused:
+            connection.close()
         super().server_close()
 
     @property

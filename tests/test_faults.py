@@ -93,6 +93,29 @@ def test_too_many_connections(server):
     eventually(lambda: fetch(server, "GET", "/health")[0] == 200)
 
 
+def test_a_connection_too_many_hears_of_it_though_it_still_sends(server, monkeypatch):
+    """If we closed at once, its system would throw our answer away. So we close a moment later."""
+    monkeypatch.setattr(sockets, "LINGER_SECONDS", 0.5)
+    monkeypatch.setattr(sockets, "MOST_REFUSED", 5)
+    with contextlib.ExitStack() as stack:
+        def one_more():
+            return stack.enter_context(socket.create_connection(server.server_address, timeout=30))
+        for _ in range(40):
+            one_more()
+        late = one_more()
+        for byte in posting(LONG)[:5]:
+            late.sendall(bytes([byte]))
+            time.sleep(0.05)
+        assert late.recv(1000).startswith(b"HTTP/1.1 503") and late.recv(1) == b""
+        eventually(lambda: not server.refused)
+        monkeypatch.setattr(sockets, "LINGER_SECONDS", 60)
+        for _ in range(9):                                  # so many descriptors we do not hold
+            late = one_more()
+        assert late.recv(12) == b"HTTP/1.1 503"
+        eventually(lambda: len(server.refused) == 5)
+    eventually(lambda: fetch(server, "GET", "/health")[0] == 200)
+
+
 def test_one_deadline_for_a_whole_request(server, monkeypatch):
     """A byte now and then does not prolong it."""
     monkeypatch.setattr(sockets, "REQUEST_SECONDS", 0.4)
