@@ -58,7 +58,7 @@ REQUEST_SECONDS = 30        # for a request to begin, and then as many for its r
 WRITE_SECONDS = 30          # for a client to take a piece of our answer, or to send us more bytes
 PIECE_BYTES = 2**16         # of an answer
 STUCK_SECONDS = 10          # without a step, though there is something to do
-DRAIN_SECONDS = 30          # for the turns at work to finish, once the server is to stop
+DRAIN_SECONDS = 30          # for the requests at work to be answered, once the server is to stop
 LINGER_SECONDS = 2          # for a client that still sends when we have answered
 MOST_REFUSED = 100          # connections, for which we linger at the same time
 TURNS_SHOWN = 100           # at /cache
@@ -91,7 +91,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server(ThreadingHTTPServer):
-    """Accepts connections, within limits, and counts the turns at work."""
+    """Accepts connections, within limits, and counts the turns that run or wait."""
     daemon_threads = True
 
     def __init__(self, listener: socket.socket, sessions: Sessions, api_keys: Sequence[str] = (),
@@ -118,13 +118,13 @@ class Server(ThreadingHTTPServer):
         self.recent_turns = deque(maxlen=TURNS_SHOWN)       # these are done; /cache shows them
         self.reading = threading.Lock()                     # held to read a large body
         self.strict = strict
-        self.lock = threading.Lock()                        # guards the next three
+        self.lock = threading.Lock()                        # guards the next two
         self.ignored: set[str] = set()                      # fields that the log has named
-        self.at_work = 0                                    # turns that are being answered
-        self.unsettled = Counter()    # of these, those that run or wait, by prefix
+        self.unsettled = Counter()                          # turns that run or wait, by prefix
         self.most_turns = config.max_running + max_waiting
         self.connections = threading.BoundedSemaphore(max_connections)
         self.deadlines: dict[socket.socket, float] = {}     # of the requests that are arriving
+        self.at_work: set[socket.socket] = set()            # their requests are not answered yet
         self.refused: deque[tuple[float, socket.socket]] = deque()  # when to close which connection
         self.stop_at: float | None = None                   # set when the server begins to drain
         self.steps, self.last_step = 0, time.monotonic()    # of the engine; when we saw the last
@@ -166,11 +166,12 @@ class Server(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             self.deadlines.pop(request, None)
+            self.at_work.discard(request)
             self.connections.release()
 
     @contextmanager
     def counted(self, prefix: str, turns: int) -> Iterator[Callable[[], None]]:
-        """Counts so many turns as being at work. Yields a function that frees the place of one of
+        """Counts so many turns as unsettled. Yields a function that frees the place of one of
         them: a turn that has settled needs none, though a slow client still takes its answer.
 
         APIError if that would be too many. If there are several API keys, one may not have more
@@ -184,7 +185,6 @@ class Server(ThreadingHTTPServer):
                 raise APIError(429, f"at most {self.most_turns} turns may run or wait: try again "
                                     "in a moment", code="rate_limit_exceeded")
             self.unsettled[prefix] += turns
-            self.at_work += turns
         places = [prefix] * turns
 
         def free_one():
@@ -195,8 +195,6 @@ class Server(ThreadingHTTPServer):
         finally:
             for _ in range(turns):
                 free_one()
-            with self.lock:
-                self.at_work -= turns
 
     def first_ignored(self, names: set[str]) -> list[str]:
         """Those of the names that we ignore for the first time."""
@@ -221,7 +219,7 @@ class Server(ThreadingHTTPServer):
                 time.sleep(RESTS * (time.thread_time() - begin))
 
     def drain(self):
-        """From now on the server refuses every request. It stops when the turns at work are done,
+        """From now on the server refuses every request. It stops when those at work are answered,
         after DRAIN_SECONDS at the latest."""
         self.stop_at = self.stop_at or time.monotonic() + DRAIN_SECONDS
 
@@ -322,6 +320,7 @@ class Handler(BaseHTTPRequestHandler):
             super().handle()
 
     def handle_one_request(self):
+        self.server.at_work.discard(self.connection)
         self.server.deadlines[self.connection] = time.monotonic() + REQUEST_SECONDS
         self.headers, self.request_id = None, f"req_{secrets.token_hex(16)}"
         super().handle_one_request()
@@ -343,24 +342,24 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer_request(self):
         """Answers a request of any method."""
+        self.server.at_work.add(self.connection)        # until we wait for the next one, or close
         has_body = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
         if has_body and self.command != "POST":
             self.close_connection = True                # since we read the body of a POST alone
         try:
             path, query = self.read_target()
-            if self.server.stop_at:
-                reason = self.server.engine.failure or "try again in a moment"
-                raise APIError(503, f"the server is stopping: {reason}")
             self.server.guard.check_site(self.headers)
             if self.command == "OPTIONS" and "Access-Control-Request-Method" in self.headers:
                 # A browser asks whether the page of another site may send its request. The headers
                 # say so, see end_headers.
                 return self.send_head(204, {})
             prefix = self.server.guard.prefix(self.headers, path)
+            self.expect_open(prefix)
             method = "GET" if self.command == "HEAD" else self.command
             operation, names = find_operation(method, path)
             given = self.read_json(operation) if self.command == "POST" else read_query(query)
             self.server.deadlines.pop(self.connection, None)
+            self.expect_open(prefix)                    # the body may have taken long
             self.perform(prefix, operation, names, given)
         except HUNG_UP:
             raise
@@ -368,6 +367,12 @@ class Handler(BaseHTTPRequestHandler):
             self.refuse(self.told(error))
 
     do_GET = do_POST = do_HEAD = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = answer_request
+
+    def expect_open(self, prefix: str):
+        """APIError if the server is stopping. Only a client with a key hears why."""
+        if self.server.stop_at:
+            failure = self.server.engine.failure if prefix in self.server.guard.prefixes else None
+            raise APIError(503, f"the server is stopping: {failure or 'try again in a moment'}")
 
     def perform(self, prefix: str, operation: Operation, names: list[str], given: dict):
         """Answers the operation. names: those in the path. given: the body, or the query."""

@@ -64,14 +64,14 @@ def streaming(server, count=1):
 
 def idle(server):
     stats = server.engine.stats()
-    return stats["running"] == stats["waiting"] == server.at_work == 0
+    return stats["running"] == stats["waiting"] == len(server.at_work) == 0
 
 
 # ---- limits
 
 def test_a_full_queue(server):
     with streaming(server, count=4), connect(server.url) as client:                # 2 run, 2 wait
-        eventually(lambda: server.at_work == 4)
+        eventually(lambda: len(server.at_work) == 4)
         with pytest.raises(openai.RateLimitError) as error:
             ask(client, [user("Hi")])
         assert error.value.response.headers["Retry-After"] == "1" and error.value.type == "rate_limit_error"
@@ -170,7 +170,7 @@ def test_who_does_not_read_is_cut_off(server, monkeypatch):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(server.server_address)
         connection.sendall(posting(LONG))
-        eventually(lambda: server.at_work == 1)
+        eventually(lambda: len(server.at_work) == 1)
         eventually(lambda: idle(server))
     eventually(lambda: server.engine.stats()["slots_free"] >= before["slots_free"])
 
@@ -187,11 +187,11 @@ def test_who_does_not_read_delays_no_other_stream(server, client, monkeypatch):
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect(server.server_address)
         slow.sendall(posting(LONG | dict(max_tokens=600)))
-        eventually(lambda: server.at_work == 1 and not server.unsettled.total())
+        eventually(lambda: len(server.at_work) == 1 and not server.unsettled.total())
         begin = time.monotonic()
         for n in range(5):
             assert ask(client, [user(f"number {n}")], stream=True)[0]
-        assert time.monotonic() - begin < 10 and server.at_work == 1        # a client has 30 s to read
+        assert time.monotonic() - begin < 10 and len(server.at_work) == 1        # a client has 30 s to read
         answer = b""
         while not answer.endswith(b"\r\n0\r\n\r\n"):
             answer += slow.recv(2**16)
@@ -269,8 +269,8 @@ def test_who_hangs_up_while_its_earlier_turn_is_answered(server, client):
     next(events)
     with socket.create_connection(server.server_address, timeout=30) as connection:
         connection.sendall(posting(dict(input="More", conversation=name), "/v1/responses"))
-        eventually(lambda: server.at_work == 2)
-    eventually(lambda: server.at_work == 1)
+        eventually(lambda: len(server.at_work) == 2)
+    eventually(lambda: len(server.at_work) == 1)
     assert [event.type for event in events][-1] == "response.incomplete"
     eventually(lambda: idle(server))
     assert len(client.conversations.items.list(name).data) == 2
@@ -501,6 +501,40 @@ def test_draining(zygote, checkpoint, tmp_path):
         assert zygote.exit_code() == 0
         with pytest.raises(Exception):
             assert list(stream)[-1].type == "response.completed"
+
+
+@pytest.fixture
+def stopping(checkpoint):
+    """A server with an API key, that has begun to stop while half of a request had come, and the client that
+    has sent this half. The other half."""
+    sessions = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0)
+    request = posting(LONG).replace(b"Host", b"Authorization: Bearer k\r\nHost")
+    with (serving(sessions, api_keys=["k"]) as server,
+          socket.create_connection(server.server_address, timeout=30) as connection):
+        connection.sendall(request[:-5])
+        eventually(lambda: server.at_work)
+        server.drain()
+        assert not server.drained.wait(0.3)
+        yield server, connection, request[-5:]
+
+
+def test_a_request_that_has_come_in_part_is_refused_before_the_server_stops(stopping):
+    server, connection, rest = stopping
+    connection.sendall(rest)
+    assert connection.recv(12) == b"HTTP/1.1 503"
+    assert not server.drained.wait(0.3)                     # the client may still read
+    connection.close()
+    assert server.drained.wait(10)
+
+
+def test_only_who_has_a_key_hears_of_what_the_engine_has_died(stopping, monkeypatch):
+    server, *_ = stopping
+    monkeypatch.setattr(server.engine.owner, "failure", RuntimeError("what a user said"))
+    heard = fetch(server, "GET", "/v1/models", headers={"Authorization": "Bearer k"})
+    assert heard[0] == 503 and "what a user said" in heard[1]["error"]["message"]
+    for path, status in ("/health", 503), ("/v1/models", 401):
+        heard = fetch(server, "GET", path)
+        assert heard[0] == status and "what a user said" not in heard[1]["error"]["message"]
 
 
 def test_a_worker_that_dies_ends_the_process(zygote, checkpoint, tmp_path):

@@ -854,10 +854,10 @@ def test_a_settled_turn_frees_its_place_before_its_reader_is_done(untaken, monke
     chat = dict(messages=[user("Hi")], max_tokens=2)
     with server.engine.owner.lock:                          # no turn goes on
         slow.sendall(posting(LONG))
-        eventually(lambda: server.at_work == 1)
+        eventually(lambda: len(server.at_work) == 1)
         assert fetch(server, "POST", "/v1/chat/completions", chat)[0] == 429
     eventually(lambda: not server.unsettled.total(), 60)
-    assert server.at_work == 1 and fetch(server, "POST", "/v1/chat/completions", chat)[0] == 200
+    assert len(server.at_work) == 1 and fetch(server, "POST", "/v1/chat/completions", chat)[0] == 200
 
 
 def test_a_client_that_takes_nothing_is_not_told_again_and_again_that_we_are_here(untaken, monkeypatch):
@@ -893,7 +893,7 @@ def test_a_stream_has_one_thread_and_a_server_two(checkpoint):
         for _ in range(8):
             stream = opened.enter_context(socket.create_connection(server.server_address))
             stream.sendall(asked)
-        eventually(lambda: server.at_work == 8)
+        eventually(lambda: len(server.at_work) == 8)
         assert threading.active_count() <= threads + 2 + 8
     eventually(lambda: threading.active_count() <= threads - 2)     # the engine's and the history's
 
