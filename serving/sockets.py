@@ -43,8 +43,8 @@ from serving.guard import ALL_KEYS, Guard, page_policy
 from serving.history import StaleTurn
 from serving.metrics import Metrics, stats_of
 from serving.openai_api import API, Writer, as_api_error
-from serving.operations import (APIError, GeneratingBody, Operation, ReplyBody, ResponseBody,
-                                find_operation, openapi, parse)
+from serving.operations import (APIError, Fields, GeneratingBody, Operation, ReplyBody,
+                                ResponseBody, find_operation, openapi, parse)
 from serving.sessions import Answer, Answering, LiveTurn, Sessions
 
 MAX_BODY_BYTES = 2 * 2**20
@@ -68,6 +68,8 @@ REQUEST_ID = re.compile("[!-~]{1,200}")             # that we send back
 SESSION_HEADERS = "X-Session-ID", "X-Session-Affinity", "session_id"     # vLLM's, routers', agents'
 TOO_MANY_CONNECTIONS = (b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n"
                         b"Content-Length: 0\r\nConnection: close\r\n\r\n")
+# Handler answers these, and API all others.
+SERVER_OPERATIONS = {"health", "metrics", "openapi", "chat_page", "cache", "cache_events"}
 HUNG_UP = ConnectionError, TimeoutError     # there is no client left to answer
 
 
@@ -357,10 +359,12 @@ class Handler(BaseHTTPRequestHandler):
             self.expect_open(prefix)
             method = "GET" if self.command == "HEAD" else self.command
             operation, names = find_operation(method, path)
-            given = self.read_json(operation) if self.command == "POST" else read_query(query)
-            self.server.deadlines.pop(self.connection, None)
-            self.expect_open(prefix)                    # the body may have taken long
-            self.perform(prefix, operation, names, given)
+            if operation.name in SERVER_OPERATIONS:     # they take no fields
+                self.server.deadlines.pop(self.connection, None)
+                return getattr(self, operation.name)(prefix)
+            fields = self.read_fields(operation, query)
+            self.expect_open(prefix)                    # a body may have taken long
+            self.perform(prefix, operation, names, fields)
         except HUNG_UP:
             raise
         except Exception as error:
@@ -374,14 +378,8 @@ class Handler(BaseHTTPRequestHandler):
             failure = self.server.engine.failure if prefix in self.server.guard.prefixes else None
             raise APIError(503, f"the server is stopping: {failure or 'try again in a moment'}")
 
-    def perform(self, prefix: str, operation: Operation, names: list[str], given: dict):
-        """Answers the operation. names: those in the path. given: the body, or the query."""
-        if hasattr(Handler, operation.name):    # it is about the server itself, and takes no fields
-            return getattr(self, operation.name)(prefix)
-        ignored = None if self.server.strict else set()
-        fields = parse(operation, given, ignored)
-        if ignored and (new := self.server.first_ignored(ignored)):
-            self.log_message("ignored, and not told again: %s", ", ".join(new))
+    def perform(self, prefix: str, operation: Operation, names: list[str], fields: Fields):
+        """Answers an operation of API. names: those in the path."""
         if operation.method == "POST":    # it may write: first make room in this key's share
             self.server.sessions.prune(float("inf"), self.server.bytes_of_each_key, prefix)
         arguments: list[Any] = [prefix, *names]
@@ -426,27 +424,32 @@ class Handler(BaseHTTPRequestHandler):
                     if has_hung_up(self.connection):
                         raise ConnectionError("the client has hung up")
 
-    def read_json(self, operation: Operation) -> Any:
-        """The body as JSON. If it has no session_id, one of SESSION_HEADERS may have it."""
-        body = self.read_body(operation)
-        self.server.deadlines.pop(self.connection, None)
+    def read_fields(self, operation: Operation, query: str) -> Fields:
+        """Those of the body of a POST, else of the query. The JSON that they come in may take far
+        more memory: when we return, it is gone. If a body has no session_id, one of SESSION_HEADERS
+        may have it."""
+        body = self.read_body(operation) if self.command == "POST" else None
+        self.server.deadlines.pop(self.connection, None)    # the request has arrived whole
+        if body is None:
+            return self.checked(operation, read_query(query))
         body = self.decoded(body)
-        if not body and not operation.needs_body:
-            return {}
-        try:
-            with self.server.unhurried(body):
-                if len(body) > LARGE_BYTES and has_hung_up(self.connection):
-                    raise ConnectionError("the client has hung up")     # while others were read
-                given = json.loads(body)
-                if SURROGATE.search(body):      # ValueError for half of a pair
-                    json.dumps(given, ensure_ascii=False).encode()
-        except (ValueError, RecursionError) as error:
-            raise APIError(400, f"the body is not valid JSON: {error}") from error
-        takes_name = issubclass(operation.fields, ReplyBody) and isinstance(given, dict)
-        if takes_name and given.get("session_id") is None:
-            sent = map(self.headers.get, SESSION_HEADERS)
-            given["session_id"] = next(filter(None, sent), None)
-        return given
+        with self.server.unhurried(body):
+            if len(body) > LARGE_BYTES and has_hung_up(self.connection):
+                raise ConnectionError("the client has hung up")         # while others were read
+            given = read_json(body) if body or operation.needs_body else {}
+            a_reply = issubclass(operation.fields, ReplyBody) and isinstance(given, dict)
+            if a_reply and given.get("session_id") is None:
+                sent = map(self.headers.get, SESSION_HEADERS)
+                given["session_id"] = next(filter(None, sent), None)
+            return self.checked(operation, given)
+
+    def checked(self, operation: Operation, given: Any) -> Fields:
+        """The fields. The log names those that we ignore."""
+        ignored = None if self.server.strict else set()
+        fields = parse(operation, given, ignored)
+        if ignored and (new := self.server.first_ignored(ignored)):
+            self.log_message("ignored, and not told again: %s", ", ".join(new))
+        return fields
 
     def read_body(self, operation: Operation) -> bytes:
         """The whole body. APIError if its length is unclear, or if the client has sent less."""
@@ -696,6 +699,16 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.settimeout(LINGER_SECONDS)
             while self.connection.recv(2**16) and time.monotonic() < deadline:
                 pass
+
+
+def read_json(body: bytes) -> Any:
+    try:
+        given = json.loads(body)
+        if SURROGATE.search(body):
+            json.dumps(given, ensure_ascii=False).encode()  # ValueError for half of a pair
+        return given
+    except (ValueError, RecursionError) as error:
+        raise APIError(400, f"the body is not valid JSON: {error}") from error
 
 
 def read_query(query: str) -> dict[str, str | list[str]]:

@@ -2,6 +2,7 @@
 disks, and nonsense."""
 import contextlib
 import fcntl
+import gc
 import http.client
 import json
 import os
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -139,6 +141,38 @@ def test_a_whole_request_has_met_its_deadline(server, monkeypatch):
             answer = pool.submit(fetch, server, "POST", "/v1/chat/completions", large)
             time.sleep(1.2)
         assert answer.result(30)[0] in (200, 400)
+
+
+def test_of_a_request_we_keep_its_fields_alone(server, monkeypatch):
+    """While its turn runs or waits, the JSON of its body is gone, with all that we ignore in it."""
+    class Given(dict):
+        pass
+    given, loads = [], json.loads
+
+    def load(body):
+        made = Given(loads(body))
+        given.append(weakref.ref(made))
+        return made
+    monkeypatch.setattr(sockets.json, "loads", load)
+    with streaming(server):
+        eventually(lambda: server.unsettled.total() == 1)
+        gc.collect()
+        assert len(given) == 1 and given[0]() is None
+    monkeypatch.undo()
+    eventually(lambda: idle(server))
+
+
+def test_a_large_body_is_checked_while_no_other_one_is_read(server, monkeypatch):
+    """To check its fields takes longer than to read its JSON."""
+    parse, alone = sockets.parse, []
+
+    def watched(*arguments):
+        alone.append(server.reading.locked())
+        return parse(*arguments)
+    monkeypatch.setattr(sockets, "parse", watched)
+    for size in 1, 2 * sockets.LARGE_BYTES:
+        fetch(server, "POST", "/v1/responses/input_tokens", dict(input="Hi", x=" " * size))
+    assert alone == [False, True]
 
 
 def test_the_deadline_of_a_request_begins_with_the_request(server, monkeypatch):

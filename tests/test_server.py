@@ -24,9 +24,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine import Engine
 from serving import operations
 from serving.history import History
+from serving.openai_api import API
 from serving.operations import OPERATIONS
 from serving.sessions import Sessions
-from serving.sockets import LARGE_BYTES, MAX_BODY_BYTES, Handler
+from serving.sockets import LARGE_BYTES, MAX_BODY_BYTES, SERVER_OPERATIONS, Handler
 from serving.tokenizer import compile_template
 from server import parse_flags
 from clients import (CONTEXT, ROOT, SPECIAL, TEMPLATE, ask, connect, eventually, fetch, hang_up_after,
@@ -267,6 +268,12 @@ def test_options_of_the_chat_template(server, client, monkeypatch):
             prompt(chat_template_kwargs={name: False})
         assert refused.value.param == f"chat_template_kwargs.{name}"
     assert prompt(chat_template_kwargs=dict(add_generation_prompt=True)) == not_thinking
+
+
+def test_who_answers_an_operation():
+    for operation in OPERATIONS:
+        ours = operation.name in SERVER_OPERATIONS
+        assert hasattr(Handler if ours else API, operation.name) and not (ours and operation.fields.model_fields)
 
 
 def test_the_document_says_whether_a_body_may_be_left_out(server):
