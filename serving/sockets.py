@@ -50,7 +50,7 @@ from serving.sessions import Answer, Answering, LiveTurn, Sessions
 MAX_BODY_BYTES = 2 * 2**20
 MAX_HEAD_BYTES = 2**16      # of all header lines
 LARGE_BYTES = 2**17         # of a body: its JSON takes milliseconds to read
-RESTS = 3                   # seconds of rest for each second of reading large bodies
+RESTS = 3                   # seconds of rest for each second of reading, or shortening a history
 HEADER_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\0]*\r?\n")
 SURROGATE = re.compile(rb"(?i)\\ud[89a-f]")          # in JSON
 DECODERS = dict(gzip=31, deflate=15)        # Content-Encoding -> zlib's name for it
@@ -118,7 +118,9 @@ class Server(ThreadingHTTPServer):
         self.broadcast = live.Broadcast(self.engine, self.private)
         self.watchers = threading.BoundedSemaphore(MAX_WATCHERS)
         self.recent_turns = deque(maxlen=TURNS_SHOWN)       # these are done; /cache shows them
-        self.reading = threading.Lock()                     # held to read a large body
+        self.reading = threading.Lock()                     # held to read a large body; guards
+        self.next_reading = 0.0                             # when the next one may be read
+        self.shortening = threading.Lock()                  # held to rest from shortening a history
         self.strict = strict
         self.lock = threading.Lock()                        # guards the next two
         self.ignored: set[str] = set()                      # fields that the log has named
@@ -207,18 +209,19 @@ class Server(ThreadingHTTPServer):
 
     @contextmanager
     def unhurried(self, body: bytes):
-        """To read a large body keeps the interpreter from all other threads. So we read one at a
-        time, and then rest RESTS times as long: however many come, the others have most of the
-        time."""
+        """To read a large body keeps the interpreter (its lock, the GIL) from all other threads. So
+        we read one at a time, and rest between two of them: after a body that took 0.1 s, the next
+        one waits for 0.3 s (RESTS = 3). However many come, the others have most of the time."""
         if len(body) <= LARGE_BYTES:
             yield
             return
         with self.reading:
+            time.sleep(max(0, self.next_reading - time.monotonic()))    # nobody else may read now
             begin = time.thread_time()
             try:
                 yield
             finally:
-                time.sleep(RESTS * (time.thread_time() - begin))
+                self.next_reading = time.monotonic() + RESTS * (time.thread_time() - begin)
 
     def drain(self):
         """From now on the server refuses every request. It stops when those at work are answered,
@@ -385,8 +388,8 @@ class Handler(BaseHTTPRequestHandler):
         arguments: list[Any] = [prefix, *names]
         if operation.fields.model_fields:
             arguments.append(fields)
-        if isinstance(fields, ResponseBody):    # it may have to be shortened, which takes its time
-            arguments.append(self.between_looks())
+        if isinstance(fields, ResponseBody):    # to shorten its history (truncation) takes long
+            arguments.append(self.resting())
         turns = fields.turns if isinstance(fields, GeneratingBody) else 0
         with self.server.counted(prefix, turns) as free_one:
             try:
@@ -400,14 +403,15 @@ class Handler(BaseHTTPRequestHandler):
     def told(self, error: Exception, messages_in: str | None = None) -> APIError:
         return as_api_error(error, self.server.engine.scheduler.limit, messages_in)
 
-    def between_looks(self) -> Callable[[], bool]:
-        """A function to call between two pieces of long work. It rests, as we do after a large
-        body, one thread at a time; then it tells whether the client has hung up."""
+    def resting(self) -> Callable[[], bool]:
+        """A function to call between two pieces of long work. It rests RESTS times as long as the
+        piece took this thread, while no other thread may rest; then it tells whether the client has
+        hung up. (A lock of its own: who reads a large body must not wait for all these rests.)"""
         begin = time.thread_time()
 
         def gone() -> bool:
             nonlocal begin
-            with self.server.reading:
+            with self.server.shortening:
                 time.sleep(RESTS * (time.thread_time() - begin))
             begin = time.thread_time()
             return has_hung_up(self.connection)

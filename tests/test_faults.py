@@ -143,6 +143,27 @@ def test_a_whole_request_has_met_its_deadline(server, monkeypatch):
         assert answer.result(30)[0] in (200, 400)
 
 
+def test_a_large_body_waits_for_no_history_that_is_shortened(server):
+    """Which may take many rests."""
+    large = dict(input="Hi", x=[1] * sockets.LARGE_BYTES)
+    with ThreadPoolExecutor(1) as pool:
+        with server.shortening:
+            shortened = pool.submit(fetch, server, "POST", "/v1/responses/input_tokens",
+                                    dict(input="Hi", truncation="auto"))
+            time.sleep(0.5)
+            assert fetch(server, "POST", "/v1/responses/input_tokens", large)[0] == 200
+            assert not shortened.done()
+        assert shortened.result(30)[0] == 200
+
+
+def test_who_reads_one_large_body_does_not_rest_itself(server, monkeypatch):
+    monkeypatch.setattr(sockets, "RESTS", 1e5)
+    with server.unhurried(b"x" * 2 * sockets.LARGE_BYTES):
+        sum(range(100_000))
+    assert server.next_reading > time.monotonic() + 10
+    monkeypatch.setattr(server, "next_reading", 0.0)
+
+
 def test_of_a_request_we_keep_its_fields_alone(server, monkeypatch):
     """While its turn runs or waits, the JSON of its body is gone, with all that we ignore in it."""
     class Given(dict):
