@@ -23,7 +23,7 @@ from queue import Empty, SimpleQueue
 
 from handles import Outbox
 
-POLL_SECONDS = 0.1          # between two looks at the same answer
+POLL_SECONDS = 0.1          # between two checks of the same answer
 KEEPALIVE_SECONDS = 15      # of silence in a stream
 
 
@@ -32,8 +32,8 @@ class Courier:
 
     def __init__(self):
         self.ready: SimpleQueue[Delivery] = SimpleQueue()   # there is news for these
-        # Called again and again. A look must not wait for anything, and only the courier calls it.
-        self.looks: set[Callable[[], None]] = set()
+        # Called again and again. A check must not wait for anything, and only the courier calls it.
+        self.checks: set[Callable[[], None]] = set()
         self.closed = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -47,10 +47,10 @@ class Courier:
         to send when the stream has been silent for long: else a proxy or the client might close it.
         (Coding agents do so after four or five minutes, and count events only, no comments.)"""
         delivery = Delivery(connection, pieces, still_here, self.ready)
-        self.looks.add(delivery.look)
+        self.checks.add(delivery.check)
         self.ready.put(delivery)
         delivery.over.wait()
-        self.looks.discard(delivery.look)
+        self.checks.discard(delivery.check)
         if delivery.error:
             raise delivery.error
         return delivery.unsent
@@ -60,22 +60,22 @@ class Courier:
         self.closed.set()
 
     def _run(self):
-        next_look = 0.0
-        while self.looks or not self.closed.is_set():
+        next_check = 0.0
+        while self.checks or not self.closed.is_set():
             with suppress(Empty):
                 self.ready.get(timeout=POLL_SECONDS).go_on()
-            if time.monotonic() > next_look:
-                self._look()
-                next_look = time.monotonic() + POLL_SECONDS
+            if time.monotonic() > next_check:
+                self._check_all()
+                next_check = time.monotonic() + POLL_SECONDS
 
-    def _look(self):
-        for look in list(self.looks):
+    def _check_all(self):
+        for check in list(self.checks):
             try:
-                look()
+                check()
             except RuntimeError:            # the system gives us no more threads: try again
                 pass
             except Exception:               # we look after the other answers all the same
-                self.looks.discard(look)
+                self.checks.discard(check)
                 traceback.print_exc()
 
 
@@ -112,14 +112,14 @@ class Delivery:
                     return
                 else:
                     outbox = piece
-                    outbox.bells.append(self)   # then look once more
+                    outbox.bells.append(self)   # then try once more
         except Exception as error:
             self.error = error
         self.over.set()
 
-    def look(self):
+    def check(self):
         if time.monotonic() > self.last_sent + KEEPALIVE_SECONDS and not self.over.is_set():
-            with suppress(OSError):             # the client is gone: another look will see it
+            with suppress(OSError):             # the client is gone: another check will see it
                 if not self._send(self.still_here()):
                     self.over.set()
 

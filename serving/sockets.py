@@ -112,7 +112,8 @@ class Server(ThreadingHTTPServer):
         self.api = API(sessions, self.model_names)
         self.private = len(self.guard.keys) > 1             # no key may learn about another's turns
         self.bytes_of_each_key = history_max_bytes / len(self.guard.prefixes)   # in the history
-        whole = Metrics(partial(self.look, partial(stats_of, self.engine)), self.model_names[0])
+        whole = Metrics(partial(self.between_steps, partial(stats_of, self.engine)),
+                        self.model_names[0])
         self.metrics = {prefix: Metrics(None, self.model_names[0]) if self.private else whole
                         for prefix in self.guard.prefixes} | {ALL_KEYS: whole}
         self.broadcast = live.Broadcast(self.engine, self.private)
@@ -178,8 +179,9 @@ class Server(ThreadingHTTPServer):
         """Counts so many turns as unsettled. Yields a function that frees the place of one of
         them: a turn that has settled needs none, though a slow client still takes its answer.
 
-        APIError if that would be too many. If there are several API keys, one may not have more
-        places than are free: so there are always some for the others."""
+        APIError if that would be too many. If there are several API keys, a key may have no more
+        places than it leaves free: of 10 places it gets 5, and the other 5 are for the others.
+        Without keys one client may have all 10."""
         with self.lock:
             if turns > self.most_turns:                     # it would never have places
                 raise APIError(400, f"a request may ask for {self.most_turns} replies at most, got "
@@ -229,8 +231,8 @@ class Server(ThreadingHTTPServer):
         self.stop_at = self.stop_at or time.monotonic() + DRAIN_SECONDS
 
     def service_actions(self):
-        """http.server calls this every half second. Cuts off requests that are late. Raises Drained
-        when the server may stop."""
+        """http.server calls this every half second, and after each new connection. Cuts off
+        requests that are late. Raises Drained when the server may stop."""
         now = time.monotonic()
         for connection, deadline in list(self.deadlines.items()):
             if now > deadline and self.deadlines.pop(connection, None):
@@ -258,9 +260,10 @@ class Server(ThreadingHTTPServer):
         seconds = time.monotonic() - self.last_step
         return seconds if seconds > STUCK_SECONDS else None
 
-    def look(self, function: Callable) -> Any:
-        """function(), run between two steps. If the engine is stuck, we run it at once: its books
-        are at rest."""
+    def between_steps(self, function: Callable) -> Any:
+        """function(), run between two steps. If the engine is stuck, we run it at once: most likely
+        its worker hangs, and its books are at rest. (If a step was only long, and ends just then,
+        the function may fail or see half of its changes. The next call is right again.)"""
         return function() if self.stuck else self.engine.call(function)
 
     # ---- turns
@@ -280,7 +283,8 @@ class Server(ThreadingHTTPServer):
             conversation=turn.conversation, response=f"resp_{turn.id}", **reply.usage,
             first_token_ms=milliseconds, finish_reason=reply.finish_reason,
             stateless=self.answer_without_memory(turn, reply)))
-        print(f"{reply.sources} · first token {milliseconds} ms")
+        # One write, and not a second one for the end: else lines of two threads may mix.
+        print(f"{reply.sources} · first token {milliseconds} ms\n", end="")
         return reply
 
     def answer_without_memory(self, turn: LiveTurn, reply: Answer) -> dict | None:
@@ -383,8 +387,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def perform(self, prefix: str, operation: Operation, names: list[str], fields: Fields):
         """Answers an operation of API. names: those in the path."""
-        if operation.method == "POST":    # it may write: first make room in this key's share
-            self.server.sessions.prune(float("inf"), self.server.bytes_of_each_key, prefix)
         arguments: list[Any] = [prefix, *names]
         if operation.fields.model_fields:
             arguments.append(fields)
@@ -394,6 +396,9 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.counted(prefix, turns) as free_one:
             try:
                 answer = self.when_free(getattr(self.server.api, operation.name), *arguments)
+                if operation.method == "POST":      # this key's share must not grow. (The turn is
+                    self.server.sessions.prune(     # live now: so what it goes on from stays.)
+                        float("inf"), self.server.bytes_of_each_key, prefix)
                 if isinstance(answer, Writer):
                     return self.write(prefix, answer, free_one)
             except TooLong as error:
@@ -552,7 +557,7 @@ class Handler(BaseHTTPRequestHandler):
     def cache(self, prefix):
         engine = self.server.engine
         turns = live.outside(prefix, list(self.server.recent_turns), "conversation")
-        whole = live.picture(engine, self.server.look)
+        whole = live.picture(engine, self.server.between_steps)
         picture = live.part_for(prefix, whole, self.server.private)
         self.send(200, dict(picture, **live.scale(engine), turns=turns,
                             example=self.server.example))
@@ -602,15 +607,15 @@ class Handler(BaseHTTPRequestHandler):
         cancels the turns as soon as the client hangs up, and frees the places of those that have
         settled. At the end some turns may not be done, because writing or another of the turns has
         failed: these are cancelled, too."""
-        looks, unsettled = self.server.courier.looks, list(writer.turns)
+        checks, unsettled = self.server.courier.checks, list(writer.turns)
 
         def settled(turn: LiveTurn) -> bool:
             return bool(turn.reply or turn.error)
 
-        def look():
+        def check():
             if has_hung_up(self.connection):
                 threading.Thread(target=cancel, daemon=True).start()
-                return looks.discard(look)
+                return checks.discard(check)
             for turn in filter(settled, list(unsettled)):
                 unsettled.remove(turn)
                 free_one()
@@ -620,10 +625,10 @@ class Handler(BaseHTTPRequestHandler):
                 if not settled(turn):
                     turn.cancel()
         try:
-            looks.add(look)
+            checks.add(check)
             yield
         finally:
-            looks.discard(look)
+            checks.discard(check)
             cancel()
 
     def refuse(self, error: APIError):
@@ -687,7 +692,7 @@ class Handler(BaseHTTPRequestHandler):
         return "nano-pensieve"
 
     def log_request(self, code="-", size="-"):
-        """Logs nothing: finish_turn prints a line for each turn, and `send` logs each error."""
+        """Logs nothing: finish_turn prints a line for each turn, and `refuse` logs each error."""
 
     def log_error(self, format, *args):
         """Logs nothing: http.server calls this when a connection has rested for `timeout`

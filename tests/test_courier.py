@@ -148,7 +148,7 @@ def test_a_stream_that_went_back_is_left_alone(sockets):
     delivery.over.set()
     delivery.last_sent = -math.inf
     delivery.go_on()
-    delivery.look()
+    delivery.check()
     client.settimeout(0)
     with pytest.raises(BlockingIOError):
         client.recv(100)
@@ -227,7 +227,7 @@ def test_a_silent_stream_says_that_we_are_still_here(courier, sockets, monkeypat
         assert client.recv(100) == b"5\n"
         box.close()
         carried.result(30)
-        assert not courier.looks
+        assert not courier.checks
 
 
 def test_after_close_the_thread_ends_with_the_last_answer():
@@ -235,9 +235,9 @@ def test_after_close_the_thread_ends_with_the_last_answer():
     courier = Courier()
     thread, = set(threading.enumerate()) - threads
     look = lambda: None
-    courier.looks.add(look)
+    courier.checks.add(look)
     courier.close()
     time.sleep(3 * module.POLL_SECONDS)
     assert thread.is_alive()
-    courier.looks.discard(look)
+    courier.checks.discard(look)
     eventually(lambda: not thread.is_alive())
