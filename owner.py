@@ -25,6 +25,11 @@ class Closed(RuntimeError):
     """The engine was whole when it was closed."""
 
 
+def stopped_by(error: BaseException) -> RuntimeError:
+    """What all others are told when an error, or Ctrl-C, stops the engine."""
+    return RuntimeError(f"the engine has stopped: {error!r}")
+
+
 class Owner:
     """The right to step; the inbox of all other threads; the turns whose end they await."""
 
@@ -61,6 +66,9 @@ class Owner:
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
+            except BaseException as error:      # Ctrl-C in the owner's thread: the engine stops
+                future.set_exception(stopped_by(error))
+                raise
         future = Future()
         self._put(run)
         if self.thread in (None, threading.current_thread()):
@@ -98,7 +106,7 @@ class Owner:
             try:
                 yield
             except BaseException as error:
-                self.stop(RuntimeError(f"the engine has stopped: {error!r}"))
+                self.stop(stopped_by(error))
                 raise
 
     def start(self, run: Callable[[], None]):
