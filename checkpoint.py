@@ -293,7 +293,7 @@ def split(module: str, parameter: Tensor, config: ModelConfig) -> Sequence[Tenso
 
 def fill(destination: Destination, tensor: Tensor, rank: int, label: str):
     """Copy this rank's share of a checkpoint's tensor. ValueError, beginning with `label`, if the
-    tensor does not fit, or if a value is not finite (also one that is too large for our dtype)."""
+    tensor does not fit, or if a value is not finite or too large for our dtype."""
     parts, wholes, transposed = destination
     rows = [len(whole) for whole in wholes]
     if list(tensor.shape) != destination.shape or not tensor.is_floating_point():
@@ -303,8 +303,9 @@ def fill(destination: Destination, tensor: Tensor, rank: int, label: str):
         theirs = piece_of_rank(theirs, part.shape, rank)
         part.copy_(theirs.to(part.device))  # moved in the file's dtype: the device converts faster
         if not part.sum(dtype=torch.float32).isfinite():    # one NaN or infinity makes the sum one
-            raise ValueError(f"{label}: it holds NaN or infinity in {part.dtype}; "
-                             "download the checkpoint again")
+            raise ValueError(f"{label}: it holds " + (
+                f"a value too large for {part.dtype}: choose the dtype bfloat16 or float32"
+                if theirs.isfinite().all() else "NaN or infinity; download the checkpoint again"))
 
 
 def same_values(theirs: Tensor, ours: Tensor) -> bool:
