@@ -58,9 +58,9 @@ def load_worker(config, directory: Path | None, ranks: Alone = ALONE,
     small = is_small(model)
     if device == "cpu" and small:
         torch.set_num_threads(1)                        # in the whole process
-    if device == "cpu" and dtype == torch.float16 and cpu_linear.multiplies_float16():
+    if device == "cpu" and dtype == torch.float16:
         # On a CPU float16 is for weights alone: all else is in float32.
-        if small or config.eager:
+        if small or config.eager or not cpu_linear.multiplies_float16():
             model.float()
         else:
             cpu_linear.keep_float16(model)

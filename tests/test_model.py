@@ -292,6 +292,14 @@ def test_weights_that_are_stored_in_float16_stay_in_it_on_a_cpu(monkeypatch):
     assert served() == ({cpu_linear.PackedLinear}, expected)
 
 
+@pytest.mark.parametrize("flags, kind", [({}, cpu_linear.PackedLinear), (dict(eager=True), nn.Linear)])
+def test_a_cpu_that_cannot_keep_float16_computes_in_float32_all_the_same(flags, kind, monkeypatch):
+    _, expected = served(dtype="float32")
+    monkeypatch.setattr(loading, "SMALL_MODEL", 0)
+    monkeypatch.setattr(cpu_linear, "multiplies_float16", lambda: False)
+    assert served(dtype="float16", **flags) == ({kind}, expected)
+
+
 @needs_float16
 def test_a_checkpoint_with_one_tensor_in_float32_is_served_in_float32(tmp_path):
     CHECKPOINTS["llama"]().half().save_pretrained(tmp_path)
