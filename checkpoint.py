@@ -499,9 +499,19 @@ def common_sizes(config: dict, **fields: str) -> dict:
 
 
 def read_rope(config: dict, rope_theta: float) -> tuple[float, tuple[float, ...] | None]:
-    """rope_theta and rope_scaling of a ModelConfig. New checkpoints have one dictionary for both,
-    old ones a number, which is given here, and a dictionary."""
-    given = first_given(config, dict, "rope_scaling", "rope_parameters")
+    """rope_theta and rope_scaling of a ModelConfig. New checkpoints have both in the dictionary
+    rope_parameters. Old ones have a dictionary rope_scaling, and beside it rope_theta: it is given
+    here."""
+    given = [first_given(config, dict, field) for field in ("rope_scaling", "rope_parameters")]
+    read = [read_rope_parameters(config, rope_theta, each) for each in given if each]
+    if len(read) == 2 and read[0] != read[1]:
+        raise ValueError("rope_scaling and rope_parameters differ: delete the one that is wrong")
+    return read[0] if read else read_rope_parameters(config, rope_theta, {})
+
+
+def read_rope_parameters(config: dict, rope_theta: float,
+                         given: dict) -> tuple[float, tuple[float, ...] | None]:
+    """What read_rope promises, of one dictionary; {}: there is none."""
     rope = dict(rope_theta=rope_theta)
     rope |= {name: value for name, value in given.items() if value is not None}
     if any(isinstance(value, dict) for value in rope.values()):

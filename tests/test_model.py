@@ -416,6 +416,8 @@ def test_a_field_that_is_missing_is_named(tmp_path):
     (dict(rope_parameters=LLAMA3_ROPE | dict(high_freq_factor=1.0)), "low_freq_factor 1.0 must be below"),
     (dict(rope_parameters=dict(rope_theta="fast")), ": rope_theta must be a number"),
     (dict(rope_parameters=dict(rope_theta=10**20)), "not 100000000000000000000"),
+    (dict(rope_scaling=LLAMA3_ROPE, rope_parameters=LLAMA3_ROPE | dict(rope_theta=500.0)),
+     "rope_scaling and rope_parameters differ"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
     (dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor = 0.5"),
     (dict(rms_norm_eps="small"), ": norm_eps must be a number"),
