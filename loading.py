@@ -73,7 +73,7 @@ def load_worker(config, directory: Path | None, ranks: Alone = ALONE,
         raise ValueError(f"tiers of {slots} and {cpu_tokens} tokens cannot be allocated, choose a "
                          f"smaller gpu_cache_tokens or cpu_cache_tokens: {error}") from error
     if not config.eager:
-        speed_up(worker)
+        speed_up(worker, small)
     return worker
 
 
@@ -176,15 +176,15 @@ def host_memory() -> int:
 INDUCTOR = partial(torch.compile, options={"pattern_matcher": False})
 
 
-def speed_up(worker: Worker):
+def speed_up(worker: Worker, small: bool):
     """On CUDA, compile the small kernels, and capture the launches for which the GPU would
-    otherwise wait. On a CPU, pack the weights of a model that is not small."""
+    otherwise wait. On a CPU, pack the weights of a model that is not small; those that keep_float16
+    has packed stay as they are."""
     if worker.device.type == "cuda" and runs_triton(worker.device, worker.dtype):
         fuse(worker.model)
         warm_up(worker)
         try_capture(worker, partial(make_cuda_graph, pool=torch.cuda.graph_pool_handle()))
-    if (worker.device.type == "cpu" and cpu_linear.packs(worker.dtype)
-            and not is_small(worker.model)):
+    if worker.device.type == "cpu" and cpu_linear.packs(worker.dtype) and not small:
         cpu_linear.pack(worker.model)
 
 
