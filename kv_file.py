@@ -176,8 +176,8 @@ class KVFile:
     def _say(self, text: str):
         print(f"KV file {self.path}: {text}", file=sys.stderr, flush=True)
 
-    # ---- at the start. The loader's thread runs _load. It lets the engine's owner run _restore, for
-    # a few chunks at a time, and at last _file_beginnings.
+    # ---- at the start. The loader's thread runs _load. It lets the engine's owner run _restore for
+    # some chunks at a time, and at last _file_beginnings.
 
     def load(self):
         """Begin to load."""

@@ -44,7 +44,8 @@ class Owner:
         self.taken = 0                                  # functions taken out of the inbox so far
         self.posted = threading.Event()                 # there may be something in the inbox
         # Held to post, and to set `failure`. So either the post comes first, and `stop` finds it in
-        # the inbox; or it comes too late, and its caller gets the failure.
+        # the inbox; or it comes too late, and its caller gets the failure. (`call` does without: it
+        # works behind a stop, too.)
         self.posting = threading.Lock()
 
     def post(self, function: Callable[[], None]):
@@ -133,7 +134,7 @@ class Owner:
     def stop(self, failure: Exception):
         """The owner calls this: every turn that has not been told its end fails, and nobody can
         post any more."""
-        with self.posting:
+        with self.posting:          # first: from here on no on_end can post
             self.failure, self.thread = self.failure or failure, None
         self.ended.clear()          # what ended in the step that failed, fails as well
         while self.handles:
