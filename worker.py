@@ -45,7 +45,7 @@ from scoring import score_prompts
 
 
 class Packed(NamedTuple):
-    """The spans of a batch, one behind another, on the host (second day: with guesses, take_along)."""
+    """The spans of a batch, one behind another, on the host (take_along adds guesses)."""
     table_row: list[int]        # [S] the span's row of the slot table
     start: list[int]            # [S] the span's positions are [start, end)
     end: list[int]              # [S]
