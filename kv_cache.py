@@ -111,7 +111,7 @@ class Conversation:
         self.room = 0
         self.pinned = False             # it runs (and for a moment in plan_swap_out_for)
         self.waiting = False            # a turn of it waits in the queue
-        self.last_active = 0.0          # when it last ran, in seconds (warm.py may set a later time)
+        self.last_active = 0.0          # when it last ran, in s (warm.py may set a later time)
         self.turns = 0                  # for a policy that counts them (experiments/policies.py)
 
     @property
