@@ -216,11 +216,11 @@ class KVPool:
     def read_chunk(self, chunk: Chunk) -> bytes:
         """The bytes of a chunk's KV, wherever it is; 0 behind its last token. (For kv_file.py, when
         no step and no copy is under way.)"""
-        kv = torch.zeros(self.chunk_shape, dtype=self.cpu.dtype)
-        if chunk.place is None:
+        kv, place = torch.zeros(self.chunk_shape, dtype=self.cpu.dtype), chunk.place
+        if place is None:
             kv[:, :, :chunk.filled] = self.gpu[:, :, chunk.slots[:chunk.filled]].cpu()
         else:
-            line = chunk.place * self.chunk_size
+            line = place * self.chunk_size
             kv[:, :, :chunk.filled] = self.cpu[:, :, line:line + chunk.filled]
         return kv.view(torch.uint8).numpy().tobytes()
 
