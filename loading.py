@@ -253,6 +253,7 @@ def make_cuda_graph(run: Callable, pool) -> Callable:
     """For Worker.capture: a CUDA graph of the kernels that run() launches, in the memory `pool`."""
     run()                                       # what compiles and allocates must not be captured
     graph = torch.cuda.CUDAGraph()
+    # thread_local: what other threads do on the GPU meanwhile does not end the capture.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = run()
 
