@@ -284,7 +284,10 @@ class Sessions:
 
     def start(self) -> "Sessions":
         """From now on one thread steps the engine, and another one writes the history."""
-        self.writer = self.writer or ThreadPoolExecutor(1, "history")
+        if not self.writer:
+            writer = ThreadPoolExecutor(1, "history")
+            writer.submit(int).result()     # its thread begins now: later there may be none for it
+            self.writer = writer
         self.engine.start()
         return self
 
@@ -622,9 +625,10 @@ class Sessions:
         complete = handle.reply is not None and handle.reply.finish_reason != "cancelled"
         commits = complete and live.conversation is not None
         if commits and self.writer:
-            self.writer.submit(self._settle, live, handle, commits)
-        else:
-            self._settle(live, handle, commits)
+            with suppress(RuntimeError):            # the process ends, and that thread has ended
+                self.writer.submit(self._settle, live, handle, commits)
+                return
+        self._settle(live, handle, commits)
 
     def _settle(self, live: LiveTurn, handle: Handle, commits: bool):
         """The one place where turns are committed, and where their readers are told."""

@@ -557,6 +557,23 @@ def test_what_fails_in_a_change_of_the_history_is_told_to_the_caller(started, mo
     sessions.close()
 
 
+def test_turns_are_stored_though_the_system_has_no_more_threads(monkeypatch):
+    def no_thread(self):
+        raise RuntimeError("can't start new thread")
+    with closing(opened(True, **TINY)) as sessions:
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+        turn = sessions.respond([user("Hi")], "c", max_tokens=3)
+        assert turn.wait(20) and turn.result() and sessions.history.head("c").id == turn.id
+        assert not sessions.engine.failure
+
+
+def test_a_turn_settles_though_the_writing_thread_has_ended():
+    with closing(opened(True, **TINY)) as sessions:
+        sessions.writer.shutdown()
+        assert sessions.respond([user("Hi")], "c", max_tokens=3).wait(20)
+        assert sessions.history.head("c") and not sessions.engine.failure
+
+
 def test_a_cancelled_turn_need_not_be_read(sessions):
     said = sessions.respond([user("Hello")], hint="mine", max_tokens=4).result().text
     sessions.submit(ids(3), "mine", max_tokens=20).cancel()
