@@ -32,7 +32,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import count, dropwhile
+from itertools import dropwhile
 from typing import Any, Literal
 
 from handles import Outbox
@@ -474,6 +474,7 @@ ECHOED = dict(instructions=None, metadata={}, max_output_tokens=None, previous_r
 # The fields that are always the same, since there is nothing to choose.
 FIXED = dict(background=False, tools=[], max_tool_calls=None, reasoning=None,
              service_tier="default")
+ENDS = "response.completed", "response.incomplete"      # the last event of a stream
 # finish_reason of a turn -> status of its response, and of the item that holds the reply
 STATUS = dict(stop=("completed", "completed"), length=("incomplete", "incomplete"),
               cancelled=("cancelled", "incomplete"))
@@ -653,12 +654,19 @@ def reports_of(turn: LiveTurn) -> list[Report]:
 
 
 class ResponseEvents:
-    """The JSON of one response, and its events, which are numbered."""
+    """The JSON of one response, and its events. They are numbered from 0 on. A delta has the number
+    of its last character: so a character has the same number in every stream of this response,
+    however its text is cut into deltas. The reply "Hello.", with two deltas and with one:
+
+        created 0    in_progress 1    output_item.added 2    content_part.added 3
+        "Hel" 6 "lo." 9      or      "Hello." 9
+        output_text.done 10    content_part.done 11    output_item.done 12    completed 13
+    """
 
     def __init__(self, turn_id: str, model: str, conversation: str | None, note: dict):
         """note: the turn's, which has the settings of the request."""
         self.turn_id, self.model, self.conversation, self.note = turn_id, model, conversation, note
-        self.numbers = count()
+        self.number = -1                    # of the last event
         self.message_id = f"msg_{turn_id}"
         self.opened = False                 # do the events have the reply's message?
         self.length = self.reported = 0     # how much of its text, and how many log probabilities
@@ -699,6 +707,7 @@ class ResponseEvents:
         self.opened, self.length = True, self.length + len(text)
         self.reported += len(logprobs)
         if text:
+            self.number += len(text) - 1
             yield self.part_event("output_text.delta", delta=text, logprobs=logprobs)
 
     def closing(self, whole: dict) -> Iterator[dict]:
@@ -737,7 +746,8 @@ class ResponseEvents:
                     response=self.response("in_progress"))
 
     def event(self, kind: str, **fields) -> dict:
-        return dict(type=f"response.{kind}", sequence_number=next(self.numbers), **fields)
+        self.number += 1
+        return dict(type=f"response.{kind}", sequence_number=self.number, **fields)
 
     def part_event(self, kind: str, **fields) -> dict:
         """An event of the message's only part. A message is the first item."""
@@ -778,13 +788,19 @@ class Replay:
     stream: Literal[True] = True
 
     def __init__(self, told: ResponseEvents, events: Iterator[dict | Outbox], after: int):
-        """after: the number of the last event that is left out."""
+        """after: the number of the last event that is left out. But the event that ends a response
+        always comes."""
         self.failure, self.still_here = told.failure, told.still_here
         self.replayed, self.after = events, after
 
     def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | Outbox]:
-        return (event for event in self.replayed
-                if isinstance(event, Outbox) or event["sequence_number"] > self.after)
+        for event in self.replayed:
+            if isinstance(event, Outbox) or event["type"] in ENDS:
+                yield event
+            elif (new := event["sequence_number"] - self.after) > 0:
+                # of a text delta, which has a number for each character, the new ones alone
+                is_text = event["type"] == "response.output_text.delta"
+                yield dict(event, delta=event["delta"][-new:]) if is_text else event
 
 
 # A writer writes the answer of its `turns` while they are generated.
