@@ -121,7 +121,8 @@ class API:
 
     def count_input_tokens(self, prefix: str, body: ResponseBody,
                            gone: Callable[[], bool]) -> dict:
-        """The number of tokens that the reply to this body would see. Nothing is generated."""
+        """The number of tokens that the reply to this body would see. Nothing is generated, but it
+        takes the place of a turn: the messages are rendered and tokenised as for one."""
         plan = self.sessions.plan(**self._question(prefix, body), gone=gone)
         tokens = plan.context_length + len(plan.prompt)
         return dict(object="response.input_tokens", input_tokens=tokens)
@@ -192,7 +193,11 @@ class API:
     def warm_conversation(self, prefix: str, id: str) -> dict:
         """The client expects to send a turn soon. What will happen: see Engine.warm."""
         name = self._conversation(prefix, id).name
-        return dict(id=id, object="conversation.warmed", **self.sessions.warm(name, prefix))
+        try:
+            hint = self.sessions.warm(name, prefix)
+        except KeyError:                            # deleted at this moment
+            raise missing("conversation", id) from None
+        return dict(id=id, object="conversation.warmed", **hint)
 
     def create_items(self, prefix: str, id: str, body: ItemsBody) -> dict:
         new = self._identified(body.items)

@@ -816,7 +816,7 @@ def test_where_a_conversation_is_has_one_shape(client, server):
         Portrait.model_validate(state)
 
 
-def test_a_hint_brings_a_conversation_back(client, server):
+def test_a_hint_brings_a_conversation_back(client, server, monkeypatch):
     """A hint for one that nobody knows is a 404, and one for a conversation without a turn does nothing."""
     made = client.conversations.create().id
     path = f"/v1/conversations/{made}/warm"
@@ -830,6 +830,11 @@ def test_a_hint_brings_a_conversation_back(client, server):
     details = respond(client, "Hello", conversation=made).usage.input_tokens_details
     assert (details.cached_tokens, details.gpu) == (hint["recomputed"], hint["recomputed"])
     assert fetch(server, "POST", path.replace(made, "conv_x"))[0] == 404
+    found = server.api._conversation
+    with monkeypatch.context() as patch:                    # it is deleted at that moment
+        patch.setattr(server.api, "_conversation", lambda *names: [
+            found(*names), server.sessions.forget(made)][0])
+        assert fetch(server, "POST", path)[0] == 404
     assert "nano_pensieve:warmed_tokens_recomputed_total{" in fetch(server, "GET", "/metrics")[1]
 
 
