@@ -616,7 +616,7 @@ class ChatBody(ReplyBody):
 class ResponseBody(ReplyBody):
     refused = REFUSED + "|prompt|messages|max_tokens|max_completion_tokens|n|logprobs"
     messages_in = "input"
-    input: Annotated[list[InputItem], members(10_000), OrMessage]
+    input: Annotated[list[InputItem], members(10_000, least=1), OrMessage]
     instructions: Text = None
     previous_response_id: Name = None
     conversation: Annotated[ConversationId, OrId] = None
@@ -775,7 +775,7 @@ def sentence(fault: ErrorDetails) -> str:
     """What is wrong, and how to mend it."""
     where = place(fault) or "the body"
     if fault["type"] == "missing":
-        return f"{where} is missing"
+        return f"{where} is missing or empty"
     if fault["type"] == "extra_forbidden":
         return f"{where} is not supported here: leave it out"
     if fault["type"] == "int_parsing_size":

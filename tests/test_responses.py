@@ -7,7 +7,7 @@ import urllib.request
 
 import pytest
 
-from serving.answers import Portrait
+from serving.answers import Cache, Portrait
 from serving.operations import OPERATIONS, ChatBody, CompletionBody, ItemsBody, ResponseBody
 from serving.sessions import Sessions
 from clients import CONTEXT, ask, connect, eventually, fetch, numbered, serving, user
@@ -283,6 +283,11 @@ def test_asking_in_a_query_for_what_we_do_not_have(client):
     made, include = respond(client, "Hi"), ["reasoning.encrypted_content"]
     assert client.responses.retrieve(made.id, include=include) == made
     assert client.responses.input_items.list(made.id, include=include).data
+
+
+def test_an_empty_input_is_called_so(client):
+    with pytest.raises(openai.BadRequestError, match="input is missing or empty"):
+        respond(client, [])
 
 
 def test_counting_tokens_is_work_like_a_turn(server):
@@ -814,6 +819,14 @@ def test_where_a_conversation_is_has_one_shape(client, server):
     assert [bool(state["gpu"]) for state in states] == [False, True, False]
     for state in states:
         Portrait.model_validate(state)
+
+
+def test_a_picture_with_a_one_off_is_as_the_document_says(client, server):
+    stream, _ = begun(client, store=False)
+    picture = fetch(server, "GET", "/cache")[1]
+    assert [entry for entry in picture["conversations"] if isinstance(entry["id"], int)]
+    Cache.model_validate(picture)
+    stream.close()
 
 
 def test_a_hint_brings_a_conversation_back(client, server, monkeypatch):
