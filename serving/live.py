@@ -273,7 +273,7 @@ def departures(before: dict[str, str], after: dict[str, str], chunk_size: int) -
 def outside(prefix: str, entries: list[dict], key: str) -> list[dict]:
     """The entries of one client, with the names that it knows. entry[key] is the name of a
     conversation: we keep the entries whose name begins with the prefix, and remove the prefix. (A
-    one-off's name is a number, or None. It belongs to no key.)"""
+    one-off has a number for a name, or none. It belongs to no key.)"""
     if not prefix:
         return entries
     return [dict(entry, **{key: entry[key].removeprefix(prefix)})

@@ -683,7 +683,7 @@ class Operation(NamedTuple):
     method: str
     path: str
     name: str
-    answer: type[answers.Shape] | str
+    answer: type[BaseModel] | str
     fields: type[Fields] = Fields       # it takes none
     generates: bool = False
 
@@ -714,7 +714,7 @@ OPERATIONS = [
     Operation("POST", CONVERSATION + "/warm", "warm_conversation", answers.Warmed),
     Operation("GET", CONVERSATION + "/items", "list_items", answers.Items, ItemsQuery),
     Operation("POST", CONVERSATION + "/items", "create_items", answers.Items, ItemsBody),
-    Operation("GET", ITEM, "retrieve_item", answers.Item),
+    Operation("GET", ITEM, "retrieve_item", answers.AnyItem),
     Operation("DELETE", ITEM, "delete_item", answers.Conversation),
     Operation("GET", "/v1/models", "list_models", answers.Models),
     Operation("GET", "/v1/models/{id}", "retrieve_model", answers.Model),
