@@ -667,7 +667,10 @@ class Sessions:
 
     def _continues(self, live: LiveTurn) -> bool:
         """Does the turn continue the context that its conversation has in the history? Not if it
-        restarts, if it begins a branch, or if the turn before it was deleted meanwhile."""
+        restarts, if it begins a branch, or if the turn before it was deleted meanwhile. A one-off
+        has no conversation to differ from."""
+        if live.conversation is None:
+            return True
         head, after = self.history.head(live.conversation), live.plan.after
         return not live.plan.restarts and (head and head.id) == (after and after.id)
 

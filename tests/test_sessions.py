@@ -208,6 +208,14 @@ def test_one_offs_keep_nothing(sessions):
     assert stats["slots_free"] == 160 and stats["conversations"] == 0 and not sessions.history.conversations()
 
 
+def test_the_end_of_a_one_off_asks_the_history_for_nothing(sessions, monkeypatch):
+    """The engine's thread would wait for a client that reads a long one."""
+    turn = sessions.submit(ids(5), max_tokens=3)
+    monkeypatch.setattr(sessions, "history", None)
+    assert turn.result().token_ids
+    monkeypatch.undo()
+
+
 def test_a_resent_history_is_recognised_and_an_edited_one_branches(sessions):
     first = sessions.respond([user("Hello")], hint="mine", max_tokens=6)
     said = dict(role="assistant", content=first.result().text)
