@@ -74,7 +74,7 @@ def portrait_of(engine: Engine, name: str | int) -> dict | None:
 
 def picture(engine: Engine, call: Callable[[Callable], Any]) -> dict:
     """The engine's stats, and every conversation that has KV in a tier. call: runs a function
-    between two steps, as Engine.call does."""
+    between two steps, as Engine.call does. We call it once for each piece of the drawing."""
     whole = dict(stats={}, conversations=[])
     pieces = drawing(engine, whole)
     while call(partial(next, pieces, False)):
@@ -113,6 +113,7 @@ def own_stats(stats: dict, conversations: list[dict]) -> dict:
     """The stats of the tiers, as if they held these conversations alone."""
     slots, places = stats["slots_total"], stats["cpu_chunks_total"]
     gpu = sum(entry["gpu"] for entry in conversations)
+    # A copy of a chunk takes a place, also while the chunk is on the GPU.
     cpu = sum(entry["chunks"].count("C") + entry["chunks"].count("B") for entry in conversations)
     # Forks count the chunks that they share several times.
     return dict(slots_total=slots, slots_free=max(slots - gpu, 0),
@@ -138,7 +139,7 @@ class Broadcast:
         self.engine, self.private = engine, private
         self.lock = threading.Lock()                            # guards the next two
         self.queues: dict[Queue, str] = {}                      # a watcher's -> its prefix
-        self.drawing = False                                    # is there a thread?
+        self.drawing = False                                    # is there a thread that draws?
         self.recent = deque(maxlen=MOST_MOVES)                  # transfers since the last picture
         self.changed = threading.Event()    # a step has run, or a watcher has come
 

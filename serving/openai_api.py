@@ -130,7 +130,7 @@ class API:
     def retrieve_response(self, prefix: str, id: str, query: ResponseQuery) -> "dict | Replay":
         if unfinished := self._unfinished(prefix, id):
             writer = ResponseWriter(unfinished, prefix, self.model)
-            told, events = writer.told, writer.events(LiveTurn.result)
+            told, events = writer.told, writer.events(lambda turn: turn.result())
             found = told.response("in_progress")
         else:
             told, found = self._stored(prefix, id, LOGPROBS in query.include)
@@ -392,7 +392,7 @@ def options_of_choices(options: dict, n: int) -> list[dict]:
     """The engine's options for each of n choices. With a seed, choice i draws with seed + i.
     Without one, every choice draws with a random seed of its own."""
     if "seed" not in options:
-        return [options] * n
+        return [options] * n            # one dict: nobody changes it
     seed, largest = options["seed"], LIMITS["seed"][1]
     if seed + n - 1 > largest:
         raise APIError(400, f"seed + n - 1 must be at most {largest}, got seed {seed} and n {n}",
@@ -545,6 +545,17 @@ def response_usage(usage: dict) -> dict:
                 output_tokens_details=dict(reasoning_tokens=0), total_tokens=prompt + generated)
 
 
+# A writer writes the answer of its `turns` while they are generated.
+#
+#     whole(replies)     the answer in one piece; replies: of the turns, in order
+#     events(finish)     the answer as a stream. It yields an outbox when nothing is new until that
+#                        one has news; and after the last news of a turn once more. Then comes
+#                        finish(turn), which waits until the history has stored the turn, and
+#                        returns its reply.
+#     failure(error)     the last event of a stream in which something went wrong
+#     still_here()       an event that says nothing new, for a stream that is silent for long
+
+
 class ChatWriter:
     """Each choice is a turn. The first one goes on in the conversation, the others are branches
     beside it. Their common prompt is computed once. The client may send any of them back, we
@@ -609,16 +620,18 @@ class ChatWriter:
             return None
         return dict(content=entries(turn.tokenizer, reports), refusal=None)
 
-    def usage(self, index: int = -1, end: int | None = None) -> dict | None:
-        """The usage of all that we have sent: the first `end` tokens of choice `index`, and all
-        tokens of the choices before it. The prompt counts once, with the sources that the first
-        choice had. None before the engine has admitted the first choice."""
+    def usage(self, index: int | None = None, end: int | None = None) -> dict | None:
+        """The usage of all that we have sent: the first `end` tokens of choice `index`, by default
+        of the last choice, and all tokens of the choices before it. The prompt counts once, with
+        the sources that the first choice had. None before the engine has admitted the first
+        choice."""
         request = self.turns[0].handle.request
         if not (request and request.usage):
             return None
         prompt = sum(request.usage.values())
-        generated = len(self.turns[index].handle.token_ids[:end])
-        generated += sum(len(turn.handle.token_ids) for turn in self.turns[:index])
+        *before, last = self.turns if index is None else self.turns[:index + 1]
+        generated = sum(len(turn.handle.token_ids) for turn in before)
+        generated += len(last.handle.token_ids[:end])
         return dict(prompt_tokens=prompt, completion_tokens=generated,
                     total_tokens=prompt + generated,
                     prompt_tokens_details=prompt_details(request.usage))
@@ -808,13 +821,4 @@ class Replay:
                 yield dict(event, delta=event["delta"][-new:]) if is_text else event
 
 
-# A writer writes the answer of its `turns` while they are generated.
-#
-#     whole(replies)     the answer in one piece; replies: of the turns, in order
-#     events(finish)     the answer as a stream. It yields an outbox when nothing is new until that
-#                        one has news; and after the last news of a turn once more. Then comes
-#                        finish(turn), which waits until the history has stored the turn, and
-#                        returns its reply.
-#     failure(error)     the last event of a stream in which something went wrong
-#     still_here()       an event that says nothing new, for a stream that is silent for long
 Writer = ChatWriter | CompletionWriter | ResponseWriter | Replay
