@@ -598,11 +598,12 @@ class Sessions:
     def _submit(self, live: LiveTurn, plan: Plan, like: Handle | None = None,
                 **options) -> LiveTurn:
         """Submit the turn to the engine, behind the context of the turn before it."""
-        live.plan, live.min_tokens = plan, options.get("min_tokens") or 0
         context: Sequence[int] = ()
         parent, prompt = None, plan.prompt
         if plan.after:
             context, parent = self.history.tokens(plan.after.id), plan.after.conversation
+        # Not earlier: from here on a deletion of `after` cancels this turn, and waits for it.
+        live.plan, live.min_tokens = plan, options.get("min_tokens") or 0
         if plan.restarts:
             kept = self._shorten_to_common(live.conversation, context, prompt)
             context, prompt = prompt[:kept], prompt[kept:]
