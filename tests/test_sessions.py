@@ -208,6 +208,14 @@ def test_one_offs_keep_nothing(sessions):
     assert stats["slots_free"] == 160 and stats["conversations"] == 0 and not sessions.history.conversations()
 
 
+def test_the_end_of_a_one_off_asks_the_history_for_nothing(sessions, monkeypatch):
+    """The engine's thread would wait for a client that reads a long one."""
+    turn = sessions.submit(ids(5), max_tokens=3)
+    monkeypatch.setattr(sessions, "history", None)
+    assert turn.result().token_ids
+    monkeypatch.undo()
+
+
 def test_a_resent_history_is_recognised_and_an_edited_one_branches(sessions):
     first = sessions.respond([user("Hello")], hint="mine", max_tokens=6)
     said = dict(role="assistant", content=first.result().text)
@@ -555,6 +563,23 @@ def test_what_fails_in_a_change_of_the_history_is_told_to_the_caller(started, mo
             sessions.forget("c")
     assert sessions.generate(ids(3), "c", max_tokens=2, ignore_eos=True).finish_reason == "length"
     sessions.close()
+
+
+def test_turns_are_stored_though_the_system_has_no_more_threads(monkeypatch):
+    def no_thread(self):
+        raise RuntimeError("can't start new thread")
+    with closing(opened(True, **TINY)) as sessions:
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+        turn = sessions.respond([user("Hi")], "c", max_tokens=3)
+        assert turn.wait(20) and turn.result() and sessions.history.head("c").id == turn.id
+        assert not sessions.engine.failure
+
+
+def test_a_turn_settles_though_the_writing_thread_has_ended():
+    with closing(opened(True, **TINY)) as sessions:
+        sessions.writer.shutdown()
+        assert sessions.respond([user("Hi")], "c", max_tokens=3).wait(20)
+        assert sessions.history.head("c") and not sessions.engine.failure
 
 
 def test_a_cancelled_turn_need_not_be_read(sessions):

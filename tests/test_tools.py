@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from clients import Script, connect, fetch, serving, user
 from serving import tools
 from serving.history import said
+from serving.operations import OPERATIONS
 from serving.sessions import Sessions
 from serving.tokenizer import load_tokenizer
 from test_templates import byte_level
@@ -465,6 +466,9 @@ def test_an_agent_in_responses(server, client, template, stream, follows):
         for item in listed:
             found = client.conversations.items.retrieve(item.id, conversation_id=options["conversation"])
             assert found.type == item.type
+            path = f"/v1/conversations/{options['conversation']}/items/{item.id}"
+            retrieve = next(entry for entry in OPERATIONS if entry.name == "retrieve_item")
+            retrieve.answer.model_validate(fetch(server, "GET", path)[1])
 
 
 def test_items_of_a_reply_with_two_calls(server, client, template):
