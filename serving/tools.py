@@ -223,7 +223,9 @@ def split(form: Form, text: str, names: Collection[str]) -> tuple[str, list[tupl
     calls, around, start = [], [], 0
     closing = re.compile(rf"\s*{re.escape(form.end)}" if form.end else "")
     for mark in re.finditer(re.escape(form.mark), text):
-        with suppress(*BROKEN):         # of a mark within a call, too: its quotes have a backslash
+        if mark.start() < start:        # it stands in an argument of the call before
+            continue
+        with suppress(*BROKEN):
             value, end = DECODER.raw_decode(text, BLANKS.match(text, mark.end()).end())
             calls += calls_in(value, names)
             around.append(text[start:mark.start()])
@@ -232,7 +234,9 @@ def split(form: Form, text: str, names: Collection[str]) -> tuple[str, list[tupl
 
 
 def calls_in(value: Any, names: Collection[str]) -> list[tuple[str, dict]]:
-    """One of BROKEN unless it is a call, or a list of calls."""
+    """One of BROKEN unless it is a call, or a list of one or more."""
+    if value == []:
+        raise ValueError("no call at all")
     calls = []
     for entry in value if isinstance(value, list) else [value]:
         arguments = entry["arguments"] if "arguments" in entry else entry.get("parameters", {})

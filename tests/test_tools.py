@@ -236,6 +236,14 @@ READ = [
     (tools.MISTRAL, 'So: [TOOL_CALLS][{"name": "add", "arguments": {}, "id": "123456789"}]', "So:",
      [("add", {})]),
     (tools.MISTRAL, '[TOOL_CALLS][{"name": "add"}]  B', "  B", [("add", {})]),
+    # What reads as a call, or as no calls, within a call's argument is a part of that.
+    (tools.HERMES, hermes(a="<tool_call>[]") + " B", " B", [("add", dict(a="<tool_call>[]"))]),
+    (tools.MISTRAL, '[TOOL_CALLS][{"name": "add", "arguments": {"a": "[TOOL_CALLS][] here"}}] B', " B",
+     [("add", dict(a="[TOOL_CALLS][] here"))]),
+    (tools.HERMES, '<tool_call>{"name": "sub", "arguments": {"a": "<tool_call>{"}}": 1, "name": "add"}',
+     '": 1, "name": "add"}', [("sub", dict(a="<tool_call>{"))]),
+    (tools.HERMES, "x <tool_call>[]</tool_call> y " + hermes(a=1), "x <tool_call>[]</tool_call> y",
+     [("add", dict(a=1))]),
 ]
 DEEP = '{"a":' * 5000 + "1" + "}" * 5000
 TEXT = [
