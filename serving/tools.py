@@ -200,15 +200,27 @@ def read(form: Form, text: str, names: Collection[str], turn_id: str,
     """A whole reply as a message: its calls of the functions `names`, and the text around them.
 
     most: calls; None: all. A message without calls has no "tool_calls"."""
-    thought, end, said = text.partition(THOUGHT_END)
-    if not (text.lstrip().startswith(THOUGHT) or form.thinks and end):
-        thought, end, said = "", "", text
+    thought, end, said = without_thoughts(text, form.thinks)
     rest, calls = split(form, said, names) if names else (said, [])
     if not calls:
         return dict(role="assistant", content=text)
     called = [dict(id=f"call_{turn_id}_{index}", name=name, arguments=as_json(arguments))
               for index, (name, arguments) in enumerate(calls[:most])]
     return dict(role="assistant", content=(thought + end + rest).rstrip(), tool_calls=called)
+
+
+def without_thoughts(text: str, thinks: bool) -> tuple[str, str, str]:
+    """The thoughts that a reply begins with, THOUGHT_END, and the rest.
+
+        "<think>2 + 2</think> 4"    "<think>2 + 2", "</think>", " 4"
+        "<think>2 + 2"              "<think>2 + 2", "", ""      it was cut off in its thoughts
+        "4 </think>"                "", "", "4 </think>"        if `thinks`: "4 ", "</think>", ""
+
+    thinks: see Form. Then a reply's thoughts begin without THOUGHT."""
+    thought, end, said = text.partition(THOUGHT_END)
+    if text.lstrip().startswith(THOUGHT) or thinks and end:
+        return thought, end, said
+    return "", "", text
 
 
 def split(form: Form, text: str, names: Collection[str]) -> tuple[str, list[tuple[str, dict]]]:
@@ -289,8 +301,12 @@ class TextBefore:
         if self.form is None:
             return len(held), False
         if not (mark := self.form.mark):
-            thought, end, said = held.rpartition(THOUGHT_END)
-            if (end or not self.length) and said.lstrip()[:1] in ("", "{"):
+            # The call is the whole reply, or all behind thoughts. So we hold what begins with "{"
+            # (or has not begun) there. Some of that is no call after all; then `read` says so.
+            if not self.length and held.lstrip()[:1] in ("", "{"):
+                return 0, bool(held.strip())
+            thought, end, said = held.partition(THOUGHT_END)
+            if end and said.lstrip()[:1] in ("", "{"):
                 return len(thought), bool(said.strip())
             return without_part(held, THOUGHT_END), False
         begin = held.find(mark) if mark in held else without_part(held, mark)

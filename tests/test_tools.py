@@ -306,6 +306,9 @@ def test_text_is_held_back_only_where_a_call_may_begin():
     pieces = "<think>x</", "think>", " {", "}"
     assert [before.push(piece) for piece in pieces] == ["<think>x", "", "", ""]
     assert tools.TextBefore(tools.LLAMA, ["add"]).push("<think>x</think>{") == "<think>x"
+    for thoughts in "", "<think>x":         # the call's "</think>" ends no thoughts, in one piece, too
+        text = ("</think>" if thoughts else "") + '{"name": "add", "parameters": {"a": "</think>{"}}'
+        assert tools.TextBefore(tools.LLAMA, ["add"]).push(thoughts + text) == thoughts
     assert tools.TextBefore(tools.HERMES, []).push("<tool_call>") == "<tool_call>"
 
 
