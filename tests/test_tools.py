@@ -361,8 +361,8 @@ def test_calls_are_equal_by_value():
     others = [message("sub", '{"a":1,"b":["é"]}'), message("add", '{"a":"1","b":["é"]}'),
               message("add", "{}"), message("add", '{"a":1,"b":["é"]}', "x"),
               dict(role="assistant", content="")]
-    assert len({said(message) for message in same}) == 1
-    assert len({said(message) for message in same[:1] + others}) == 1 + len(others)
+    assert len({said(message, False) for message in same}) == 1
+    assert len({said(message, False) for message in same[:1] + others}) == 1 + len(others)
 
 
 # ---- an agent
