@@ -20,7 +20,7 @@ that hash. If a turn's visible text does not determine its ids, then it has no h
 any later turn of that context.
 
 A conversation's name begins with its owner's prefix, so owners need no column. A prefix has one
-"/", at its end, where `count_bytes` cuts a name: "3f9a/my chat" belongs to the owner "3f9a/". A
+"/", at its end, where OWNER cuts a name: "3f9a/my chat" belongs to the owner "3f9a/". A
 server without API keys has one owner, "".
 
 Invariants: every stored turn is needed by a conversation or by a later turn. A turn that `commit`
@@ -342,6 +342,7 @@ class History:
             return db.execute("""
                 UPDATE conversation SET active = :now,
                     metadata = coalesce(:metadata, metadata, '{}'),
+                    -- '[a]' and '[b]' become '[a, b]'
                     waiting = CASE WHEN :new = '[]' THEN waiting WHEN waiting = '[]' THEN :new
                               ELSE rtrim(waiting, ']') || ', ' || substr(:new, 2) END
                 WHERE name = :name""", dict(
@@ -395,6 +396,7 @@ class History:
             if (record := find_record(db, conversation)) is None:
                 return False
             head, items = record.head, record.waiting
+            # From the end: `items` grows by a turn, and `head` goes back, until it has our item.
             while head and item_id not in [item["id"] for item in items]:
                 items = items_of(db, head) + items
                 head = find_turn(db, "id = :id", id=head).parent

@@ -14,7 +14,7 @@ system message, in Hermes' form (`in_words`), so any model can take part.
                                 {"id": "call_T_0", "name": "add", "arguments": '{"a": 1}'}]}
 
 Invariant: no text is lost. What does not read as a call of an offered function stays content.
-(But a client that wants one call alone gets none of those behind the first.)
+(But a client that wants one call alone gets the first alone.)
 """
 import hashlib
 import json
@@ -45,8 +45,9 @@ class Form(NamedTuple):
     """How a call stands in a reply's text."""
     mark: str                   # what a call begins with; "": the whole reply is the call
     end: str = ""
-    # What stands before the calls, between two of them and behind them, in the grammar of
-    # `language`; between: "": there is one alone.
+    # What stands before the calls, between two of them and behind them, as parts of the grammar
+    # that `language` writes; between: "": there is one alone. That of HERMES allows
+    #   <tool_call>\n{a call}\n</tool_call>\n<tool_call>\n{a call}\n</tool_call>
     frame: tuple[str, str, str] = '{mark} "\\n"', '"\\n" {end} "\\n" {mark} "\\n"', '"\\n" {end}'
     arguments: str = "arguments"    # the name of a call's arguments
     # The role of the message in which we offer the tools. None: the template offers them.
