@@ -1,7 +1,8 @@
 """What a client holds of a submitted turn: it reads the tokens, waits for the reply, or cancels.
 
-    the owner     append an item, ring --> | Outbox | --> wake, read the new items     any threads
-                  close                                   wake, see that it is closed
+    the owner                       any threads
+    append an item, ring  -->  |        |  -->  wake, read the new items
+    close                 -->  | Outbox |  -->  wake, see that it is closed
 
 Readers take nothing away: any number of threads may read a handle or an outbox, any number of
 times. They hold no lock, since a list of Python can be read while one thread appends to it.
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from scheduler import SOURCES, Request
 
@@ -33,6 +35,11 @@ class Reply:
         return " · ".join(f"{source} {self.usage[source]}" for source in SOURCES)
 
 
+class Bell(Protocol):
+    def release(self) -> None:
+        """It rings, once."""
+
+
 class Outbox:
     """A list that grows until it is closed. The owner writes it, any number of threads read it."""
 
@@ -41,9 +48,9 @@ class Outbox:
         self.step_until = step_until
         self.items = [] if items is None else items
         self.closed = threading.Event()
-        # One bell for each sleeping reader: a lock that the reader waits for. To release it is the
-        # fastest way to wake a thread; a Condition takes longer.
-        self.bells: list[threading.Lock] = []
+        # One bell for each sleeping reader. For most it is a lock that the reader waits for: to
+        # release it is the fastest way to wake a thread; a Condition takes longer.
+        self.bells: list[Bell] = []
 
     def put(self, item):
         self.items.append(item)
@@ -78,16 +85,19 @@ class Outbox:
             if not ready():
                 bell.acquire()                      # sleep until the owner releases it
 
-    def news(self) -> Iterator[list]:
-        """Yield all items in order, each time as many as are new, until the outbox is closed."""
+    def news(self, wait: bool = True) -> Iterator[list]:
+        """Yield all items in order, each time as many as are new, until the outbox is closed.
+        wait=False: yield an empty list when nothing is new, and once more after the last item."""
         seen = 0
         while True:
-            self.wait_beyond(seen)
-            new = self.items[seen:]
-            if not new:
+            if wait:
+                self.wait_beyond(seen)
+            closed, new = self.closed.is_set(), self.items[seen:]
+            if new or not wait:
+                yield new
+            if closed and not new:
                 return
             seen += len(new)
-            yield new
 
 
 class Handle:

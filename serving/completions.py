@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from handles import Handle
+from handles import Handle, Outbox
 from scheduler import SOURCES
 from serving.logprobs import LEAST, Report, Reports
 from serving.operations import APIError, CompletionBody
@@ -108,15 +108,19 @@ class CompletionWriter:
                                 logprobs=sent.last()))
         return dict(self.envelope, choices=choices, usage=self.usage())
 
-    def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str]:
+    def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str | Outbox]:
         """All choices are generated at once, but sent one after another."""
         for index, turn in enumerate(self.turns):
             self.index, sent = index, self._text_of(index)
             if self.body.echo:
-                turn.handle.tokens.wait_beyond(0)       # by then the prompt is computed
+                tokens = turn.handle.tokens
+                while not (tokens.items or tokens.closed.is_set()):
+                    yield tokens                        # then the prompt is computed
                 yield self.chunk(index, sent.begin(), sent.logprobs())
-            for text, _ in turn.progress():
-                if text := sent.more(text):
+            for text, _ in turn.progress(wait=False):
+                if not text:
+                    yield turn.texts
+                elif text := sent.more(text):
                     yield self.chunk(index, text, sent.logprobs())
             reason = finish_reason(finish(turn))
             yield self.chunk(index, "", sent.last(), reason)

@@ -147,8 +147,8 @@ class Broadcast:
         step has changed it, otherwise every second or two. A reader that is late gets the latest
         one alone. Ends when over() is true, or when we fail to draw."""
         events = Queue(1)
-        self._come(events, prefix)
         try:
+            self._come(events, prefix)
             while not over():
                 with suppress(Empty):
                     if (event := events.get(timeout=EVENT_SECONDS)) is None:
@@ -164,8 +164,8 @@ class Broadcast:
                 self.engine.watchers.append(self._remember)
             self.queues[events] = prefix
             if not self.drawing:
-                self.drawing = True
                 threading.Thread(target=self._draw, daemon=True).start()
+                self.drawing = True
         self.changed.set()
 
     def _leave(self, events: Queue):

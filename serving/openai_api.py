@@ -32,9 +32,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import count, dropwhile, islice
+from itertools import count, dropwhile
 from typing import Any, Literal
 
+from handles import Outbox
 from sampling import LIMITS
 from scheduler import TooLong
 from serving import live, tools
@@ -556,14 +557,16 @@ class ChatWriter:
                    for index, (turn, reply) in enumerate(zip(self.turns, replies))]
         return dict(self.envelope, object="chat.completion", usage=self.usage(), choices=choices)
 
-    def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str]:
+    def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str | Outbox]:
         """All choices are generated at once, but sent one after another."""
         for index, turn in enumerate(self.turns):
             self.index, before = index, text_before(turn)
             reports = Reports(turn.tokenizer, turn.handle)
             yield self.chunk(index, dict(role="assistant", content=""), [], 0)
-            for text, end in turn.progress():
-                if text := before.push(text):
+            for text, end in turn.progress(wait=False):
+                if not text:
+                    yield turn.texts
+                elif text := before.push(text):
                     new = reports.before(before.length)
                     yield self.chunk(index, dict(content=text), new, end)
             reply, message = finish(turn), turn.message
@@ -757,11 +760,13 @@ class ResponseWriter:
         return self.told.whole(reply.finish_reason, self.turn.message, reply.usage,
                                self.turn.completed_at, logprobs)
 
-    def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str]:
+    def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | Outbox]:
         reports, before = Reports(self.turn.tokenizer, self.turn.handle), text_before(self.turn)
         yield from self.told.opening()
-        for text, _ in self.turn.progress():
-            if text := before.push(text):
+        for text, _ in self.turn.progress(wait=False):
+            if not text:
+                yield self.turn.texts
+            elif text := before.push(text):
                 new = entries(self.turn.tokenizer, reports.before(before.length))
                 yield from self.told.text(text, new)
         yield from self.told.closing(self.whole([finish(self.turn)]))
@@ -772,20 +777,23 @@ class Replay:
     turns: tuple = ()
     stream: Literal[True] = True
 
-    def __init__(self, told: ResponseEvents, events: Iterator[dict | str], after: int):
+    def __init__(self, told: ResponseEvents, events: Iterator[dict | Outbox], after: int):
         """after: the number of the last event that is left out."""
         self.failure, self.still_here = told.failure, told.still_here
         self.replayed, self.after = events, after
 
-    def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | str]:
-        return islice(self.replayed, self.after + 1, None)
+    def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | Outbox]:
+        return (event for event in self.replayed
+                if isinstance(event, Outbox) or event["sequence_number"] > self.after)
 
 
 # A writer writes the answer of its `turns` while they are generated.
 #
 #     whole(replies)     the answer in one piece; replies: of the turns, in order
-#     events(finish)     the answer as a stream; finish(turn) waits until the history has stored
-#                        the turn, and returns its reply
+#     events(finish)     the answer as a stream. It yields an outbox when nothing is new until that
+#                        one has news; and after the last news of a turn once more. Then comes
+#                        finish(turn), which waits until the history has stored the turn, and
+#                        returns its reply.
 #     failure(error)     the last event of a stream in which something went wrong
 #     still_here()       an event that says nothing new, for a stream that is silent for long
 Writer = ChatWriter | CompletionWriter | ResponseWriter | Replay

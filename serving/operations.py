@@ -184,7 +184,8 @@ def functions(given: Any, info: ValidationInfo) -> Any:
     if "function" not in types:
         return given
     info.context.update(f"Tool.{type:.100}" for type in others)
-    return [tool for tool, type in zip(given, types) if type not in others]
+    return [tool for tool, type in zip(given, types)
+            if not (isinstance(type, str) and type in others)]
 
 
 def text_of_object(value: Any) -> Any:

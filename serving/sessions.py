@@ -157,12 +157,13 @@ class LiveTurn:
         self.reply: Answer | None = None            # in the end either this
         self.error: BaseException | None = None     # or this
 
-    def progress(self) -> Iterator[tuple[str, int]]:
-        """The text as it grows: (new text, number of tokens that all text so far stands for)."""
+    def progress(self, wait: bool = True) -> Iterator[tuple[str, int]]:
+        """The text as it grows: (new text, number of tokens that all text so far stands for).
+        wait=False: yields "" when nothing is new, and once more after the last text."""
         tokens = 0
-        for new in self.texts.news():
+        for new in self.texts.news(wait):
             tokens += len(new)
-            if text := "".join(new):
+            if (text := "".join(new)) or not wait:
                 yield text, min(tokens, len(self.handle.token_ids))     # the last text has no token
         self.result()                               # raises the error, if there is one
 

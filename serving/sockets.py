@@ -2,6 +2,8 @@
 
     client -> Handler (a thread per connection) -> API -> engine (one thread) -> Writer -> client
 
+While a turn is live, one thread sends the new text of all streams: see courier.py.
+
 After each answer the server prints where the tokens of its context came from:
 
     gpu 96 · cpu 64 · recomputed 32 · new 14 · first token 9 ms
@@ -21,7 +23,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +35,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import parse_qs, urlsplit
 
+from handles import Outbox
 from scheduler import TooLong
 from serving import live
+from serving.courier import POLL_SECONDS, Courier
 from serving.guard import ALL_KEYS, Guard, page_policy
 from serving.history import StaleTurn
 from serving.metrics import Metrics, stats_of
@@ -51,13 +54,11 @@ RESTS = 3                   # seconds of rest for each second of reading large b
 HEADER_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\0]*\r?\n")
 SURROGATE = re.compile(rb"(?i)\\ud[89a-f]")          # in JSON
 DECODERS = dict(gzip=31, deflate=15)        # Content-Encoding -> zlib's name for it
-REQUEST_SECONDS = 30        # for a request to arrive, from the connection or the last answer on
+REQUEST_SECONDS = 30        # for a request to begin, and then as many for its rest to arrive
 WRITE_SECONDS = 30          # for a client to take a piece of our answer, or to send us more bytes
 PIECE_BYTES = 2**16         # of an answer
 STUCK_SECONDS = 10          # without a step, though there is something to do
-KEEPALIVE_SECONDS = 15      # of silence in a stream
 DRAIN_SECONDS = 30          # for the turns at work to finish, once the server is to stop
-POLL_SECONDS = 0.1          # between two checks whether a client has hung up
 LINGER_SECONDS = 2          # for a client that still sends when we have answered
 TURNS_SHOWN = 100           # at /cache
 MAX_WATCHERS = 32           # of the live picture
@@ -125,14 +126,12 @@ class Server(ThreadingHTTPServer):
         self.deadlines: dict[socket.socket, float] = {}     # of the requests that are arriving
         self.stop_at: float | None = None                   # set when the server begins to drain
         self.steps, self.last_step = 0, time.monotonic()    # of the engine; when we saw the last
-        self.looks: set[Callable[[], None]] = set()         # one for each answer at work
-        self.closed = threading.Event()
+        self.courier = Courier()
         self.stateless: Sessions | None = None    # --demo: it answers our turns without memory
         self.example: list[list[str]] | None = None     # --demo: see example.py
         super().__init__(address, Handler, bind_and_activate=False)
         self.socket.close()                                 # http.server has made one
         self.socket = listener
-        threading.Thread(target=self.watch, daemon=True).start()
 
     @property
     def url(self) -> str:
@@ -238,21 +237,8 @@ class Server(ThreadingHTTPServer):
         if self.stop_at and (not self.at_work or now > self.stop_at):
             raise Drained
 
-    def watch(self):
-        """Looks at all answers at work, again and again. (If each had a thread to do so, these
-        threads would take a fifth of the server's time.) A look must not wait for anything."""
-        while not self.closed.wait(POLL_SECONDS):
-            for look in list(self.looks):
-                try:
-                    look()
-                except RuntimeError:            # the system gives us no more threads: try again
-                    pass
-                except Exception:               # the other answers are watched all the same
-                    self.looks.discard(look)
-                    traceback.print_exc()
-
     def server_close(self):
-        self.closed.set()
+        self.courier.close()
         super().server_close()
 
     @property
@@ -321,11 +307,6 @@ class Handler(BaseHTTPRequestHandler):
 
     # ---- a request comes in
 
-    def setup(self):
-        super().setup()
-        self.sending = threading.RLock()    # guards the next one, and each piece of a stream
-        self.last_sent: float | None = None    # when an open stream had sent its latest piece
-
     def handle(self):
         with suppress(ConnectionError):
             super().handle()
@@ -337,6 +318,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def parse_request(self) -> bool:
         """http.server reads the head through a HeadReader. False if we have refused it."""
+        self.server.deadlines[self.connection] = time.monotonic() + REQUEST_SECONDS
         file, self.rfile = self.rfile, HeadReader(self.rfile)
         try:
             parsed = super().parse_request()
@@ -431,7 +413,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def read_json(self, operation: Operation) -> Any:
         """The body as JSON. If it has no session_id, one of SESSION_HEADERS may have it."""
-        body = self.decoded(self.read_body(operation))
+        body = self.read_body(operation)
+        self.server.deadlines.pop(self.connection, None)
+        body = self.decoded(body)
         if not body and not operation.needs_body:
             return {}
         try:
@@ -558,8 +542,8 @@ class Handler(BaseHTTPRequestHandler):
             self.begin_stream()
             if self.command == "GET":
                 for event in self.server.broadcast.follow(prefix, over):
-                    self.send_event(event)
-            self.send_piece(b"")
+                    self.wfile.write(self.framed(event))
+            self.wfile.write(self.framed(None))
         finally:
             self.server.watchers.release()
 
@@ -573,23 +557,28 @@ class Handler(BaseHTTPRequestHandler):
             if not writer.stream:
                 return self.send(200, writer.whole(list(map(finish, writer.turns))))
             self.begin_stream()
+            pieces = (event if isinstance(event, Outbox) else self.framed(event)
+                      for event in writer.events(finish))
             try:
-                for event in writer.events(finish):
-                    self.send_event(event)
+                for piece in pieces:
+                    if isinstance(piece, bytes):
+                        self.wfile.write(piece)
+                    elif not piece.closed.is_set():
+                        self.wfile.write(self.server.courier.carry(
+                            self.connection, pieces, lambda: self.framed(writer.still_here())))
             except HUNG_UP:
                 raise
             except Exception as error:
-                self.send_event(writer.failure(self.told(error)))
-            self.send_piece(b"")
+                self.wfile.write(self.framed(writer.failure(self.told(error))))
+            self.wfile.write(self.framed(None))
 
     @contextmanager
     def watched(self, writer: Writer, free_one: Callable[[], None]):
-        """While the block writes, or waits for something to write, the server's watching thread
-        looks after it. It cancels the turns as soon as the client hangs up, frees the places of
-        those that have settled, and tells a client whose stream is silent that we are still here.
-        At the end some turns may not be done, because writing or another of the turns has failed:
-        these are cancelled, too."""
-        looks, unsettled = self.server.looks, list(writer.turns)
+        """While the block writes, or waits for something to write, the courier looks after it. It
+        cancels the turns as soon as the client hangs up, and frees the places of those that have
+        settled. At the end some turns may not be done, because writing or another of the turns has
+        failed: these are cancelled, too."""
+        looks, unsettled = self.server.courier.looks, list(writer.turns)
 
         def settled(turn: LiveTurn) -> bool:
             return bool(turn.reply or turn.error)
@@ -601,8 +590,6 @@ class Handler(BaseHTTPRequestHandler):
             for turn in filter(settled, list(unsettled)):
                 unsettled.remove(turn)
                 free_one()
-            if self.is_silent():
-                threading.Thread(target=self.keep_alive, args=(writer,), daemon=True).start()
 
         def cancel():
             for turn in writer.turns:
@@ -660,35 +647,17 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.close_connection = True
         self.send_head(200, headers)
-        self.last_sent = time.monotonic()
 
-    def send_event(self, event: dict | str):
-        """Sends an event of a stream: an object, or a string as it is."""
+    def framed(self, event: dict | str | None) -> bytes:
+        """The bytes of an event of a stream: an object, or a string as it is. None ends the
+        stream."""
+        if self.command == "HEAD":
+            return b""
         kind = f"event: {event['type']}\n" if isinstance(event, dict) and "type" in event else ""
-        data = event if isinstance(event, str) else json.dumps(event)
-        self.send_piece(f"{kind}data: {data}\n\n".encode())
-
-    def send_piece(self, data: bytes):
-        """Sends a piece of a stream. An empty piece ends the stream."""
-        with self.sending:
-            self.last_sent = None
-            chunked = self.request_version == "HTTP/1.1"
-            if self.command != "HEAD":
-                self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
-            self.last_sent = time.monotonic() if data else None
-
-    def is_silent(self) -> bool:
-        """Has an open stream sent nothing for long? Not while a client is slow to take a piece."""
-        last_sent = self.last_sent              # another thread may change it
-        return bool(last_sent) and time.monotonic() > last_sent + KEEPALIVE_SECONDS
-
-    def keep_alive(self, writer: Writer):
-        """Sends an event that says nothing new in a stream that has been silent for long: else a
-        proxy or the client might close it. (Coding agents do so after four or five minutes, and
-        count events only, no comments.)"""
-        with suppress(OSError), self.sending:       # of a client that is gone: a look will see it
-            if self.is_silent():
-                self.send_event(writer.still_here())
+        text = event if isinstance(event, str) else json.dumps(event)
+        data = b"" if event is None else f"{kind}data: {text}\n\n".encode()
+        chunked = self.request_version == "HTTP/1.1"
+        return b"%x\r\n%b\r\n" % (len(data), data) if chunked else data
 
     def version_string(self):
         return "nano-pensieve"

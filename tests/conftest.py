@@ -1,4 +1,5 @@
 import os
+import threading
 
 import pytest
 import torch
@@ -15,12 +16,21 @@ def checkpoint(tmp_path_factory):
     return directory
 
 
+@pytest.fixture(scope="module", autouse=True)
+def engines():
+    """A module's tests close every engine that they start: it would step beside all later tests."""
+    yield
+    assert [thread for thread in threading.enumerate() if thread.name == "engine"] == []
+
+
 @pytest.fixture
 def client(server):
-    """An openai client of the server that the test's module starts."""
+    """An openai client of the server that the test's module starts. When the test is over, the server's books
+    are checked: after each step that would take two thirds of all its time."""
     from clients import connect
     with connect(server.url) as client:
         yield client
+    server.engine.call(server.engine.cache.check_integrity)
 
 
 @pytest.fixture(scope="session")

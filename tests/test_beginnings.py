@@ -337,8 +337,12 @@ def check_tenants(cache):
             assert len({str(user.name)[:-1].rpartition("/")[0] for user in users if not user.one_off}) <= 1
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
-@given(worlds, steps, st.randoms(use_true_random=False), st.sampled_from([2, 16]))
+patient = settings(deadline=None, suppress_health_check=list(HealthCheck))
+by_chance = given(worlds, steps, st.randoms(use_true_random=False), st.sampled_from([2, 16]))
+
+
+@settings(patient, max_examples=150)
+@by_chance
 def test_whoever_begins_alike(parameters, todo, chance, most_users):
     """FakeWorker checks that all that a span reads is in its slot. Here: each reply is that of a lone run
     over the same tokens, no chunk has users of two tenants, nobody waits for ever, and nothing is lost."""
@@ -384,6 +388,10 @@ def test_whoever_begins_alike(parameters, todo, chance, most_users):
         assert len(cache.free_slots) == cache.num_slots - in_prefix
         assert len(cache.free_places) == cache.num_places - places
         assert not cache.beginnings.keys and not cache.beginnings.roots
+
+
+test_very_many_begin_alike = pytest.mark.slow(settings(patient, max_examples=1000)(
+    by_chance(test_whoever_begins_alike.hypothesis.inner_test)))
 
 
 # ---- through Sessions

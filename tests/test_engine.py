@@ -1,4 +1,5 @@
 """The engine in one process: turns of token ids, threads, cancellation, failures. On the embedded model."""
+import functools
 import gc
 import itertools
 import threading
@@ -48,6 +49,7 @@ def script(name, turns=3):
     return [(ids(6 + turn, seed=ord(name[-1]) + turn), 5) for turn in range(turns)]
 
 
+@functools.cache
 def alone(name, turns=3):
     """What each turn of the script gives with nobody else there."""
     engine = Engine("tiny_chat", cost=COST)
@@ -523,14 +525,14 @@ def test_a_step_that_fails_tells_everyone(started):
     engine.worker.execute = broken
     if started:
         engine.start()
+    own = engine.owner.thread
     handle = engine.submit(ids(3), "c")
     with pytest.raises((ZeroDivisionError, RuntimeError), match="boom"):
         handle.result()
     with pytest.raises(RuntimeError, match="boom"):
         engine.submit(ids(3), "d").result()
-    for thread in threading.enumerate():
-        if thread.name == "engine":
-            thread.join()
+    if started:
+        own.join()                          # else its last words would disturb a later test
     engine.close()
 
 
@@ -546,6 +548,24 @@ def test_ctrl_c_in_the_middle_of_a_step_stops_the_engine(engine):
     for later in (handle.result, lambda: engine.submit(ids(3), "c")):
         with pytest.raises(RuntimeError, match="stopped: KeyboardInterrupt"):
             later()
+
+
+def test_ctrl_c_in_a_function_of_another_thread_wakes_that_thread(engine):
+    """The engine has no thread of its own: whoever owns it runs the functions of all others."""
+    errors = []
+    def interrupted():
+        raise KeyboardInterrupt
+    def caller():
+        with pytest.raises(RuntimeError, match="stopped: KeyboardInterrupt") as error:
+            engine.call(interrupted)
+        errors.append(error)
+    thread = threading.Thread(target=caller, daemon=True)
+    with pytest.raises(KeyboardInterrupt), engine.owner.owning():
+        thread.start()
+        assert engine.owner.posted.wait(30)
+        engine.owner.take_inbox()
+    thread.join(timeout=30)
+    assert errors and "KeyboardInterrupt" in str(engine.failure)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

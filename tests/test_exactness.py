@@ -98,7 +98,7 @@ def test_interleaved_conversations_are_exact(checkpoint, switches, device="cpu")
     flags = dict(gpu_cache_tokens=256, cpu_cache_tokens=160, chunk_size=8, max_batch_tokens=48, max_running=4)
     flags |= switches
     engine = Engine(directory, cost=COST, debug=True, device=device, dtype="float32", **flags)
-    for context, reply in converse(engine, rounds=8, seed=1):
+    for context, reply in converse(engine, rounds=6, seed=1):
         assert_exact(model, context, reply)
     engine.close()
 

@@ -2,6 +2,7 @@
 disks, and nonsense."""
 import contextlib
 import fcntl
+import http.client
 import json
 import os
 import random
@@ -106,6 +107,34 @@ def test_one_deadline_for_a_whole_request(server, monkeypatch):
     eventually(lambda: idle(server))
 
 
+def test_a_whole_request_has_met_its_deadline(server, monkeypatch):
+    """Though it waits then, because another large body is being read."""
+    monkeypatch.setattr(sockets, "REQUEST_SECONDS", 0.4)
+    with ThreadPoolExecutor(1) as pool:
+        with server.reading:
+            large = dict(messages=[user("Hi")], max_tokens=2, user="x" * 2 * sockets.LARGE_BYTES)
+            answer = pool.submit(fetch, server, "POST", "/v1/chat/completions", large)
+            time.sleep(1.2)
+        assert answer.result(30)[0] in (200, 400)
+
+
+def test_the_deadline_of_a_request_begins_with_the_request(server, monkeypatch):
+    """Not with the rest of its connection before it."""
+    monkeypatch.setattr(sockets, "REQUEST_SECONDS", 1)
+    body = json.dumps(dict(messages=[user("Hi")], max_tokens=2)).encode()
+
+    def slowly():
+        yield body[:-5]
+        time.sleep(0.7)
+        yield body[-5:]
+    with contextlib.closing(http.client.HTTPConnection(*server.server_address, timeout=30)) as connection:
+        for pieces in body, slowly():
+            connection.request("POST", "/v1/chat/completions", pieces, {"Content-Length": str(len(body))})
+            answer = connection.getresponse()
+            assert answer.status == 200 and answer.read()
+            time.sleep(0.7)
+
+
 def test_who_does_not_read_is_cut_off(server, monkeypatch):
     setup = Handler.setup
     def with_small_buffer(handler):
@@ -121,6 +150,32 @@ def test_who_does_not_read_is_cut_off(server, monkeypatch):
         eventually(lambda: server.at_work == 1)
         eventually(lambda: idle(server))
     eventually(lambda: server.engine.stats()["slots_free"] >= before["slots_free"])
+
+
+def test_who_does_not_read_delays_no_other_stream(server, client, monkeypatch):
+    """And gets the whole answer in order, once it reads."""
+    setup = Handler.setup
+    def with_small_buffer(handler):
+        setup(handler)
+        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    monkeypatch.setattr(Handler, "setup", with_small_buffer)
+    with socket.socket() as slow:
+        slow.settimeout(30)
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(server.server_address)
+        slow.sendall(posting(LONG | dict(max_tokens=600)))
+        eventually(lambda: server.at_work == 1 and not server.unsettled.total())
+        begin = time.monotonic()
+        for n in range(5):
+            assert ask(client, [user(f"number {n}")], stream=True)[0]
+        assert time.monotonic() - begin < 10 and server.at_work == 1        # a client has 30 s to read
+        answer = b""
+        while not answer.endswith(b"\r\n0\r\n\r\n"):
+            answer += slow.recv(2**16)
+    deltas = [json.loads(line) for line in re.findall(rb"data: ({.*})", answer)]
+    text = "".join(delta["choices"][0]["delta"].get("content", "") for delta in deltas)
+    whole = LONG | dict(max_tokens=600, stream=False)
+    assert text == fetch(server, "POST", "/v1/chat/completions", whole)[1]["choices"][0]["message"]["content"]
 
 
 def test_slow_and_silent_connections_do_not_disturb(server):
@@ -352,6 +407,21 @@ def test_a_picture_of_ten_thousand_conversations_is_drawn_between_many_steps():
     half = iter([call, call, lambda function: cache.forget(cache.conversations["c9999"]) or function()])
     drawn = live.picture(engine, lambda function: next(half, call)(function))["conversations"]
     assert len(drawn) == 9998
+
+
+def test_a_picture_whose_thread_cannot_start(server, monkeypatch):
+    """The next watcher gets one."""
+    def fails(thread):
+        raise RuntimeError("can't start new thread")
+    broadcast = live.Broadcast(server.engine)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(threading.Thread, "start", fails)
+        next(broadcast.follow("", lambda: False))
+    deadline = time.monotonic() + 10
+    events = broadcast.follow("", lambda: time.monotonic() > deadline)
+    assert json.loads(next(events))["stats"]
+    events.close()
+    assert broadcast._remember not in server.engine.watchers
 
 
 def test_too_many_watchers(server, monkeypatch):

@@ -407,7 +407,9 @@ def test_a_scale_that_is_infinite_is_refused_without_numpys_warnings(tmp_path, r
     content = bytearray(file.read_bytes())
     content[place.offset:place.offset + 4] = np.array([np.inf, -np.inf], np.float16).tobytes()
     file.write_bytes(content)
-    assert "'blk.0.ffn_up.weight': it holds NaN" in refusal(file) and not recwarn.list
+    assert "'blk.0.ffn_up.weight': it holds NaN" in refusal(file)
+    # What other tests have left open may be collected here, and says so.
+    assert {warning.category for warning in recwarn} <= {ResourceWarning}
 
 
 def test_a_tensor_that_is_there_twice_or_missing_is_refused(small):

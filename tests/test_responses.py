@@ -2,7 +2,6 @@
 cancellation, deletion, owners."""
 import json
 import threading
-import time
 import urllib.request
 
 import pytest
@@ -20,7 +19,7 @@ SOURCES = ("gpu", "cpu", "recomputed", "new")
 @pytest.fixture(scope="module")
 def server(checkpoint):
     sessions = Sessions(checkpoint, gpu_cache_tokens=3 * CONTEXT, cpu_cache_tokens=3 * CONTEXT,
-                        max_running=4, debug=True)
+                        max_running=4)
     with serving(sessions) as server:
         yield server
 
@@ -340,6 +339,9 @@ def test_a_response_once_more(client, server):
     again.close()                                           # who looks on ends nothing
     again = client.responses.retrieve(running, stream=True)
     assert next(event for event in again if event.type == "response.output_text.delta").delta
+    from_nine = client.responses.retrieve(running, stream=True, starting_after=8)
+    assert [event.sequence_number for event, _ in zip(from_nine, range(3))] == [9, 10, 11]
+    from_nine.close()
     client.responses.cancel(running)
     assert list(again)[-1].response.status == list(stream)[-1].response.status == "cancelled"
     assert fetch(server, "GET", f"/v1/responses/{made.id}?stream=maybe")[0] == 400
@@ -891,27 +893,34 @@ def test_a_reply_of_token_ids_has_no_text(client, server):
 
 # ---- the live picture
 
-def test_the_cache_as_it_changes(checkpoint):
+def test_the_cache_as_it_changes(checkpoint, monkeypatch):
     """Someone watches while three conversations share tiers that are too small: every kind of move is
     told, and the last picture is that of GET /cache."""
+    monkeypatch.setattr("serving.live.STILL_SECONDS", 0.2)
     sessions = Sessions(checkpoint, gpu_cache_tokens=256, cpu_cache_tokens=128, chunk_size=16, debug=True)
     engine, events, between = sessions.engine, [], []          # between: pictures between the turns
     with serving(sessions) as server, connect(server.url) as client:
         def watch():
             with urllib.request.urlopen(server.url + "/cache/events", timeout=30) as feed:
                 events.extend(json.loads(line[6:]) for line in feed if line.startswith(b"data: "))
+
+        def still(picture):
+            return {entry["id"]: (entry["chunks"], entry["tokens"]) for entry in picture["conversations"]}
+
+        def agrees():
+            between.append(fetch(server, "GET", "/cache")[1])
+            return still(events[-1]) == still(between[-1])
         assert engine.watchers == []
         watcher = threading.Thread(target=watch)
         watcher.start()
-        eventually(lambda: engine.watchers)
+        eventually(lambda: engine.watchers and events)
         names = [client.conversations.create().id for _ in range(3)]
         for turn in range(5):
             for name in names:
                 respond(client, f"this is message {turn}", conversation=name, max_output_tokens=8)
-                between.append(fetch(server, "GET", "/cache")[1])
-        final = between[-1]
-        eventually(lambda: events and events[-1]["conversations"])
-        time.sleep(1.2)                                     # the picture is sent without a step, too
+                eventually(agrees)      # else a chunk may move twice between two pictures
+        final, seen = between[-1], len(events)
+        eventually(lambda: len(events) > seen + 1)          # the picture is sent without a step, too
         server.drain()
         watcher.join(10)
         assert not watcher.is_alive() and engine.watchers == []
@@ -921,9 +930,8 @@ def test_the_cache_as_it_changes(checkpoint):
     letters = {letter for picture in events + between for entry in picture["conversations"]
                for letter in entry["chunks"]}
     assert {"G", "C", "."} <= letters <= set("GBCR.")
-    still = [{entry["id"]: (entry["chunks"], entry["tokens"]) for entry in picture["conversations"]}
-             for picture in (events[-1], final)]
-    assert still[0] == still[1] and events[-1]["stats"]["finished"] == final["stats"]["finished"] == 15
+    assert still(events[-1]) == still(final)
+    assert events[-1]["stats"]["finished"] == final["stats"]["finished"] == 15
     assert final["chunk_size"] == 16 and len(final["recompute_seconds"]) == 16
     assert final["recompute_seconds"] == sorted(final["recompute_seconds"])
     assert all(entry["idle_seconds"] > 0 and entry["gpu"] + entry["cpu"] <= entry["tokens"]

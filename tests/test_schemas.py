@@ -56,7 +56,7 @@ def grammars(checkpoint):
 @pytest.fixture(scope="module")
 def server(checkpoint):
     sessions = Sessions(checkpoint, gpu_cache_tokens=4 * CONTEXT, cpu_cache_tokens=2 * CONTEXT,
-                        max_running=4, debug=True)
+                        max_running=4)
     with serving(sessions) as server:
         yield server
 

@@ -38,7 +38,7 @@ openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.tx
 @pytest.fixture(scope="module")
 def server(checkpoint):
     sessions = Sessions(checkpoint, gpu_cache_tokens=3 * CONTEXT, cpu_cache_tokens=3 * CONTEXT,
-                        max_running=2, debug=True)
+                        max_running=2)
     with serving(sessions) as server:
         yield server
 
@@ -773,7 +773,7 @@ def test_a_hang_up_behind_the_next_request_is_seen(server):
 def test_a_stream_is_neither_held_back_nor_silent(server, monkeypatch, path, body, told):
     """nginx passes it on at once, and a stream that waits for its turn is not taken for dead: it has
     events that say nothing new."""
-    monkeypatch.setattr("serving.sockets.KEEPALIVE_SECONDS", 0.1)
+    monkeypatch.setattr("serving.courier.KEEPALIVE_SECONDS", 0.1)
     running = [server.engine.submit([1], ignore_eos=True) for _ in range(2)]            # max_running
     request = urllib.request.Request(server.url + path, json.dumps(dict(body, stream=True)).encode())
 
@@ -821,31 +821,41 @@ def test_a_slow_but_steady_reader_gets_a_long_answer_whole(server, monkeypatch):
     assert got >= 8_000_000
 
 
-def test_a_settled_turn_frees_its_place_before_its_reader_is_done(server, monkeypatch):
+@pytest.fixture
+def untaken(checkpoint):
+    """A server whose system keeps a few KB of an answer, and a client that takes nothing."""
+    sessions = Sessions(checkpoint, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0)
+    with serving(sessions) as server, socket.socket() as slow:
+        server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(server.server_address)
+        yield server, slow
+
+
+# Its answer has some 200 KB.
+LONG = dict(messages=[user("long")], max_tokens=100, ignore_eos=True, logprobs=True, top_logprobs=20)
+
+
+def test_a_settled_turn_frees_its_place_before_its_reader_is_done(untaken, monkeypatch):
+    server, slow = untaken
     monkeypatch.setattr(server, "most_turns", 1)
-    with socket.socket() as slow:
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.connect(server.server_address)
-        big = dict(messages=[user("long")], max_tokens=1500, ignore_eos=True, logprobs=True, top_logprobs=20)
-        slow.sendall(posting(big))                          # some 3 MB, of which it reads nothing
+    chat = dict(messages=[user("Hi")], max_tokens=2)
+    with server.engine.owner.lock:                          # no turn goes on
+        slow.sendall(posting(LONG))
         eventually(lambda: server.at_work == 1)
-        assert fetch(server, "POST", "/v1/chat/completions", dict(messages=[user("Hi")]))[0] == 429
-        eventually(lambda: not server.unsettled.total(), 60)
-        chat = dict(messages=[user("Hi")], max_tokens=2)
-        assert server.at_work == 1 and fetch(server, "POST", "/v1/chat/completions", chat)[0] == 200
+        assert fetch(server, "POST", "/v1/chat/completions", chat)[0] == 429
+    eventually(lambda: not server.unsettled.total(), 60)
+    assert server.at_work == 1 and fetch(server, "POST", "/v1/chat/completions", chat)[0] == 200
 
 
-def test_a_client_that_takes_nothing_is_not_told_again_and_again_that_we_are_here(server, monkeypatch):
-    monkeypatch.setattr("serving.sockets.KEEPALIVE_SECONDS", 0.1)
-    with socket.socket() as slow:
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.connect(server.server_address)
-        slow.sendall(posting(dict(messages=[user("long")], max_tokens=1500, ignore_eos=True, logprobs=True,
-                                  top_logprobs=20, stream=True)))
-        eventually(lambda: server.at_work and not server.unsettled.total(), 60)
-        threads = threading.active_count()
-        time.sleep(1)                                       # ten looks
-        assert server.at_work and threading.active_count() <= threads
+def test_a_client_that_takes_nothing_is_not_told_again_and_again_that_we_are_here(untaken, monkeypatch):
+    monkeypatch.setattr("serving.courier.KEEPALIVE_SECONDS", 0.1)
+    server, slow = untaken
+    slow.sendall(posting(LONG | dict(stream=True)))
+    eventually(lambda: server.at_work and not server.unsettled.total(), 60)
+    threads = threading.active_count()
+    time.sleep(1)                                           # ten looks
+    assert server.at_work and threading.active_count() <= threads
 
 
 def test_an_answer_that_cannot_be_watched_does_not_leave_the_others_unwatched(server, capsys):
@@ -854,9 +864,9 @@ def test_an_answer_that_cannot_be_watched_does_not_leave_the_others_unwatched(se
     def fails():
         raise ValueError("this answer is odd")
     another = lambda: looked.append(None)
-    server.looks |= {fails, another}
-    eventually(lambda: fails not in server.looks and len(looked) > 3)
-    server.looks.discard(another)
+    server.courier.looks |= {fails, another}
+    eventually(lambda: fails not in server.courier.looks and len(looked) > 3)
+    server.courier.looks.discard(another)
     assert capsys.readouterr().err.count("ValueError: this answer is odd") == 1
 
 
@@ -1084,7 +1094,11 @@ def test_a_server_for_all_without_a_key_warns(flags, warns, monkeypatch, capsys,
     monkeypatch.setattr(sys, "argv", ["server.py", "--model", str(checkpoint), "--history", ":memory:",
                                       "--port", "0", *flags.split()])
     monkeypatch.setattr(server, "settle_in", lambda: None)
-    monkeypatch.setattr(server, "serve_until_stopped", lambda server: server.drain() or server.server_close())
+    def end(server):
+        server.drain()
+        server.server_close()
+        server.sessions.close()
+    monkeypatch.setattr(server, "serve_until_stopped", end)
     server.main()
     errors = capsys.readouterr().err
     assert ("without a key" in errors, errors.count("\n")) == (warns, warns)

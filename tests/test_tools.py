@@ -116,7 +116,7 @@ def directory(template, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(directory):
-    sessions = Sessions(directory, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0, debug=True)
+    sessions = Sessions(directory, gpu_cache_tokens=CONTEXT, cpu_cache_tokens=0)
     script = Script(sessions)
     with serving(sessions) as server:
         server.script = script
@@ -603,6 +603,13 @@ def test_several_calls_in_a_response(server, client, template):
         assert again.usage.input_tokens_details.cached_tokens >= made.usage.total_tokens - 1
     with pytest.raises(openai.NotFoundError, match="fc_2_"):
         respond(client, [user("Two calls"), dict(references[0], id=f"fc_2_msg_{made.id[5:]}"), *results])
+
+
+@pytest.mark.parametrize("odd", [{}, [], 1, None])
+def test_a_tool_of_an_odd_type_is_refused(server, odd):
+    tools = [dict(type="function", function=dict(name="f")), dict(type=odd)]
+    body = dict(messages=[user("Hi")], tools=tools, max_tokens=2)
+    assert fetch(server, "POST", "/v1/chat/completions", body)[0] == 400
 
 
 def test_other_tools_keep_what_both_begin_with(server, client, template):

@@ -101,7 +101,7 @@ def test_published_means_and_limits(dataset):
     names = {conversation.name for conversation in conversations}
     assert len(conversations) == len(names) == 20_000
     assert means == pytest.approx(shape[:3], rel=0.03)
-    longest = max(contexts(conversation.turns)[-1] for conversation in conversations)
+    longest = max(conversation.tokens for conversation in conversations)
     assert lengths.min() >= 1 and longest <= shape.max_context
     inputs = lengths[:, 0]                  # they have a heavy tail
     assert np.percentile(inputs, 99) > 3.5 * means[1] and np.median(inputs) < 0.85 * means[1]
