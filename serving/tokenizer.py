@@ -774,7 +774,7 @@ class Environment(ImmutableSandboxedEnvironment):
         return tree
 
     def call(self, context, function, *args, **options):
-        tick(context)
+        tick(context["_ticks"])
         for value in (*args, *options.values()):
             bounded(context, value)
         if isinstance(function, LoopContext):               # a recursive loop's next level
@@ -806,16 +806,17 @@ class BoundedTemplate(Template):
 Environment.template_class = BoundedTemplate
 
 
-def tick(context: Context):
-    if next(context["_ticks"]) > MOST_STEPS:
+def tick(ticks: Iterator[int]):
+    if next(ticks) > MOST_STEPS:
         raise TemplateError(f"it takes more than {MOST_STEPS} steps")
 
 
 @pass_context
 def counted(context: Context, values: Iterable) -> Iterator:
     """The values; each is a step."""
+    ticks = context["_ticks"]
     for value in values:
-        tick(context)
+        tick(ticks)
         yield value
 
 
