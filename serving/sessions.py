@@ -271,7 +271,9 @@ class Sessions:
         if not isinstance(history, History):
             raw = f"raw token ids below {engine.worker.vocab_size}"
             fingerprint = self.tokenizer.fingerprint if self.tokenizer else raw
-            history = History(str(history or ":memory:"), fingerprint, engine.worker.vocab_size)
+            thinks = bool(self.tokenizer and self.tokenizer.tool_form.thinks)
+            history = History(str(history or ":memory:"), fingerprint, engine.worker.vocab_size,
+                              thinks)
         self.history = history
 
     def _settled_tokens(self, conversation: str) -> array | None:

@@ -18,7 +18,7 @@ from eviction import RecomputeCost
 from scheduler import TooLong
 from serving.history import History, StaleTurn
 from serving.sessions import Answering, Busy, Sessions
-from serving.tokenizer import TextStream, Tokenizer
+from serving.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 ROOT = Path(__file__).parent.parent
 COST = RecomputeCost({32: 1e-3, 1024: 4e-3}, rest=1e-3)
@@ -249,13 +249,19 @@ def scripted(model, position, tokens):
     model.positions.weight[first_row:first_row + len(tokens)] = 100 * embedding[tokens]
 
 
-def test_a_reply_resent_without_its_thoughts_comes_from_the_cache(checkpoint):
+@pytest.mark.parametrize("begin", ["<think>", ""])      # "": the template writes it
+def test_a_reply_resent_without_its_thoughts_comes_from_the_cache(checkpoint, monkeypatch, begin):
+    def load(directory, most):
+        tokenizer = load_tokenizer(directory, most)
+        tokenizer.tool_form = tokenizer.tool_form._replace(thinks=not begin)
+        return tokenizer
+    monkeypatch.setattr("serving.sessions.load_tokenizer", load)
     with closing(Sessions(checkpoint, gpu_cache_tokens=512, cpu_cache_tokens=512)) as sessions:
-        question, reply = [user("2 + 2?")], sessions.tokenizer.encode("<think>2 and 2</think> 4")
+        question, reply = [user("2 + 2?")], sessions.tokenizer.encode(f"{begin}2 and 2</think> 4")
         prompt = sessions.tokenizer.turn([], question, None)
         scripted(sessions.engine.worker.model, len(prompt) - 1, reply)
         thought = sessions.respond(question, max_tokens=len(reply)).result()
-        assert thought.text == "<think>2 and 2</think> 4"
+        assert thought.text == f"{begin}2 and 2</think> 4"
         answer = dict(role="assistant", content="4")
         usage = sessions.respond([*question, answer, user("and 3?")], max_tokens=1).result().usage
         assert usage["gpu"] == len(prompt) + len(reply) - 1     # the last token was never fed
