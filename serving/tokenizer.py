@@ -40,11 +40,9 @@ from typing import Any
 import tiktoken
 import tokenizers
 from jinja2 import Template, TemplateError, nodes, pass_context
-from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 import gguf_file
@@ -716,70 +714,25 @@ class Generation(Extension):
         return nodes.Scope(inside, lineno=line)
 
 
-class Code(CodeGenerator):
-    """Computes nothing before the template runs: {{ "a" | center(70000000) }}."""
-
-    def _output_child_to_const(self, node, *others):
-        if not isinstance(node, nodes.Const | nodes.TemplateData):
-            raise nodes.Impossible
-        return super()._output_child_to_const(node, *others)
-
-
-class Limits(NodeTransformer):
-    """Puts the filter `counted` behind what a loop goes through, and `bounded` behind what is kept:
-    by set, by with, or in a list."""
-
-    def visit_For(self, loop):
-        loop.iter = filtered(loop.iter, "counted", loop)
-        return self.generic_visit(loop)
-
-    def visit_Assign(self, assign):
-        assign.node = filtered(assign.node, "bounded", assign)
-        return self.generic_visit(assign)
-
-    def visit_AssignBlock(self, assign):
-        assign.filter = filtered(assign.filter, "bounded", assign)
-        return self.generic_visit(assign)
-
-    def visit_With(self, block):
-        block.values = [filtered(value, "bounded", block) for value in block.values]
-        return self.generic_visit(block)
-
-    def visit_List(self, entries):
-        entries.items = [filtered(entry, "bounded", entries) for entry in entries.items]
-        return self.generic_visit(entries)
-
-
-def filtered(value: nodes.Expr | None, name: str, place: nodes.Node) -> nodes.Filter:
-    return nodes.Filter(value, name, [], [], None, None, lineno=place.lineno)
-
-
 class Environment(ImmutableSandboxedEnvironment):
-    """A chat template is a stranger's code, so it runs in a sandbox, with limits:
-
-        MOST_STEPS      rounds of loops, and calls
-        MOST_WRITTEN    characters that it writes; characters or entries of each value that it keeps,
-                        hands to a call or gets from one
-        2**53           each factor of a product; there are no powers
-
-    We look at a value once it is there, from outside. So these stop what grows step by step. They do
-    not stop one step that makes something huge, such as the text of lists in lists in lists: do not
-    take a checkpoint from an enemy."""
+    """A chat template is a stranger's code. It runs in a sandbox, takes MOST_STEPS steps at most (the
+    rounds of its loops, and calls), writes MOST_WRITTEN characters, and multiplies factors below
+    2**53; it has no powers. So an endless template fails. One that makes a single huge value, such
+    as a text doubled 30 times, does not: do not take a checkpoint from an enemy."""
     intercepted_binops = frozenset(["*", "**"])
-    code_generator_class = Code
 
     def _parse(self, *source):
-        tree = Limits().visit(super()._parse(*source))
+        tree = super()._parse(*source)
+        for loop in tree.find_all(nodes.For):
+            loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
         tree.set_environment(self)
         return tree
 
     def call(self, context, function, *args, **options):
-        tick(context["_ticks"])
-        for value in (*args, *options.values()):
-            bounded(context, value)
+        tick(context)
         if isinstance(function, LoopContext):               # a recursive loop's next level
             args = counted(context, args[0]), *args[1:]
-        return bounded(context, super().call(context, function, *args, **options))
+        return super().call(context, function, *args, **options)
 
     def call_binop(self, context, operator, left, right):
         small = all(isinstance(number, int | float) and abs(number) < 2**53
@@ -806,26 +759,16 @@ class BoundedTemplate(Template):
 Environment.template_class = BoundedTemplate
 
 
-def tick(ticks: Iterator[int]):
-    if next(ticks) > MOST_STEPS:
+def tick(context: Context):
+    if next(context["_ticks"]) > MOST_STEPS:
         raise TemplateError(f"it takes more than {MOST_STEPS} steps")
 
 
 @pass_context
 def counted(context: Context, values: Iterable) -> Iterator:
-    """The values; each is a step."""
-    ticks = context["_ticks"]
     for value in values:
-        tick(ticks)
+        tick(context)
         yield value
-
-
-@pass_context
-def bounded(context: Context, value: Any) -> Any:
-    """The value. TemplateError if it is too long to be kept."""
-    if isinstance(value, str | list) and len(value) > MOST_WRITTEN:
-        raise TemplateError(f"it writes more than {MOST_WRITTEN} characters into one value")
-    return value
 
 
 def compile_template(source: str) -> Template:
@@ -839,8 +782,8 @@ def compile_template(source: str) -> Template:
                           sort_keys=sort_keys)
 
     environment = Environment(trim_blocks=True, lstrip_blocks=True,
-                              optimized=False, extensions=["jinja2.ext.loopcontrols", Generation])
-    environment.filters |= dict(tojson=tojson, counted=counted, bounded=bounded)
+                              extensions=["jinja2.ext.loopcontrols", Generation])
+    environment.filters |= dict(tojson=tojson, counted=counted)
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:

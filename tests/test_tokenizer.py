@@ -393,21 +393,6 @@ ENDLESS = ["{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{%
            "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}",
            "{{ 'x' * 10000000000 }}", "{{ [0] * 10000000000 }}", "{{ 9 ** 9 ** 9 }}",
            "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
-           *("{% set n = namespace(x='aaaaaaaa') %}{% for i in range(32) %}{% set n.x = ... %}{% endfor %}"
-             .replace("...", grows) for grows in ("n.x ~ n.x", "n.x + n.x", "'%s%s' % (n.x, n.x)",
-                                                "[n.x, n.x] | join", "n.x.replace('a', 'aa')",
-                                                "'{0}{0}'.format(n.x)", "n.x | replace('a', 'aa')")),
-           "{% set n = namespace(x=[1]) %}{% for i in range(32) %}{% set n.x = n.x + n.x %}{% endfor %}",
-           "{% set n = namespace(x=['aaaa']) %}{% for i in range(32) %}"
-           "{% set n.x = [n.x[0] ~ n.x[0]] %}{% endfor %}",
-           "{% set n = namespace(x='a') %}{% for i in range(32) %}"
-           "{% set a %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = a %}{% endfor %}",
-           "{% macro f(x, n) %}{{ f(x ~ x, n - 1) if n }}{% endmacro %}{{ f('aaaa', 32) }}",
-           "{% set a = 'aaaa' %}" + "{% with a = a ~ a %}" * 32 + "{% set b = a | length %}"
-           + "{% endwith %}" * 32,
-           "{% for a in ['aaaa'] recursive %}{{ loop([a ~ a]) if loop.depth < 32 }}{% endfor %}",
-           "{{ '%70000000d' % 1 }}", "{{ 'a' | center(70000000) }}", "{{ 'a'.ljust(70000000) }}",
-           "{{ '{:70000000}'.format(1) }}", "{{ 'a' | indent(70000000, true) }}",
            "{% for i in range(999) recursive %}{{ loop(range(9999)) if loop.depth < 3 }}{% endfor %}"]
 
 
