@@ -32,9 +32,8 @@ def beam_search(engine: Engine, prompt: list[int], width: int, max_tokens: int,
 
     A beam is a finished reply when it has max_tokens tokens or ends with a stop token, if it is
     among the `width` best of its step. A longer beam is never more likely. So the search ends when
-    `width` replies are finished and no beam is better than the worst of them. (There are fewer
-    replies only if fewer exist.) ignore_eos: a stop token is like any other token. ValueError for
-    what cannot be served."""
+    `width` replies are finished and no beam is better than the worst of them. ignore_eos: a stop
+    token is like any other token. ValueError for what cannot be served."""
     check(engine, prompt, width, max_tokens)
     stop_ids = frozenset() if ignore_eos else engine.worker.stop_ids
     beams, finished, held = [Beam([], 0.0, None)], [], []
@@ -78,7 +77,7 @@ def advance(engine: Engine, prompt: list[int], beams: list[Beam], names: list[st
     handles = []
     for beam, name in zip(beams, names):
         context = [*prompt, *beam.tokens]
-        new = 1 if beam.parent else len(context)
+        new = 1 if beam.parent else len(context)        # its last token; at first the whole prompt
         handles.append(engine.submit(context[-new:], name, context=context[:-new],
                                      parent=beam.parent, max_tokens=1, logprobs=top))
     longer = []

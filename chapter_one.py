@@ -28,7 +28,7 @@ time. (A submit takes 1 s, a step 1 s before it chooses and 1 s after.)
 
 A copied chunk stays readable until somebody takes its slots, as c takes those of a[0:8] in step 4
 and of b[0:4] in step 6. There b[4:8], worth 3 / 6, is to be copied, but all places are full. Of the
-chunks that live in a place alone a[0:4] is worth least, 2 / 8: it is dropped.
+chunks that have a place but no slots, a[0:4] is worth least, 2 / 8: it is dropped.
 
 We search where the system keeps books, and leave out copies that take time (kv_pool.py), threads
 and batches launched ahead (engine.py), suspension (scheduler.py), shared chunks (sharing.py).
@@ -171,14 +171,14 @@ class Pensieve:
         self.give_slots(conversation, total)
         for chunk in returning:
             self.gpu[:, :, :, chunk.slots[:chunk.filled]] = chunk.copy
-        batch.swap_in += returning
+        batch.swap_in += returning      # in the system they take time: no place is spare yet
         batch.take(conversation)
 
     def account(self, spans: list[tuple[Conversation, int, int]], next_tokens: list[int]):
         for (conversation, start, end), token in zip(spans, next_tokens):
             for chunk in conversation.chunks[start // CHUNK:(end - 1) // CHUNK + 1]:
                 chunk.filled, chunk.copy = min(end - chunk.start, CHUNK), None     # it has grown
-            if end == len(conversation.tokens):     # else the token behind it is known already
+            if end == len(conversation.tokens):     # else the next token is there already
                 conversation.tokens.append(token)
             if len(conversation.tokens) == conversation.length_at_end:      # its KV stays
                 self.running.remove(conversation)
@@ -226,7 +226,7 @@ class Pensieve:
         copied = [one for one in self.chunks if one.copy is not None]
         if len(copied) < PLACES:
             return True
-        spare = [one for one in copied      # it runs, so it has slots; but not if it comes in now
+        spare = [one for one in copied      # it runs, so has slots, too (swap_in: see `admit`)
                  if one.conversation in self.running and one not in batch.swap_in]
         cheaper = [one for one in self.idle("drop", besides) if self.rank(one) < self.rank(chunk)]
         if spare:

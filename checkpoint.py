@@ -6,10 +6,10 @@
 
 Architectures spell the same things differently. An entry of ARCHITECTURES says how one of them
 spells its configuration and its parameters. A relative of Llama that differs in switches only is a
-line in LLAMA_LIKE. tests/test_model.py tests this file.
+line in LLAMA_LIKE.
 
-Invariant: every parameter is filled exactly once, by a tensor of exactly its shape. Whatever does
-not fit is refused by name.
+Invariant: every row of every parameter is filled exactly once, by a tensor of exactly the expected
+shape. Whatever does not fit is refused by name.
 """
 import hashlib
 import json
@@ -98,11 +98,12 @@ def load_model(directory: str | Path, device, dtype: torch.dtype, ranks: Alone =
 
 
 def read_model(directory: Path, device, dtype: torch.dtype, ranks: Alone) -> Model:
-    """Does the work of load_model, which adds to each error a hint at models that work."""
+    """Does the work of load_model, which adds to each error a hint at three models that work."""
     refuse_other_formats(directory)
     architecture, config = read_config(directory)
     model = empty_model(config, device, dtype, ranks)
-    unfilled = destinations(model, empty_model(config, "meta", dtype), architecture)
+    whole = empty_model(config, "meta", dtype)      # shapes only: those of the file's tensors
+    unfilled = destinations(model, whole, architecture)
     shapes = {name: destination.shape for name, destination in unfilled.items()}
     unused_head = None
     for file in weight_files(directory):
@@ -111,9 +112,9 @@ def read_model(directory: Path, device, dtype: torch.dtype, ranks: Alone) -> Mod
             if name == "lm_head.weight" and config.tied_embeddings:
                 unused_head = tensor                # a file may hold the same weights twice
                 continue
-            if name.endswith(NOT_PARAMETERS):
+            if name.endswith(NOT_PARAMETERS):       # (old masks have a byte for each value, too)
                 continue
-            if tensor.dtype.itemsize == 1:
+            if tensor.dtype.itemsize == 1:          # int8, float8, or packed
                 raise ValueError(f"{file}: its weights are quantised "
                                  f"(tensor {name!r} is {tensor.dtype})")
             if name not in unfilled:
@@ -162,10 +163,10 @@ def understand(file: Path, config: dict, generation: dict,
     try:
         if quantization:
             raise ValueError(f"its weights are quantised ({quantization!r:.100})")
-        if str(kind) not in known:
+        if str(kind) not in known:          # str: it may be a list, say
             why = NOT_IMPLEMENTED.get(str(kind), "")
             raise ValueError(f"unknown model_type {kind!r:.100}{why}")
-        refuse_variants(config, per_layer_config=None)
+        refuse_variants(config, per_layer_config=None)      # of any architecture
         config["eos_ids"] = ids_of(config) | ids_of(generation)
         return known[kind], known[kind].read(config)
     except KeyError as error:
@@ -204,7 +205,7 @@ def weight_files(directory: Path) -> list[Path]:
     for single in (directory / "model.safetensors", directory / "pytorch_model.bin"):
         index = single.with_name(single.name + ".index.json")
         if index.is_file():
-            shards = first_given(read_json(index), dict, "weight_map").values()
+            shards = given_or_empty(read_json(index), dict, "weight_map").values()
             files = [directory / shard for shard in sorted(set(map(str, shards)))]
             for file in files:      # links in a hub's cache: we do not ask where they lead
                 if file.parent != directory or not file.is_file():
@@ -251,7 +252,8 @@ class Destination(NamedTuple):
     def shape(self) -> list[int]:
         """The shape of the tensor in the file."""
         rows = sum(map(len, self.wholes))
-        return [rows, *self.wholes[0].shape[1:]][::-1 if self.transposed else 1]
+        shape = [rows, *self.wholes[0].shape[1:]]
+        return shape[::-1] if self.transposed else shape
 
 
 def destinations(model: Model, whole: Model,
@@ -261,7 +263,10 @@ def destinations(model: Model, whole: Model,
     divided, on "meta": shapes only.
 
     One parameter of ours may take several tensors (Llama: q, k and v), or one (GPT-2). Together the
-    destinations cover every parameter exactly once:
+    destinations cover every parameter exactly once. Of two entries of ARCHITECTURES:
+
+        "layers.{}.attn.qkv": "layers.{}.self_attn.q_proj ...k_proj ...v_proj"      Llama
+        "layers.{}.attn.qkv": "h.{}.attn.c_attn"                                    GPT-2
 
         layers.3.attn.qkv.weight [H D + 2 H_kv D, width]    takes, in a Llama,
         layers.3.self_attn.q_proj.weight [H D, width], ...k_proj.weight and ...v_proj.weight;
@@ -271,13 +276,13 @@ def destinations(model: Model, whole: Model,
     for (name, parameter), whole_parameter in zip(model.named_parameters(), whole.parameters()):
         module, leaf = name.rsplit(".", 1)                      # "layers.3.attn.qkv", "weight"
         layer = re.findall(r"\d+", module)                      # ["3"], or [] outside the layers
-        parts = split(module, parameter, model.config)
+        parts = split(module, parameter, model.config)          # of q, k and v
         wholes = split(module, whole_parameter, whole.config)
-        their_modules = architecture.names[re.sub(r"\d+", "{}", module)].split()
-        each = len(parts) // len(their_modules)     # parts in each tensor of theirs: all, or one
+        their_modules = architecture.names[re.sub(r"\d+", "{}", module)].split()    # 3; GPT-2: 1
+        each = len(parts) // len(their_modules)         # parts in each of theirs: 1; GPT-2: 3
         for number, their_module in enumerate(their_modules):
             of_this = slice(number * each, (number + 1) * each)
-            their_name = f"{their_module.format(*layer)}.{leaf}"
+            their_name = f"{their_module.format(*layer)}.{leaf}"    # layers.3.self_attn.q_proj...
             transposed = their_name.endswith(architecture.transposed)
             found[their_name] = Destination(parts[of_this], wholes[of_this], transposed)
     return found
@@ -293,7 +298,7 @@ def split(module: str, parameter: Tensor, config: ModelConfig) -> Sequence[Tenso
 
 def fill(destination: Destination, tensor: Tensor, rank: int, label: str):
     """Copy this rank's share of a checkpoint's tensor. ValueError, beginning with `label`, if the
-    tensor does not fit, or if a value is not finite (also one that is too large for our dtype)."""
+    tensor does not fit, or if a value is not finite or too large for our dtype."""
     parts, wholes, transposed = destination
     rows = [len(whole) for whole in wholes]
     if list(tensor.shape) != destination.shape or not tensor.is_floating_point():
@@ -303,8 +308,9 @@ def fill(destination: Destination, tensor: Tensor, rank: int, label: str):
         theirs = piece_of_rank(theirs, part.shape, rank)
         part.copy_(theirs.to(part.device))  # moved in the file's dtype: the device converts faster
         if not part.sum(dtype=torch.float32).isfinite():    # one NaN or infinity makes the sum one
-            raise ValueError(f"{label}: it holds NaN or infinity in {part.dtype}; "
-                             "download the checkpoint again")
+            raise ValueError(f"{label}: it holds " + (
+                f"a value too large for {part.dtype}: choose the dtype bfloat16 or float32"
+                if theirs.isfinite().all() else "NaN or infinity; download the checkpoint again"))
 
 
 def same_values(theirs: Tensor, ours: Tensor) -> bool:
@@ -346,14 +352,13 @@ def refuse_variants(config: dict, **supported):
             raise ValueError(f"{field} = {config[field]!r:.100} is not supported, only {value!r}")
 
 
-def first_given(config: dict, kind: type, *fields: str):
-    """The first of these fields that is not empty. It must be of that kind: a dict or a list. If
-    all are empty, an empty one."""
-    for field in filter(config.get, fields):
-        if not isinstance(config[field], kind):
-            raise ValueError(f"{field} must be a {kind.__name__}, not {config[field]!r:.100}")
-        return config[field]
-    return kind()
+def given_or_empty(config: dict, kind: type, field: str):
+    """A field that must be of that kind: a dict or a list. An empty one if it is left out or null.
+    """
+    value = config.get(field) or kind()
+    if not isinstance(value, kind):
+        raise ValueError(f"{field} must be a {kind.__name__}, not {value!r:.100}")
+    return value
 
 
 def read_sizes(config: dict, **fields: str) -> dict:
@@ -391,7 +396,8 @@ def read_opt(config: dict) -> ModelConfig:
 
 
 # Llama's relatives have its names and its layers. Here are the fields that each of them reads and
-# that its config.json may leave out, with the values that transformers then takes.
+# that its config.json may leave out, with the values that transformers then takes. A row of
+# LLAMA_LIKE adds fields to LEFT_OUT, and replaces values.
 LEFT_OUT = dict(num_key_value_heads=None, head_dim=None, hidden_act="silu", rms_norm_eps=1e-6,
                 rope_theta=10000.0, tie_word_embeddings=False)
 QWEN = dict(num_key_value_heads=32, use_sliding_window=False, sliding_window=4096)
@@ -410,9 +416,10 @@ def read_llama(config: dict) -> ModelConfig:
     kind, sizes = config["model_type"], common_sizes(config, ffn_width="intermediate_size")
     fields = {field: config.get(field, value)
               for field, value in (LEFT_OUT | LLAMA_LIKE[kind]).items()}
-    if fields.get("use_sliding_window") is not False:   # False: Qwen states a window that is unused
-        refuse_variants(fields, sliding_window=None)
-    for layer_type in first_given(config, list, "layer_types"):
+    window_is_unused = fields.get("use_sliding_window") is False    # Qwen states one all the same
+    if not window_is_unused:
+        refuse_variants(fields, sliding_window=None)                # (a Llama has no such field)
+    for layer_type in given_or_empty(config, list, "layer_types"):
         refuse_variants(dict(layer_types=layer_type), layer_types="full_attention")
     kv_heads, attention_bias = fields["num_key_value_heads"], fields.get("attention_bias")
     biased = dict(qkv=attention_bias or kind == "qwen2", out=attention_bias,
@@ -468,7 +475,7 @@ def checked(**fields) -> ModelConfig:
             raise ValueError(f"{name} must be a number above 0 and below 2**63, "
                              f"not {number!r:.100}")
     low, high = numbers.get("low_freq_factor", 0), numbers.get("high_freq_factor", 1)
-    if low >= high:
+    if low >= high:                             # never without rope_scaling: then they are 0 and 1
         raise ValueError(f"low_freq_factor {low} must be below high_freq_factor {high}")
     return config
 
@@ -498,9 +505,19 @@ def common_sizes(config: dict, **fields: str) -> dict:
 
 
 def read_rope(config: dict, rope_theta: float) -> tuple[float, tuple[float, ...] | None]:
-    """rope_theta and rope_scaling of a ModelConfig. New checkpoints have one dictionary for both,
-    old ones a number, which is given here, and a dictionary."""
-    given = first_given(config, dict, "rope_scaling", "rope_parameters")
+    """rope_theta and rope_scaling of a ModelConfig. New checkpoints have both in the dictionary
+    rope_parameters. Old ones have a dictionary rope_scaling, and beside it rope_theta: it is given
+    here."""
+    given = [given_or_empty(config, dict, field) for field in ("rope_scaling", "rope_parameters")]
+    read = [read_rope_parameters(config, rope_theta, each) for each in given if each]
+    if len(read) == 2 and read[0] != read[1]:
+        raise ValueError("rope_scaling and rope_parameters differ: delete the one that is wrong")
+    return read[0] if read else read_rope_parameters(config, rope_theta, {})
+
+
+def read_rope_parameters(config: dict, rope_theta: float,
+                         given: dict) -> tuple[float, tuple[float, ...] | None]:
+    """What read_rope promises, of one dictionary; {}: there is none."""
     rope = dict(rope_theta=rope_theta)
     rope |= {name: value for name, value in given.items() if value is not None}
     if any(isinstance(value, dict) for value in rope.values()):
@@ -620,6 +637,7 @@ def random_model(preset: str, device, dtype: torch.dtype, max_context: int | Non
     model = empty_model(shape, device, dtype, ranks)
     whole = empty_model(shape, "meta", dtype)
     generator = torch.Generator(device).manual_seed(seed)
+    # Each rank draws whole parameters and keeps its piece: so any number of ranks has one model.
     for (name, parameter), unshared in zip(model.named_parameters(), whole.parameters()):
         drawn = torch.empty_like(unshared, device=device).normal_(std=0.02, generator=generator)
         module = name.rpartition(".")[0]

@@ -43,14 +43,12 @@ def packs(dtype: torch.dtype) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weights lie in tiles of some 16 by 64.
-
-    Both operators are those that torch.compile uses for frozen weights. The module that
-    torch.utils.mkldnn.to_mkldnn makes keeps rows, too: it is no faster than nn.Linear on 8 rows."""
+    """A linear layer whose weights lie in tiles of some 16 by 64. Both operators are those that
+    torch.compile uses for frozen weights."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
-        few_rows = 32
+        few_rows = 32           # a hint for oneDNN; any number of rows may come
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, few_rows)
         self.bias = bias
 
@@ -76,7 +74,7 @@ class Float16Embedding(nn.Module):
 
     def __init__(self, table: Tensor):                                      # [rows, width]
         super().__init__()
-        self.table = table                      # no parameter: these are all in float32
+        self.table = table      # a plain attribute: Model.float() leaves it in float16
 
     def forward(self, tokens: Tensor) -> Tensor:                            # [T] -> [T, width]
         return F.embedding(tokens, self.table).float()
@@ -109,6 +107,6 @@ def keep_float16(model: Model):
 
 def replace_linears(model: Model, kind: Callable[[Tensor, Tensor | None], nn.Module]):
     for module in model.modules():
-        for name, child in module.named_children():
+        for name, child in module.named_children():     # `child` keeps one until the next comes
             if isinstance(child, nn.Linear):
                 setattr(module, name, kind(child.weight.detach(), child.bias))

@@ -85,7 +85,7 @@ class Engine:
     # ---- the loop
 
     def step(self) -> Batch:
-        """Schedule a batch, launch it, settle what is due. Everyone uses it, the simulation too.
+        """Schedule a batch, launch it, settle what is due.
 
         With depth 0 a step settles its own batch. With depth 1 it settles the batch before, so the
         host schedules batch 8 while the device computes batch 7:
@@ -101,7 +101,7 @@ class Engine:
             waits_for_copy = self.cache.in_flight and not self.unsettled
             if batch or waits_for_copy:
                 self._launch(batch)
-            ahead = self._ahead(batch)                  # of an empty batch 0: settle all
+            ahead = self._ahead(batch)                  # 0 for a batch without spans: settle all
             while len(self.unsettled) > ahead:
                 self._settle(*self.unsettled.popleft())
             self.owner.tell_ended()                     # closes the handles of ended requests
@@ -118,7 +118,9 @@ class Engine:
                 result = self.worker.execute(batch)
                 wait = lambda: result
         except Exception as error:
-            self._recover(batch, error)                 # second day
+            # Second day. The requests of this batch and of all unsettled ones fail. All KV goes, so
+            # all others are recomputed.
+            self._recover(batch, error)
             return
         self.unsettled.append((batch, wait))
         self.scheduler.launched(batch)
@@ -126,7 +128,7 @@ class Engine:
 
     def _ahead(self, batch: Batch) -> int:
         """How many batches may stay unsettled after this step: `depth`. But 0 if the batch computes
-        nothing, or if the host must know its tokens before the next launch (for example, penalties
+        nothing, or if the host must learn its tokens before the next launch (for example, penalties
         count earlier tokens, and guesses go on from them)."""
         if not self.depth or not batch.spans or batch.guesses:
             return 0
@@ -181,6 +183,7 @@ class Engine:
                           stop_ids=frozenset() if ignore_eos else self.worker.stop_ids)
         handle = Handle(request, conversation, submitted=self.clock(), step_until=self.step_until,
                         cancel=partial(self._cancel, request), on_end=on_end)
+        # _open (second day). For a turn without these four options: self.cache.open(conversation).
         open_conversation = partial(self._open, handle, context, parent, like, tenant)
         self.owner.post(partial(self._enter, handle, open_conversation))
         return handle
@@ -199,12 +202,13 @@ class Engine:
 
     def generate(self, prompt: list[int], conversation: str | None = None, **options) -> Reply:
         """Submit, and wait for the reply."""
-        return self.submit(prompt, conversation, **options).result()
+        return self.submit(prompt, conversation, **options).result()    # waits with step_until
 
     # ---- who steps
 
     def step_until(self, ready: Callable[[], bool]):
-        """If the engine has no thread of its own, the caller steps until ready()."""
+        """Until `start` (second day) gives the engine a thread, whoever waits for a handle is the
+        owner, and steps until ready()."""
         while not (self.owner.thread or self.failure or ready()):
             self.step()
 
@@ -324,8 +328,9 @@ class Engine:
         batch, was_busy = None, False
         while self.owner.thread:
             # After the last reply chunks go to the CPU while nobody needs the device. So we step on
-            # if the last batch was not empty: there may be more to copy out. And if the last step
-            # has settled a reply or a copy: a hint may have waited for that. Else we wait.
+            # if the last batch was not empty: there may be more to copy out. And if there was a
+            # request or a copy before the last step (was_busy): it may have ended in that step, and
+            # a hint may have waited for it. Else we wait.
             if not (batch or was_busy or self.scheduler.busy):
                 self.owner.posted.wait()
             was_busy = self.scheduler.busy

@@ -17,7 +17,7 @@ which the conversation has been idle.
     chunk that ends at   16,000 tokens, idle for 90 s      V = 5.6 / 90 = 0.062    leaves first
 
 `RecomputeCost` holds the profile of Cost. A `Policy` says what a chunk is worth. `VictimIndex`
-finds the cheapest chunk among many thousands without looking at all of them.
+(second day) finds the cheapest chunk among many thousands without looking at all of them.
 
 Invariant: a value never rises with idle time. So of two chunks that differ in nothing else, the one
 that has been idle longer is never worth more. `VictimIndex` relies on this.
@@ -74,7 +74,9 @@ class Policy:
     Most policies override `value` and `key`; all else is optional. A chunk's users are the
     conversations that it belongs to: one, unless sharing.py shares it. The chunk is worth its value
     once for each of them."""
-    part = 0.0      # 0: each chunk leaves the GPU alone; 0.5: with half of its conversation; 1: all
+    # 0: each chunk leaves the GPU alone. 0.5: of a conversation's chunks that could leave now, half
+    # leave together. 1: all of them.
+    part = 0.0
 
     def __init__(self, cost: RecomputeCost, chunk_size: int):
         self.cost = cache(cost)         # asked for the same few hundred lengths again and again
@@ -99,8 +101,7 @@ class Policy:
 
     def last_needed(self, conversation) -> float:
         """When the conversation was last needed, in seconds; inf if a turn of it waits: it is
-        needed soon, and `idle` makes MIN_IDLE of now - inf. (The paper counts from its last answer
-        even then: experiments/policies.py, LiteralIdleness.)"""
+        needed soon, so `idle` (next) gives MIN_IDLE."""
         return math.inf if conversation.waiting else conversation.last_active
 
     def idle(self, now: float, last_needed: float) -> float:
@@ -191,14 +192,14 @@ class Member(NamedTuple):
     nth: float              # the policy's nth_to_leave
     order: int              # its conversation's: the older one's is lower
     key: int                # the policy's
-    users: int              # conversations that use the chunk: one, unless sharing.py shares it
+    num_users: int          # conversations that use the chunk: one, unless sharing.py shares it
     move: str               # how it would leave: each index is for one move, see kv_cache.py
     chunk: Any
 
     @property
     def group(self) -> tuple[int, int]:
         """Members of one group differ in nothing but idle time and the order of equal ones."""
-        return self.key, self.users
+        return self.key, self.num_users
 
     @property
     def stale(self) -> bool:
@@ -209,7 +210,7 @@ class Member(NamedTuple):
 
 def worth(policy: Policy, member: Member, now: float) -> float:
     """What the chunk is worth: its value, times the number of its users."""
-    return member.users * policy.value(member.key, policy.idle(now, member.last_needed))
+    return member.num_users * policy.value(member.key, policy.idle(now, member.last_needed))
 
 
 def cheapest_by_scanning(policy: Policy, members: list[Member], now: float) -> Member | None:
@@ -239,10 +240,9 @@ class VictimIndex:
     further victims of that moment. If a chunk changes, KVCache.refile gives it another
     `chunk.member` (None: it cannot leave now) and files that. The old one is *stale* then.
 
-    Invariant: the top of every heap is in `tops`. Others may be there as well: some that are stale,
-    and some that a cheaper member of their group has overtaken (A0, if E0 11:50 is filed at 12:10,
-    too). Both are harmless: a stale one is dropped when it comes to the top, and an overtaken one
-    is never before its overtaker."""
+    Invariant, unless `now` is None: the top of every heap is in `tops`. Others may be there as
+    well, without harm. A stale one is dropped when it comes to the top. One that a cheaper member
+    of its group has overtaken (A0, if E0 11:50 is filed at 12:10) comes after its overtaker."""
 
     def __init__(self, policy: Policy):
         self.policy = policy

@@ -25,10 +25,19 @@ from scheduler import PLACEHOLDER, Batch, Request, Result, Scheduler
 
 WINDOW = 8192           # we look for copies among so many tokens, the last ones of the context
 
-# A request begins with a luck of 0. Each guess takes 1 of it. Below 0 it may guess less.
+# A request begins with a luck of 0. Each guess takes 1 of it. Below 0 it may guess less. With at
+# most 4 guesses, of which only the first one of step 1 and that of step 31 are right:
+#
+#     step    the reply     may guess          luck behind the step
+#     1        1 token      4                  0 - 4 + GAIN = -2
+#     2        3 tokens     4 - 2 = 2          -2 - 2 = -4
+#     3        4 tokens     4 - 4 = 0          -4
+#     31      32 tokens     4 - 4 + 1 = 1      -4 - 1 + GAIN = -3      (32 // PATIENCE is 1)
+#     32      34 tokens     4 - 3 + 1 = 2      ...
 GAIN = 2                # a right guess gives so much
-PATIENCE = 32           # so many tokens of its reply give 1
-MOST_LUCK = 32          # it never has more: else it would guess wrong as long as it guessed right
+PATIENCE = 32           # so many tokens of its reply allow one guess more
+MOST_LUCK = 32          # it never has more: else a reply that has copied a thousand tokens could
+                        # then guess wrong a thousand times
 
 
 def copied(tokens: Sequence[int], most: int) -> list[int]:
@@ -40,7 +49,9 @@ def copied(tokens: Sequence[int], most: int) -> list[int]:
         1 2 3 4 5 6 1 2 3       3 tokens stood before: 4 5
         5 1 2 1 2 1 2           goes round, 4 tokens stood before: 1 2 1"""
     context = np.array(tokens[-WINDOW:], np.int32)
-    # ends: where the last `common + 1` tokens stood before. Each round looks one token further.
+    # ends: where the last `common + 1` tokens stood before. Each round looks one token further. In
+    # the second example:     ends      [2, 4]   [2, 4]   [4]   [4]   []
+    #                         common    0        1        2     3     4       and end = 4
     ends, end, common = np.flatnonzero(context[:-1] == context[-1]), 0, 0
     while len(ends) and common <= most:
         end, common = ends[-1], common + 1
@@ -67,8 +78,8 @@ class Guess(NamedTuple):
 
 
 class Behind(NamedTuple):
-    """What sampling.py asks a request for. The token at position `total` is sampled, behind a
-    guess."""
+    """Stands for a request in sampling.py, of which it has what is read there. The token at
+    position `total` is sampled, behind a guess."""
     sampling: object
     total: int
 
@@ -104,7 +115,7 @@ class GuessingScheduler(Scheduler):
             guess = copied(tokens[:-1] if pending else tokens, most)
             if guess:
                 room = min(request.conversation.room, request.longest - 1) - end
-                guess = guess[:0 if pending else room]
+                guess = [] if pending else guess[:room]     # []: settle this batch at once
                 batch.guesses.append(Guess(request, end, guess))
                 batch.budget -= len(guess)
         guessing = {guess.request for guess in batch.guesses}
@@ -125,7 +136,7 @@ class GuessingScheduler(Scheduler):
             guessed += [(request, position, token) for position, token in enumerate(tokens, start)]
         behind = zip(guessed, result.tokens[decoded:], logprobs[decoded:], strict=True)
         for (request, position, guess), token, logprob in behind:
-            # (Behind a wrong guess the context ends before the next one: [] is no guess.)
+            # (Behind a wrong guess the context ends before `position`: [] != [guess].)
             tokens = request.conversation.tokens
             if request.finish_reason or tokens[position:].tolist() != [guess]:
                 continue
@@ -149,7 +160,7 @@ def take_along(packed, guesses: list[Guess]):
     count, behind = len(guesses), []
     decodes = packed.tokens[-count:]
     del packed.tokens[-count:], packed.sample_at[-count:]
-    for nth, (guess, decode) in enumerate(zip(guesses, decodes), start=-count):
+    for nth, (guess, decode) in enumerate(zip(guesses, decodes), start=-count):     # from the end
         at = len(packed.tokens)
         packed.tokens.extend([decode, *guess.tokens])
         packed.end[nth] = guess.end

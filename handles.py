@@ -1,7 +1,8 @@
 """What a client holds of a submitted turn: it reads the tokens, waits for the reply, or cancels.
 
-    the owner     append an item, ring --> | Outbox | --> wake, read the new items     any threads
-                  close                                   wake, see that it is closed
+    the owner                       any threads
+    append an item, ring  -->  |        |  -->  wake, read the new items
+    close                 -->  | Outbox |  -->  wake, see that it is closed
 
 Readers take nothing away: any number of threads may read a handle or an outbox, any number of
 times. They hold no lock, since a list of Python can be read while one thread appends to it.

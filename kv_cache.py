@@ -44,11 +44,11 @@ class Chunk:
         self.slots: list[int] = []      # of its tokens; more than `filled` while they are computed
         self.place: int | None = None   # in the CPU tier
         self.ticket: Ticket | None = None       # the copy in flight, in either direction
-        # "Marked": there was no place for a copy, so its slots may be taken without one. It ends
-        # when its conversation runs again.
+        # "Marked": there was no place for a copy, so its slots may be taken without one. `admit`
+        # removes the mark when its conversation runs again.
         self.evictable_without_copy = False
-        # Both as of the last KVCache.refile:
-        self.reclaimable = 0            # its share of KVCache.reclaimable
+        # Both may be out of date until the next KVCache.refile:
+        self.reclaimable = 0            # how many slots of it KVCache.reclaimable counts
         self.member: Member | None = None       # second day: in the index of its next move
 
     @property
@@ -111,7 +111,7 @@ class Conversation:
         self.room = 0
         self.pinned = False             # it runs (and for a moment in plan_swap_out_for)
         self.waiting = False            # a turn of it waits in the queue
-        self.last_active = 0.0          # when it last stopped running, in seconds; see `expect`
+        self.last_active = 0.0          # when it last ran, in s (warm.py may set a later time)
         self.turns = 0                  # for a policy that counts them (experiments/policies.py)
 
     @property
@@ -253,7 +253,7 @@ class KVCache:
 
         While every running conversation could get a whole chunk, this one gets all slots of its
         last chunk at once. Then it asks again only a chunk later. When slots are rare, it gets as
-        many as it has grown by."""
+        many as it has grown by: one, after a decode."""
         total, begin = len(conversation.tokens), conversation.room
         if total <= begin:
             return True
@@ -316,10 +316,13 @@ class KVCache:
     #     _cheapest(move, now)        is the one that is worth least; None: there is none
     #     _victims(move, now)         are that one and those that leave with it (Policy.part; under
     #                                 Pensieve's policy none do); empty: there is none
-    #     _worth_less(one, two, now)  tells whether chunk `one` leaves before chunk `two`
+    #     _worth_less(one, two, now)  tells whether chunk `one` leaves before chunk `two` (both have
+    #                                 a next move, as of the last refile)
+    #     refile()                    looks again at the chunks in `changed`: files each under its
+    #                                 next move, and updates `reclaimable`, its own and the cache's
     #
-    # Whoever changes a chunk adds it to `changed`. `refile` looks at those chunks again before we
-    # seek the cheapest, and before `available` counts.
+    # Whoever changes a chunk adds it to `changed`. `available`, `_cheapest` and `_victims` begin
+    # with refile.
 
     def plan_swap_out(self, wanted: int, now: float) -> list[Ticket]:
         """Begin copies to the CPU ahead of need, of the cheapest idle chunks, and return them. When
@@ -358,7 +361,7 @@ class KVCache:
         conversation.pinned = True
         tickets = self.plan_swap_out(wanted, now)
         conversation.pinned = False
-        # Second day: those that `_cheapest` has skipped are filed again.
+        # Second day: `_cheapest` has taken those that it met out of the index. File them again.
         self.changed.update([chunk for chunk in conversation.chunks if not chunk.member])
         return tickets
 
@@ -390,7 +393,8 @@ class KVCache:
 
     def _coming_available(self) -> int:
         """Slots that will be available when the copies in flight have ended: orphans, and those of
-        chunks that a copy out makes reclaimable."""
+        chunks that a copy out makes reclaimable. (A copy in whose conversation has stopped running
+        is not counted. So we may copy a few chunks too many.)"""
         copied = sum(len(ticket.chunk.slots) for ticket in self.in_flight
                      if ticket.direction == "out" and not (ticket.outdated or ticket.chunk.pinned))
         return copied + sum(len(ticket.orphans) for ticket in self.in_flight)
@@ -521,7 +525,8 @@ class KVCache:
     def _cheapest(self, move: str, now: float) -> Chunk | None:
         """See "eviction". The chunks of a conversation that plan_swap_out_for pins for one call are
         still filed as idle: it may have hundreds, and to file all of them twice would cost too
-        much. Those that we meet we skip: without a member, the next `refile` files them again."""
+        much. We skip those that we meet, and take their members away. plan_swap_out_for then adds
+        them to `changed`, so the next `refile` files them."""
         self.refile()
         while member := self.indexes[move].cheapest(now):
             if member.chunk.next_move == move:

@@ -8,11 +8,14 @@
         The header names the history, the layout (what the bytes of KV mean) and the weights; the
         conversations, with a digest of their tokens; and for each chunk its users and its crc32.
 
-The file stays after it was loaded: a server that is killed finds it again. But a conversation that
-is deleted must not live on in it. So we overwrite its chunks at once (`erase`), or at the next
-start if we did not run; its name and the digest of its tokens stay until the next stop. A file of
-which we cannot use anything is deleted at once. (The file of another history is not ours: we leave
-it alone.) We never write tokens that the history does not have.
+    all is loaded              the file stays: a server that is killed finds it again
+    a conversation is deleted  the server overwrites its chunks at once (`erase`), or at the next
+                               start if none ran; its name stays until the next stop, and so does
+                               the digest of its tokens
+    a start can use nothing    the server deletes the file at once: the deleted must not live on
+    it is of another history   the server leaves it alone
+
+Tokens that the history does not have are never written.
 
 Invariant: a chunk comes into the CPU tier only if this version of the program has computed it, with
 these weights, for these tokens, and if its bytes are those. Any other is recomputed as usual.
@@ -81,8 +84,8 @@ class SavedKV:
             header = read_header(file)
         metadata = json.loads(header[8:])["__metadata__"]
         if metadata["layout"] != layout:
-            raise ValueError("it is of another model, dtype or chunk size, or of another version "
-                             "of this program")
+            raise ValueError("it is of another model, dtype or chunk size, or a .py file beside "
+                             "kv_file.py has changed")
         self.begin, self.chunk_bytes = len(header), pool.chunk_bytes
         self.weights, content = metadata["weights"], json.loads(metadata["content"])
         self.conversations = [SavedConversation(*fields) for fields in content["conversations"]]
@@ -130,7 +133,8 @@ class KVFile:
         require(self.path.parent.is_dir() and (self.path.is_file() or not self.path.exists()),
                 "kv_file", "a file in a directory that exists", str(path))
         self.engine, self.cache = engine, engine.cache
-        # The header begins with it. The name of the new file has it, too: nobody else uses that.
+        # The header begins with `mark`: so we know our file. The new file's name has the digest of
+        # the history, too: so no other server writes to it.
         self.mark = dict(format="KV of nano-pensieve",
                          history=sha256_hex(bytes(Path(history).resolve())))
         self.new = self.path.with_name(f"{self.path.name}.{self.mark['history'][:16]}.new")
@@ -140,7 +144,7 @@ class KVFile:
         self.saved: SavedKV | None = None       # None: there is none that we can use
         self.restored = 0                       # chunks
         self.stopping = False                   # `close` tells the thread to end
-        self.finished = False                   # the thread has ended by itself: we may overwrite
+        self.finished = False                   # it needs the file no more: we may overwrite it
         self.loader: threading.Thread | None = None
 
     def erase(self, conversation: str):
@@ -163,7 +167,7 @@ class KVFile:
         """ValueError if the file is not ours."""
         if not self.path.exists():
             return False
-        mark = json.dumps(dict(__metadata__=self.mark)).encode()[:-2]
+        mark = json.dumps(dict(__metadata__=self.mark)).encode()[:-2]   # without "}}": a beginning
         with open(self.path, "rb") as file:
             if file.read(8 + len(mark))[8:] != mark:
                 raise ValueError("it is no KV file of this history: delete it, or name another one")
@@ -172,7 +176,8 @@ class KVFile:
     def _say(self, text: str):
         print(f"KV file {self.path}: {text}", file=sys.stderr, flush=True)
 
-    # ---- at the start
+    # ---- at the start. The loader's thread runs _load. It lets the engine's owner run _restore for
+    # some chunks at a time, and at last _file_beginnings.
 
     def load(self):
         """Begin to load."""
@@ -188,7 +193,8 @@ class KVFile:
         self.loader.start()
 
     def _load(self):
-        """What the thread does. (It hashes the weights in any case, since `close` needs that.)"""
+        """What the loader's thread does. It hashes the weights in any case, since `close` needs
+        that."""
         begin, saved = time.monotonic(), self.saved
         try:
             self.weights = self._digest_weights()
@@ -229,7 +235,7 @@ class KVFile:
 
     def _restore(self, saved: SavedKV, portion: list[tuple[SavedChunk, bytearray | None]]):
         """The engine's owner takes over some chunks."""
-        users = {number: self._open(saved.conversations[number])
+        users = {number: self._open(saved.conversations[number])    # None: it has changed
                  for chunk, _ in portion for number in chunk.users}
         for chunk, data in portion:
             present = [user for number in chunk.users if (user := users[number])]
@@ -239,7 +245,8 @@ class KVFile:
                 self.restored += 1
 
     def _open(self, saved: SavedConversation) -> Conversation | None:
-        """The conversation in the cache, with the tokens and the tenant that the file knows."""
+        """The conversation in the cache; None if the file has it with other tokens or another
+        tenant."""
         held, roots = self.cache.conversations.get(saved.name), self.cache.beginnings.roots
         tokens = held.tokens if held else self.tokens_of(saved.name)
         if tokens is None or not saved.begins(tokens):
@@ -250,7 +257,8 @@ class KVFile:
             if saved.root:
                 roots[held] = bytes.fromhex(saved.root)
         if not held.chunks:
-            self.cache.drop_all(held)       # it has no KV, but now it shares the designated prefix
+            self.cache.drop_all(held)       # there is nothing to drop, but now it shares the
+                                            # designated prefix
         return held if roots.get(held, b"").hex() == saved.root else None
 
     def _file_beginnings(self):
@@ -293,8 +301,9 @@ class KVFile:
                 self.new.unlink(missing_ok=True)
 
     def _worthiest(self) -> dict[Chunk, list[Conversation]]:
-        """The chunks, and of each one the users whose history has all of its tokens: a client may
-        have asked us to store nothing. (No conversation is a user of the designated prefix.)"""
+        """The chunks, and of each one the users whose history has all of its tokens. (A client may
+        have asked us to store nothing, or less. No conversation is a user of the designated
+        prefix.)"""
         cache, now = self.cache, self.engine.clock()
         users: dict[Chunk, list[Conversation]] = defaultdict(list)
         for one in cache.conversations.values():
@@ -365,7 +374,8 @@ def read_header(file: IO[bytes]) -> bytes:
 def layout_of(engine: Engine) -> str:
     """A digest of all that decides, beside weights and tokens, what the bytes of a chunk mean. It
     changes by itself: with the model's configuration (its positions included), with dtypes and
-    sizes, and with any source file of this program."""
+    sizes, and with any .py file beside this one. (Those in serving/ do not touch KV. A file that a
+    user puts here counts, too: to lose the KV once costs less than to trust a wrong one.)"""
     model, pool = engine.worker.model, engine.worker.pool
     config = json.dumps(asdict(model.config), default=sorted)   # sets have no order
     settings = [config, str(model), engine.config.dtype, str(pool.cpu.dtype), str(pool.chunk_shape)]

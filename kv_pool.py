@@ -60,7 +60,7 @@ class KVPool:
         gpu_shape = layers, 2, num_slots, kv_heads, head_dim                # 2: K and V
         cpu_shape = layers, 2, num_places * chunk_size, kv_heads, head_dim
         self.gpu = torch.empty(gpu_shape, device=device, dtype=dtype)
-        self.cpu = self._host_memory(cpu_shape)
+        self.cpu = self._host_memory(cpu_shape)         # page-locked on CUDA
         self.chunk_size, self.pipeline = chunk_size, pipeline
         self.flights: list[Flight] = []         # by time of issue
         # The latest flight in: set by swap_in, cleared by wait(last layer). One stream copies all
@@ -68,9 +68,9 @@ class KVPool:
         self.arriving: Flight | None = None
         # Sets stream_in and stream_out, the two side streams; and three functions that hide CUDA:
         # stream(), the current stream; on(s), a block in which s is the current one; event(), a new
-        # event. Without CUDA they do nothing.
+        # event. Without CUDA they are stand-ins: nobody waits, and every event has happened.
         self._make_streams()
-        self.metrics = SwapMetrics()            # second day
+        self.metrics = SwapMetrics()            # second day: host_time() and add() only measure
 
     def mark(self):
         """An event at this point of the current stream."""
@@ -216,19 +216,19 @@ class KVPool:
     def read_chunk(self, chunk: Chunk) -> bytes:
         """The bytes of a chunk's KV, wherever it is; 0 behind its last token. (For kv_file.py, when
         no step and no copy is under way.)"""
-        kv, first = torch.zeros(self.chunk_shape, dtype=self.cpu.dtype), chunk.place
-        if first is None:
+        kv, place = torch.zeros(self.chunk_shape, dtype=self.cpu.dtype), chunk.place
+        if place is None:
             kv[:, :, :chunk.filled] = self.gpu[:, :, chunk.slots[:chunk.filled]].cpu()
         else:
-            first *= self.chunk_size
-            kv[:, :, :chunk.filled] = self.cpu[:, :, first:first + chunk.filled]
+            line = place * self.chunk_size
+            kv[:, :, :chunk.filled] = self.cpu[:, :, line:line + chunk.filled]
         return kv.view(torch.uint8).numpy().tobytes()
 
     def write_place(self, place: int, data: bytearray):
         """The reverse, for a place that no step and no copy uses."""
         kv = torch.frombuffer(data, dtype=self.cpu.dtype).view(self.chunk_shape)
-        first = place * self.chunk_size
-        self.cpu[:, :, first:first + self.chunk_size] = kv
+        line = place * self.chunk_size
+        self.cpu[:, :, line:line + self.chunk_size] = kv
 
     def stats(self) -> dict:
         return self.metrics.stats()

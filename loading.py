@@ -48,7 +48,7 @@ def load_worker(config, directory: Path | None, ranks: Alone = ALONE,
         dtype = "bfloat16" if device == "cuda" else dtype_on_cpu(directory)
     dtype = getattr(torch, dtype)
     if device == "cuda":
-        gc.collect()    # an engine that was closed has its weights and tiers while a cycle holds it
+        gc.collect()    # a closed engine that is in a reference cycle has its GPU memory until then
     try:
         model = (load_model(directory, device, dtype, ranks) if directory else
                  random_model(config.model, device, dtype, config.max_context, ranks=ranks))
@@ -58,9 +58,10 @@ def load_worker(config, directory: Path | None, ranks: Alone = ALONE,
     small = is_small(model)
     if device == "cpu" and small:
         torch.set_num_threads(1)                        # in the whole process
-    if device == "cpu" and dtype == torch.float16 and cpu_linear.multiplies_float16():
-        # On a CPU float16 is for weights alone: all else is in float32.
-        if small or config.eager:
+    if device == "cpu" and dtype == torch.float16:
+        # On a CPU float16 is for weights alone: all else is in float32, and so are the weights where
+        # packing does not pay, or FBGEMM is missing.
+        if small or config.eager or not cpu_linear.multiplies_float16():
             model.float()
         else:
             cpu_linear.keep_float16(model)
@@ -73,7 +74,7 @@ def load_worker(config, directory: Path | None, ranks: Alone = ALONE,
         raise ValueError(f"tiers of {slots} and {cpu_tokens} tokens cannot be allocated, choose a "
                          f"smaller gpu_cache_tokens or cpu_cache_tokens: {error}") from error
     if not config.eager:
-        speed_up(worker)
+        speed_up(worker, small)
     return worker
 
 
@@ -103,8 +104,8 @@ def tier_sizes(config, model: Model, processes: int) -> tuple[int, int]:
     On CUDA the GPU tier takes nine tenths of the free memory of the GPU, but room for at most a
     thousand whole contexts. The CPU tier is four times as large as the GPU tier, given or not, but
     takes at most a quarter of the host's memory; `processes` of one model share that quarter. On a
-    CPU both tiers lie in it, unless their sizes are given; there the GPU tier has room for at most
-    sixteen contexts."""
+    CPU both tiers lie in that quarter, unless their sizes are given: so the GPU tier takes a fifth
+    of it, but room for at most sixteen contexts."""
     parameter, shape = next(model.parameters()), model.config
     kv_heads = shape.num_layers * shape.num_kv_heads
     token_bytes = 2 * kv_heads * shape.head_dim * parameter.element_size()
@@ -124,15 +125,16 @@ def tier_sizes(config, model: Model, processes: int) -> tuple[int, int]:
 
 
 @torch.inference_mode()
-def free_memory(model: Model, max_batch_tokens: int, max_running: int) -> int:
+def free_memory(model: Model, max_batch_tokens: int, sampled: int) -> int:
     """Bytes of the GPU that neither the weights nor the largest steps need. It runs these to find
-    out: a step of max_batch_tokens, and the largest that is replayed, because graphs have memory of
-    their own. The tenth that tier_sizes leaves free is for what is small: the partial results of
-    attention, the columns of a batch, log probabilities, fragments."""
+    out: a step of max_batch_tokens, and the largest that is replayed. Both are needed at once,
+    because graphs have memory of their own. sampled: tokens, at most, in a step. The tenth that
+    tier_sizes leaves free is for what is small: the partial results of attention, the columns of a
+    batch, log probabilities, fragments."""
     try:
-        step = peak_memory(partial(largest_step, model, max_batch_tokens, max_running))
-        replayed = max(max_running, MOST_REPLAYED)
-        graph = peak_memory(partial(largest_step, model, replayed, max_running))
+        step = peak_memory(partial(largest_step, model, max_batch_tokens, sampled))
+        replayed = max(sampled, MOST_REPLAYED)
+        graph = peak_memory(partial(largest_step, model, replayed, sampled))
     except torch.cuda.OutOfMemoryError as error:
         raise ValueError(f"a step of max_batch_tokens={max_batch_tokens} does not fit beside the "
                          f"weights, choose less: {error}") from error
@@ -141,11 +143,11 @@ def free_memory(model: Model, max_batch_tokens: int, max_running: int) -> int:
     return free - step - graph
 
 
-def largest_step(model: Model, num_tokens: int, max_running: int):
-    """Run the model on num_tokens, and sampling's largest stage behind the first max_running."""
+def largest_step(model: Model, num_tokens: int, sampled: int):
+    """Run the model on num_tokens, and sampling's largest stage behind the first `sampled`."""
     tokens = torch.zeros(num_tokens, dtype=torch.int32, device=next(model.parameters()).device)
     hidden = model(tokens, tokens, lambda layer, q, k, v, rotation: q.clone())
-    logits = model.logits(hidden[:max_running])
+    logits = model.logits(hidden[:sampled])
     keep_top_p(logits, torch.full_like(logits[:, 0], 0.9))
 
 
@@ -171,20 +173,21 @@ def host_memory() -> int:
 
 # ---- faster
 
-# We switch off inductor's pattern matcher. One of its patterns takes the sum with the residual out
-# of the norm's kernel, into the matrix product before it. There CUDA first copies the residual.
+# A layer's matrix product is followed by one kernel for the sum with the residual and the norm. One
+# of inductor's patterns moves that sum into the matrix product, which on CUDA costs a copy of the
+# residual. So we switch off its pattern matcher.
 INDUCTOR = partial(torch.compile, options={"pattern_matcher": False})
 
 
-def speed_up(worker: Worker):
+def speed_up(worker: Worker, small: bool):
     """On CUDA, compile the small kernels, and capture the launches for which the GPU would
-    otherwise wait. On a CPU, pack the weights of a model that is not small."""
+    otherwise wait. On a CPU, pack the weights of a model that is not small; those that keep_float16
+    has packed stay as they are."""
     if worker.device.type == "cuda" and runs_triton(worker.device, worker.dtype):
         fuse(worker.model)
-        warm_up(worker)
+        run_every_kernel(worker)
         try_capture(worker, partial(make_cuda_graph, pool=torch.cuda.graph_pool_handle()))
-    if (worker.device.type == "cpu" and cpu_linear.packs(worker.dtype)
-            and not is_small(worker.model)):
+    if worker.device.type == "cpu" and cpu_linear.packs(worker.dtype) and not small:
         cpu_linear.pack(worker.model)
 
 
@@ -217,15 +220,17 @@ def fuse(model: Model, compiler: Callable = INDUCTOR):
 
 
 @torch.inference_mode()
-def warm_up(worker: Worker):
+def run_every_kernel(worker: Worker):
     """Use every kernel once, so that none of them has to be compiled while a request waits.
 
-    For each shape of tile, a step computes the fewest tokens that take it, one more than the next
-    smaller shape holds. They are padding, and they stand at the end of a whole context, so that
-    their tiles are split wherever any are."""
-    wanted = wanted_items(worker.kv_heads, worker.head_dim, worker.dtype, worker.device)
-    held = [0, *(shape.rows for shape in wanted)]
-    for rows in held[:-1]:
+    For each shape of tile, a step computes the fewest tokens that take it: one more than the next
+    smaller shape holds. With shapes of 16, 64 and 128 rows, and 4 heads in a group, a token has 4
+    rows: so these steps compute 1, 5 and 17 tokens.
+
+    The tokens are padding, at the end of the longest context: there attention splits a tile, if it
+    splits any, and the kernel that merges runs, too."""
+    *smaller, _ = wanted_items(worker.kv_heads, worker.head_dim, worker.dtype, worker.device)
+    for rows in [0, *(shape.rows for shape in smaller)]:
         end = worker.max_context
         q_len = min(rows // worker.group + 1, end)
         packed = Packed([worker.padding_row], [end - q_len], [end], array("i", [0]) * q_len,
@@ -248,6 +253,7 @@ def make_cuda_graph(run: Callable, pool) -> Callable:
     """For Worker.capture: a CUDA graph of the kernels that run() launches, in the memory `pool`."""
     run()                                       # what compiles and allocates must not be captured
     graph = torch.cuda.CUDAGraph()
+    # thread_local: what other threads do on the GPU meanwhile does not end the capture.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = run()
 

@@ -172,7 +172,7 @@ class Model(nn.Module):
         float32. None if the model has learned positions."""
         if self.config.rope_theta is None:
             return None
-        frequencies = rotary_frequencies(self.config, positions.device)     # [D/2]
+        frequencies = rotary_frequencies(self.config, positions.device)     # [D/2], second day
         angles = positions[:, None] * frequencies                           # [T, D/2]
         return angles.cos(), angles.sin()
 

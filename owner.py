@@ -25,6 +25,11 @@ class Closed(RuntimeError):
     """The engine was whole when it was closed."""
 
 
+def stopped_by(error: BaseException) -> RuntimeError:
+    """What all others are told when an error, or Ctrl-C, stops the engine."""
+    return RuntimeError(f"the engine has stopped: {error!r}")
+
+
 class Owner:
     """The right to step; the inbox of all other threads; the turns whose end they await."""
 
@@ -39,7 +44,8 @@ class Owner:
         self.taken = 0                                  # functions taken out of the inbox so far
         self.posted = threading.Event()                 # there may be something in the inbox
         # Held to post, and to set `failure`. So either the post comes first, and `stop` finds it in
-        # the inbox; or it comes too late, and its caller gets the failure.
+        # the inbox; or it comes too late, and its caller gets the failure. (`call` does without: it
+        # works behind a stop, too.)
         self.posting = threading.Lock()
 
     def post(self, function: Callable[[], None]):
@@ -61,6 +67,9 @@ class Owner:
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
+            except BaseException as error:      # Ctrl-C in the owner's thread: the engine stops
+                future.set_exception(stopped_by(error))
+                raise
         future = Future()
         self._put(run)
         if self.thread in (None, threading.current_thread()):
@@ -98,7 +107,7 @@ class Owner:
             try:
                 yield
             except BaseException as error:
-                self.stop(RuntimeError(f"the engine has stopped: {error!r}"))
+                self.stop(stopped_by(error))
                 raise
 
     def start(self, run: Callable[[], None]):
@@ -125,7 +134,7 @@ class Owner:
     def stop(self, failure: Exception):
         """The owner calls this: every turn that has not been told its end fails, and nobody can
         post any more."""
-        with self.posting:
+        with self.posting:          # first: from here on no on_end can post
             self.failure, self.thread = self.failure or failure, None
         self.ended.clear()          # what ended in the step that failed, fails as well
         while self.handles:

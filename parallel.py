@@ -56,12 +56,13 @@ FOREVER = timedelta(days=3650)      # an idle server sends nothing; Ranks.watch 
 # ---- the processes that torchrun has started
 
 class Ranks(Alone):
-    """The processes that share a model, seen by one of them: there are several."""
+    """The processes that share a model, seen by one of them."""
 
     def __init__(self):
         backend = "gloo"
         if gpus := torch.cuda.device_count():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)     # NCCL refuses two on one
+            # (More ranks than GPUs here: NCCL refuses two on one, and says so.)
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=FOREVER)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -120,7 +121,7 @@ class Ranks(Alone):
             dist.broadcast(torch.from_numpy(message[FIRST_SIZE:]), src=0)
 
     def hear(self) -> list[np.ndarray]:
-        """The arrays that rank 0 tells."""
+        """The arrays that rank 0 tells; none: it dismisses us (the sizes are -1)."""
         dist.broadcast(message := torch.zeros(FIRST_SIZE, dtype=torch.int32), src=0)
         sizes = message[:STEP_ARRAYS].tolist()
         if sizes[0] < 0:
@@ -200,7 +201,8 @@ class RankWorker(Worker):
         self.ranks = ranks
 
     def capture(self, make_graph: Callable):
-        with or_end_process():          # others would wait for us, or pad a batch that we do not
+        # The others would wait for us in a step; or they would pad a batch that we do not pad.
+        with or_end_process():
             super().capture(make_graph)
 
     def _remember(self, inputs: Inputs, tokens: Tensor):
@@ -215,7 +217,12 @@ class Leader(RankWorker):
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.told: list[Flight] = []    # the flights that the followers believe to be in the air
+        # The flights that the followers believe to be in the air, in the order of their lists:
+        #
+        #     step    told, behind it    a follower's pool.flights    landed, before it
+        #     7       a b c              a b c                        []
+        #     8       a c d              a c d                        [1]: b had landed
+        self.told: list[Flight] = []
 
     def launch(self, batch: Batch) -> Callable[[], Result]:
         with or_end_process():
@@ -272,7 +279,7 @@ def open_worker(config, directory: Path | None, profiles: bool) -> Worker:
         return load_worker(config, directory)
     if ranks.rank:
         follow_engine(ranks)
-        leave()
+        leave()                                 # it never returns
     if ranks.watchers:
         raise ValueError("these processes can have only one open engine at a time: "
                          "close the open one first")

@@ -70,7 +70,7 @@ class Sampling:
         return (self.repetition_penalty != 1 or self.grammar is not None
                 or bool(self.presence_penalty or self.frequency_penalty))
 
-    @cached_property
+    @cached_property        # (written into __dict__ once, though the dataclass is frozen)
     def constraint(self):
         """constraint.mask(reply) says which tokens may follow this request's reply so far."""
         return self.grammar.constraint()
@@ -101,6 +101,10 @@ def sample(logits: Tensor, requests: list[Request]) -> list[Tensor]:
     The results stay on the device: the tokens [N], and, if requests ask for log probabilities, the
     log_probabilities() of their rows. They are those before mask, penalties, bias and temperature:
     they say what the model believes, not what the draw was asked for."""
+    # For two requests, the first greedy, the second with temperature 0.7 and logprobs 3:
+    #     reported    [1]
+    #     asked       (temperature, [1])       (noise, [1])
+    #     told        [1] and [0.7]            [1] and [its key]      on the device
     reported = rows_to_report(requests)
     asked = [(stage, rows) for stage in STAGES if (rows := rows_that(requests, stage.is_asked_for))]
     groups = [[np.array(rows), *stage.tell([requests[i] for i in rows])] for stage, rows in asked]
@@ -243,12 +247,12 @@ def least_share(share: Tensor, top_p: Tensor, width: int) -> Tensor:
     """The smallest share of the probability, [n, 1], among the fewest tokens that together hold
     top_p [n, 1]; share [n, vocab].
 
-    These tokens are mostly few, and to rank few is cheaper. So we rank only the best `width` of
-    each row, and do it again with 16 times as many for the rows that need all of these or more. On
-    a GPU the host would have to wait to know these rows: there `width` is that of the vocabulary.
+        shares 0.5, 0.3, 0.1, 0.1 and top_p 0.7    the first two hold 0.8 -> 0.3
+        before   0, 0.5, 0.8, 0.9                  two of these are below 0.7: 2 tokens are needed
 
-        shares 0.5, 0.3, 0.1, 0.1 and top_p 0.7:  the first two hold 0.8 -> 0.3
-    """
+    These tokens are mostly few, and to rank few is cheaper. So we rank only the best `width` of
+    each row. The rows of which more may be needed are ranked again, 16 times as wide. On a GPU the
+    host would have to wait to know these rows: there `width` is that of the vocabulary."""
     best = share.topk(min(width, share.shape[1])).values                    # [n, width], descending
     before = best.cumsum(1) - best                                      # held by the better tokens
     needed = (before < top_p).sum(1, keepdim=True).clamp(min=1)     # [n, 1]; of NaN none is less
@@ -309,7 +313,8 @@ def uniform(keys: Tensor, vocab_size: int) -> Tensor:
     token id. They are most precise near 0, where the tokens that win a race are."""
     token = mix(torch.arange(vocab_size, dtype=torch.int32, device=keys.device))        # [vocab]
     bits = mix(token ^ keys[:, None]) & 0x7FFFFFFF                              # [n, vocab]
-    return bits.float().add_(0.5).mul_(2**-31 - 2**-55)                         # at most 1 - 2**-24
+    # 2**-31 would make 1 of the largest; the next smaller float32 makes 1 - 2**-24 of it.
+    return bits.float().add_(0.5).mul_(2**-31 - 2**-55)
 
 
 def mix(x: Numbers) -> Numbers:
@@ -320,7 +325,7 @@ def mix(x: Numbers) -> Numbers:
     x = x ^ (x >> 16 & 0xFFFF)
     x *= 0x7FEB352D
     x ^= x >> 15 & 0x1FFFF
-    x *= 0x846CA68B - 2**32
+    x *= 0x846CA68B - 2**32             # as an int32
     x ^= x >> 16 & 0xFFFF
     return x
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from kv_cache import Conversation, KVCache, Ticket
 
-PLACEHOLDER = -1        # in a context: a token that the device samples, unknown to the host so far
+PLACEHOLDER = -1        # in a context: a token that the device samples, not yet learnt by the host
 NOT_FINITE = -1         # in a result alone: no token, since its logits were NaN or infinite
 NO_TOKEN = "no token is left: the logits are not finite, or the reply's grammar is too complex"
 SOURCES = ("gpu", "cpu", "recomputed", "new")   # where the KV of a context comes from, at admission
@@ -127,7 +127,8 @@ class Batch:
         # A Ticket (kv_cache.py) is the copy of one chunk.
         self.swap_in: list[Ticket] = []             # CPU -> GPU
         self.swap_out: list[Ticket] = []            # GPU -> CPU
-        self.table_updates: list[tuple] = []        # (row, start, slots): for the slot table
+        # The slot table has a row for each running request, with the slot of each position.
+        self.table_updates: list[tuple] = []        # (row, start, slots): its changes
         # `launched` notes whose tokens it samples, and their positions in the contexts.
         self.placeholders: list[tuple[Request, int]] = []
         # Second day:
@@ -159,7 +160,8 @@ class Batch:
 
 class Result(NamedTuple):
     """What the worker made of a batch."""
-    tokens: list[int]               # one for each of batch.placeholders, or NOT_FINITE
+    # One for each of batch.placeholders, or NOT_FINITE. (Second day: then one behind each guess.)
+    tokens: list[int]
     landed: list[Ticket]            # copies that have ended, of this step or an earlier one
     logprobs: list | None = None    # one for each token; None where nobody asked for it
 
@@ -220,13 +222,12 @@ class Scheduler:
 
     def schedule(self, now: float) -> Batch:
         """The next batch. It is empty if there is nothing to do, or if all requests must wait for a
-        copy in flight, or for a batch that is not settled."""
+        copy in flight, or for tokens of a batch that is still computed."""
         batch = self.compose(now)
-        # Nothing to do, and nothing to wait for? Either `compose` has just marked chunks as
-        # evictable without a copy, so slots are available now. Or all running requests are starved,
-        # and one gives way. (When slots are rare, `grow` asks for one alone. If it fails, none is
-        # available.) The loop ends: each round marks chunks, starts a copy, or makes `running`
-        # shorter.
+        # Nothing to do, and nothing to wait for? Either `compose` has just marked chunks, so slots
+        # are available: we try again. Or none is, and all running requests are starved: one gives
+        # way. (A starved request lacks a single slot: see `grow`.) The loop ends, because each
+        # round marks chunks, starts a copy, or makes `running` shorter.
         while self.unfinished and not batch and not self._awaited():
             if self.running and not self.cache.available:
                 self.give_way(now)
@@ -277,7 +278,7 @@ class Scheduler:
         begins.
 
         So the books run ahead of the device. A PLACEHOLDER stands for each token that the batch
-        will sample. The next batch can be launched behind it before the host knows these tokens:
+        will sample. The next batch can be launched behind it before the host learns these tokens:
 
             launched(8)     a's tokens  17 42 PLACEHOLDER       step 8 samples position 2
             schedule(9)     a[2:3]                              on the device it is there by then
@@ -303,7 +304,7 @@ class Scheduler:
         grown, logprobs = [], result.logprobs or [None] * len(result.tokens)
         sampled = zip(batch.placeholders, result.tokens, logprobs, strict=True)
         for (request, position), token, logprob in sampled:
-            if token == NOT_FINITE:
+            if token == NOT_FINITE:         # cancel (second day): it ends as "failed", runs no more
                 self.cancel(request, now, RuntimeError(NO_TOKEN))
             if request.finish_reason:
                 continue
@@ -336,7 +337,7 @@ class Scheduler:
             total = before + len(request.prompt)
             if total + (request.max_tokens or 1) > self.limit:
                 self.cancel(request, now, too_long(total, request.max_tokens, self.limit))
-                continue
+                continue                    # `cancel` has taken it off the queue
             if not self.cache.extend(conversation, request.prompt):
                 return None
             request.tokens_before, request.known_before = before, known
@@ -378,7 +379,7 @@ class Scheduler:
         """The turn has ended: its conversation is idle, and its KV stays."""
         self._stop_running(request, now)
         if request.last_token_pending:      # a step launched meanwhile feeds its last token
-            self._take_back(request)        # second day
+            self._take_back(request)        # second day: that KV and the PLACEHOLDER go
         self.cache.policy.ended(request.conversation)           # for policies that learn
         self._end(request, reason)
 

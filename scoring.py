@@ -9,8 +9,7 @@ token was that really came next:
     log probability    of a1 of a2 of a3 (the reply is sampled here)
 
 So the first token of a context has none, and a token has one only if this request computes the
-position before it. (KV in the cache has left no logits. Engine.submit lets such a request share
-nothing; but what its own conversation has cached, it does not compute again.)
+position before it: KV in the cache has left no logits.
 
 Invariant: a batch in which nobody asks for them computes what it would without this file.
 """
@@ -48,10 +47,10 @@ def scored_tokens(spans: list[Span]) -> Iterator[Scored]:
     for request, start, end in spans:
         if request.sampling.prompt_logprobs is not None:
             before = request.tokens_before
-            places = range(max(start + 1, before), min(end + 1, before + len(request.prompt)))
-            for place in places:
-                nth = place - before
-                yield Scored(request, nth, first + place - 1 - start, request.prompt[nth])
+            positions = range(max(start + 1, before), min(end + 1, before + len(request.prompt)))
+            for position in positions:
+                nth = position - before
+                yield Scored(request, nth, first + position - 1 - start, request.prompt[nth])
         first += end - start
 
 

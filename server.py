@@ -120,9 +120,9 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
                              "its example")
     Config.add_flags(parser)
     flags = parser.parse_args(argv)
-    if flags.demo:
+    if flags.demo:      # other defaults; we parse again, since flags that are given still count
         parser.set_defaults(**for_demo(flags.model, flags.chunk_size))
-        flags = parser.parse_args(argv)                 # flags that are given still count
+        flags = parser.parse_args(argv)
     flags.history = flags.history or str(default_history(flags.model))
     return flags
 
@@ -204,27 +204,28 @@ def prune_by_age(sessions: Sessions, max_age: float):
 
 
 def begin_demo(server: Server):
-    """Starts a stateless engine, which answers every turn, too, and opens a browser in which the
-    chat page plays its example, if the tiers have its sizes."""
+    """Starts a stateless engine, which answers every turn, too: it only reads the history. The chat
+    page gets its example, if the tiers have its sizes. ValueError or OSError if that engine cannot
+    start."""
     config, example = server.engine.config, example_for(server.engine.directory)
     tiers = example.tiers(server.sessions.tokenizer, config.chunk_size)
     if (config.gpu_cache_tokens, config.cpu_cache_tokens) == tiers:
         server.example = example.said
     options = vars(config) | dict(stateless=True, cpu_cache_tokens=0)
     server.stateless = Sessions(Engine(**options).start(), history=server.sessions.history)
-    url = f"{server.url}/#play"
 
-    def open_page():                             # some browsers come back only when they are closed
-        if not webbrowser.open(url):
-            print(f"There is no browser here. Open {url} in yours.", flush=True)
-    threading.Thread(target=open_page, daemon=True).start()
+
+def open_browser(url: str):
+    """Some browsers come back only when they are closed, so call this in a thread of its own."""
+    if not webbrowser.open(url):
+        print(f"There is no browser here. Open {url} in yours.", flush=True)
 
 
 def serve_until_stopped(server: Server):
     """Returns after SIGTERM, when the turns at work are done. KeyboardInterrupt after SIGINT or a
     second SIGTERM, SystemExit with 1 if the engine fails."""
     def stop(*_):
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)       # for a second SIGTERM
         server.drain()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, stop)
@@ -258,6 +259,8 @@ def main():
         try:
             flags = parse_flags()
             server = open_server(flags)
+            if flags.demo:
+                begin_demo(server)
         except (ValueError, OSError, OverflowError) as error:
             print(f"server.py: {error}", file=sys.stderr)
             sys.exit(2)
@@ -267,7 +270,8 @@ def main():
             print(f"warning: whoever reaches {flags.host} may use this server without a key: "
                   "--api-key sets one", file=sys.stderr)
         if flags.demo:
-            begin_demo(server)
+            play = f"{server.url}/#play"
+            threading.Thread(target=open_browser, args=[play], daemon=True).start()
         serve_until_stopped(server)
     print("stopped")
 

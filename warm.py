@@ -9,10 +9,12 @@ nothing, and takes only what nobody wants. In chunks of 4, with a budget of 16 f
     b decodes           step 7  b[31:32] a[0:2] | in a[4:12]        an eighth of the budget
                         step 8  b[32:33] a[2:4]
 
-For SECONDS the policy counts the conversation as needed just now. Nothing else keeps its KV: a
-warm-up is admitted and released within one step, and chunks in which it has recomputed something
-are *marked* (Chunk.evictable_without_copy). So a hint can be forgotten at any moment, and whoever
-is starved in the next step takes the slots back.
+A warm-up is admitted and released within one step. Behind it others may take the slots again:
+
+    copied in           the chunk has its copy still: reclaimed as usual
+    recomputed          the chunk is *marked* (Chunk.evictable_without_copy): taken without a copy
+    which ones first    the policy's choice, to which the conversation is needed just now: for
+                        SECONDS it leaves last
 
 Invariant: behind a warm-up's step as many slots are available as before, or will be when its copies
 in have ended.
@@ -39,8 +41,8 @@ class WarmUp(Request):
         self.until = until
         # Everything was there when we last looked: it is not brought back again.
         self.served = False
-        # In its step: how far chunks were filled whose slots nobody could have taken at once. Those
-        # that do not grow stay unmarked.
+        # Before its step: the chunks that were on the GPU alone and not marked, and how many tokens
+        # each had. See Hints.release.
         self.kept: dict[Chunk, int] = {}
 
     @property
@@ -97,7 +99,7 @@ class Hints:
         scheduler, cache = self.scheduler, self.cache
         phases_apart = scheduler.separate_phases and batch.spans
         # (A request as long as it may become needs no slot: its last token is on its way.)
-        starved = any(each.conversation.room < each.total != each.longest
+        starved = any(each.conversation.room < each.total and each.total != each.longest
                       for each in scheduler.running)
         if not unserved or scheduler.queue or starved or phases_apart:
             return
@@ -124,15 +126,18 @@ class Hints:
 
         pinned: the chunks of all who run, and how many slots each has."""
         scheduler, cache, conversation = self.scheduler, self.cache, warm_up.conversation
-        if not cache.extend(conversation, ()):      # another turn is computing some of it: sharing
+        if not cache.extend(conversation, ()):      # (SharingCache: another turn is computing some)
             return
         warm_up.served = conversation.cached()[0] >= warm_up.end
+        # Of 100 slots 60 are pinned, 20 of these in chunks of this conversation, too. It needs 50,
+        # so 50 + 40 of others are taken: that leaves a reserve of 10, but none of 11.
         needed, reserve = conversation.known, scheduler.reserve_slots
         shared = sum(pinned.get(chunk, 0) for chunk in conversation.chunks)
         others = sum(pinned.values()) - shared
         if warm_up.served or needed + reserve + others > cache.num_slots:
             return                                  # nothing to do, or no eviction would help
-        # So many slots of others: else the next turn would take those that the hint has filled.
+        # Slots of other idle conversations that are to be available behind it: else the next turn
+        # would take those that the hint has filled.
         left = max(reserve, scheduler.threshold_slots)
         batch.swap_out += cache.plan_swap_out_for(conversation, needed, left, now)
         if cache.shortfall(conversation, needed, reserve) > 0:
@@ -145,14 +150,20 @@ class Hints:
         self.in_batch.append(warm_up)
 
     def release(self):
-        """The batch is launched, or has failed: those whose warm-ups it has are idle again."""
+        """The batch is launched, or has failed: those whose warm-ups it has are idle again.
+
+            a chunk, before         behind it           marked
+            absent                  on the GPU          yes: it has taken 4 available slots
+            on the GPU, 2 of 4      4 of 4              yes: it has taken 2
+            on the GPU, 4 of 4      the same            no: it has taken none
+            marked                  the same            yes, as before: admit has ended that
+            on the CPU              in both tiers       no: its copy is enough"""
         for warm_up in self.in_batch:
             conversation = warm_up.conversation
             # It begins to be idle when the hint is over, not now: see KVCache.expect.
             self.cache.release(conversation, conversation.last_active)
             for chunk in conversation.chunks:
                 if not chunk.pinned:                # another user may run
-                    # (A chunk that was copied in has its copy still.)
                     grown = warm_up.kept.get(chunk) != chunk.filled
                     chunk.evictable_without_copy = grown and chunk.place is None
         self.in_batch.clear()

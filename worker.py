@@ -10,9 +10,10 @@ swapped-in KV of this layer has arrived, and attends.
     sampled at    ^                          ^          [N]   where a span ends its context
 
 A launch does not wait for the device, so the last token of a context may be one that the device has
-yet to sample. The host says PLACEHOLDER, and the device takes the token that it last sampled in
-that row of the slot table. A batch without spans skips the model; it still writes the slot table
-and moves chunks. A small batch that waits for no swap-in is launched as one captured CUDA graph.
+yet to sample. The host says PLACEHOLDER, and the device takes the token that it last sampled for
+the request's row (`sampled`): a request keeps its row while it runs. A batch without spans skips
+the model; it still writes the slot table and moves chunks. A small batch that waits for no swap-in
+is launched as one captured CUDA graph.
 
 Invariant: a token depends on its request alone: the context, where the reply begins in it, and the
 options of sampling, seed included.
@@ -44,7 +45,7 @@ from scoring import score_prompts
 
 
 class Packed(NamedTuple):
-    """The spans of a batch, one behind another, on the host."""
+    """The spans of a batch, one behind another, on the host (take_along adds guesses)."""
     table_row: list[int]        # [S] the span's row of the slot table
     start: list[int]            # [S] the span's positions are [start, end)
     end: list[int]              # [S]
@@ -117,7 +118,7 @@ class Worker:
         self.padding_row = max_running
         self.pool = KVPool(config.num_layers, self.kv_heads, self.head_dim, num_slots + 1,
                            num_places, chunk_size, self.device, self.dtype, pipeline)
-        self.slot_table = self._first_table()                       # [max_running + 1, max_context]
+        self.slot_table = self._first_table()   # [max_running + 1, max_context], at first any slots
         self.sampled = self.slot_table.new_zeros(max_running + 1)       # the last token of each row
         self.depth = int(self.device.type == "cuda")                # steps that the host runs ahead
         self.graphs = Graphs()
@@ -190,19 +191,21 @@ class Worker:
         (row, q_len, kv_len), of_tokens = describe(packed)
         spans = SpanTensors.build(row, q_len, kv_len, self.device)
         others = [np.array(packed.sample_at, dtype=np.int64), *changes]
+        # Second day: `_upload` also makes the plan of the kernels, and puts it into `spans`. The
+        # plan and `of_tokens` lie in one piece of memory, `flat`.
         flat, (tokens, positions, row_of_token), (sample_at, rows, columns, slots) = self._upload(
             spans, of_tokens, others, size)
         # An entry is named twice if its row has changed hands since the last step: both times with
         # the slot that it has now (KVCache.take_table_updates reads the present table).
         self.slot_table[rows, columns] = slots
         resolved = torch.where(tokens == PLACEHOLDER, self.sampled[row_of_token], tokens)
-        tokens.copy_(resolved)                  # in place, that is in `flat`
+        tokens.copy_(resolved)                  # in place: a graph reads them from `flat`
         return Inputs(tokens, positions, row_of_token, spans, sample_at, flat)
 
     def compute_logits(self, inputs: Inputs, size: GraphSize | None = None
                        ) -> tuple[Tensor, Tensor]:
         """One forward over all spans -> logits [N, vocab] of the tokens at `sample_at`, and the
-        hidden states of all tokens."""
+        hidden states of all tokens. size (second day): replay the graph of this size instead."""
         hidden = (self.graphs.replay(size, inputs.flat, inputs.spans) if size else
                   self._forward(inputs))                # [T, width], of padding too
         return self.model.logits(hidden[inputs.sample_at]), hidden
@@ -219,7 +222,7 @@ class Worker:
 
         return self.model(inputs.tokens, inputs.positions, attend)              # [T, width]
 
-    # ---- second day: plans and graphs for a GPU, what is measured and counted
+    # ---- second day: the first table, plans and graphs for a GPU, scores, what is measured
 
     def _first_table(self) -> Tensor:
         """The slot table [max_running + 1, max_context] before the first request. Each entry names

@@ -1,11 +1,12 @@
 """A running server, turn by turn: `python bench.py chats --url URL`.
 
-    one chat        turn 1, turn 2, ...                     the server has nothing else to remember
+    one chat        turn 1, turn 2, ...                     nobody else talks meanwhile
     8 chats         turn 1 of each, turn 2 of each, ...     its first tier should hold three of them
 
 The client resends the whole history, as all chat clients do, and waits for each reply. A turn has
-about 75 tokens, so the prompt of turn 8 has some 620, and 1,920 tokens of KV hold three chats. The
-same seed says as much to every server, so a table can compare servers that ran one after the other.
+about 75 tokens, and SmolLM2's template adds a system message of 20. So the prompt of turn 8 has
+some 620, and 1,920 tokens of KV hold three chats. With the same seed every server gets as many
+tokens, in other words (see remote.py): so a table can compare servers that ran one after the other.
 Rivals are `transformers_server.py` and llama.cpp's, such as
 
     llama-server -m FILE.gguf -c 1920 -np 8 --kv-unified [--cache-ram 0]
@@ -27,7 +28,8 @@ from experiments.remote import RemoteEngine
 
 TURNS, PROMPT, REPLY = 8, 60, 4         # of a chat; tokens of a turn, without the template's
 DECODES = 24                            # tokens of each reply whose speed we measure
-# Chats of one group are interleaved. One group follows the other.
+# Chats of one group are interleaved, one group follows the other: a1 ... a8, b1 ... b8, c1 ... c8;
+# then d1 e1 ... k1, d2 e2 ...
 LOADS = {"one chat": [["a"], ["b"], ["c"]], "8 chats": [["d", "e", "f", "g", "h", "i", "j", "k"]]}
 ROUNDS = 3
 
@@ -42,7 +44,7 @@ def play(options) -> Found:
     for load, groups in LOADS.items():
         costs: list[list[dict]] = [[] for _ in range(TURNS)]
         for group in groups:
-            for of_turn in costs:
+            for of_turn in costs:           # turn by turn
                 for name in group:
                     prompt = rng.integers(engine.worker.vocab_size, size=PROMPT).tolist()
                     of_turn.append(first_token(engine, f"{options.seed} {name}", prompt, pid))
@@ -71,7 +73,7 @@ def first_token(engine: RemoteEngine, name: str, prompt: list[int], pid: int | N
     turn = engine.submit(prompt, name, REPLY, False, lambda turn: None)
     while not turn.times and not turn.error:
         engine.step()
-    cost = {name: value - before[name] for name, value in cpu_ms(pid).items()}
+    cost = {field: value - before[field] for field, value in cpu_ms(pid).items()}
     engine.close()
     ttft_ms = 1e3 * (turn.result().times[0] - begin)
     cached = turn.usage["gpu"] + turn.usage["cpu"]
@@ -85,8 +87,8 @@ def decoding(engine: RemoteEngine, name: str, count: int, pid: int | None) -> di
                            lambda turn: ends.append(engine.clock())) for number in range(count)]
     engine.close()
     seconds = max(ends) - min(turn.result().times[0] for turn in turns)
-    cost = {f"{name}_per_token": (value - before[name]) / (count * DECODES)
-            for name, value in cpu_ms(pid).items()}
+    cost = {f"{field}_per_token": (value - before[field]) / (count * DECODES)
+            for field, value in cpu_ms(pid).items()}
     return dict(tokens_per_second=count * (DECODES - 1) / seconds) | cost
 
 

@@ -319,7 +319,7 @@ def swap(device: str, seed: int) -> Found:
     num_slots = batch * context + 2 * history + prompt
     decoder = random_model(model, device, bench.dtype, seed=seed)
     worker = Worker(decoder, num_slots, 2 * chunks, CHUNK, batch + 1, history + prompt)
-    speed_up(worker)
+    speed_up(worker, small=False)
     slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(seed)).tolist()
     copies(bench, model, worker.pool, slots, chunks)
     overlap(bench, model, worker, slots, batch, context, chunks, prompt, seed)

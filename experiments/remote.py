@@ -17,8 +17,9 @@ client does not resend thoughts.
 Servers do not say where a context came from, beyond OpenAI's `cached_tokens`. Those count as "gpu"
 here, and the other tokens as "new". (Our own server names every source.)
 
-A turn that rewinds goes on from the messages of the tokens that it keeps, of which the last may be
-cut. (With previous_response_id it goes back to a whole reply, and resends what it keeps behind.)
+A turn of the workload may rewind its conversation, and go on from the first tokens of it. Here it
+goes on from the messages of these tokens, of which the last may be cut. (With previous_response_id
+it goes back to a whole reply, and resends what it keeps behind.)
 """
 import io
 import json
@@ -49,7 +50,7 @@ class Said(NamedTuple):
 
 
 class RemoteTurn:
-    """A turn under way; to `drive` it is the handle and its request in one."""
+    """A turn under way. `experiments.run.drive` asks a handle for its request: this is both."""
 
     def __init__(self):
         self.request = self
@@ -241,7 +242,7 @@ def beginning(history: list[Said], keep: int) -> list[Said]:
             text = said.message["content"]
             part = text[:round(len(text) * keep / said.tokens)]
             said = Said(dict(said.message, content=part), keep)
-        if said.tokens > keep:
+        if said.tokens > keep:              # nothing is left to keep
             break
         kept.append(said)
         keep -= said.tokens
@@ -257,7 +258,8 @@ def joined(first: Said, second: Said) -> Said:
 def event_data(lines: Iterable[str]) -> Iterator[str]:
     """The data of each event in a stream of server-sent events.
 
-    An event ends at an empty line. Its data may take several lines, each after "data:"."""
+    An event ends at an empty line; what stands behind the last one is no whole event, and is left
+    out. Its data may take several lines, each after "data:"; each keeps its end of line."""
     data = ""
     for line in lines:
         if line.startswith("data:"):
@@ -268,8 +270,7 @@ def event_data(lines: Iterable[str]) -> Iterator[str]:
 
 
 def usage(prompt_tokens: int, completion_tokens: int, details: dict | None) -> dict:
-    """The same fields as Reply.usage, from a server's token counts and the details of its prompt
-    tokens."""
+    """The same fields as Reply.usage. details: of the prompt's tokens."""
     details = details or {}
     sources = {source: details.get(source, 0) for source in SOURCES}
     if not any(sources.values()):                           # a server other than ours

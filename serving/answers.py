@@ -10,7 +10,7 @@ model. A field without a default is in every answer, and no answer has other fie
 """
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, RootModel
 
 
 class Shape(BaseModel):
@@ -20,9 +20,9 @@ class Shape(BaseModel):
 # ---- conversations and their messages
 
 class Portrait(Shape):
-    """Where a conversation's tokens are: `serving/live.py` explains the fields. gpu + cpu is less than
-    tokens: the last token of a reply has no KV, and dropped chunks have none."""
-    id: str | None              # null: a one-off request, of which nothing is kept
+    """Where a conversation's tokens are: `serving/live.py` explains the fields. gpu + cpu is less
+    than tokens: the last token of a reply has no KV, and dropped chunks have none."""
+    id: str | int               # a number: a one-off request, of which nothing is kept
     tokens: int
     gpu: int
     cpu: int
@@ -44,7 +44,7 @@ class Conversation(Shape):
 class Part(Shape):
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: list = None    # of a reply alone, like the next one
+    annotations: list = None    # may be missing: of a reply alone, like the next one
     logprobs: list[dict] = None
 
 
@@ -83,8 +83,12 @@ class Listing(Shape):
     last_id: str | None
 
 
+class AnyItem(RootModel):
+    root: Item | FunctionCall | FunctionOutput
+
+
 class Items(Listing):
-    data: list[Item | FunctionCall | FunctionOutput]
+    data: list[AnyItem]
 
 
 class Deleted(Shape):
@@ -232,7 +236,7 @@ class Health(Shape):
 
 
 class DoneTurn(Sources):
-    conversation: str | int | None
+    conversation: str | None    # null: a one-off
     response: str
     prompt_tokens: int
     completion_tokens: int

@@ -115,7 +115,7 @@ class CompletionWriter:
             if self.body.echo:
                 tokens = turn.handle.tokens
                 while not (tokens.items or tokens.closed.is_set()):
-                    yield tokens                        # then the prompt is computed
+                    yield tokens        # at the first token the prompt is computed
                 yield self.chunk(index, sent.begin(), sent.logprobs())
             for text, _ in turn.progress(wait=False):
                 if not text:

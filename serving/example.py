@@ -1,7 +1,9 @@
 """The example that the chat page plays with --demo: what is said, and tiers that fit it.
 
-Four chats talk in turn. Then the first one and the second one go on. chat.html tells the story:
+It has seven acts. In each act one chat says some texts, one after another. Four chats talk, then
+the first one and the second one go on. chat.html tells the story:
 
+    act      1  2  3  4   5  6  7
     chat     1  2  3  4   1  2  1
     texts    8  8  8  8   1  1  1      those for tiny_chat
 
@@ -11,9 +13,10 @@ The sizes of the tiers follow from the longest chat, counted with the tokenizer 
     GPU tier            1.5 chats, in whole chunks: 384 tokens
     CPU tier            twice as much: 768 tokens
 
-Chunks that lie in both tiers count twice. So the tiers cannot hold all four chats, and every kind
-of move is seen. A model may answer at greater length: the page ends the act of a chat that fills
-two thirds of the GPU tier.
+The four chats have 961 tokens, and the tiers have room for 1,152. But chunks that lie in both tiers
+count twice, up to 384 tokens. So the tiers cannot hold all four chats, and every kind of move is
+seen. A model may answer at greater length: the page ends an act early when its chat fills two
+thirds of the GPU tier.
 """
 from dataclasses import dataclass
 from math import ceil
@@ -39,6 +42,7 @@ class Example:
 
     def _tokens(self, texts: list[str], tokenizer: Tokenizer) -> int:
         """Of a chat with these texts and short answers."""
+        # The answers are empty here: they are counted below. The last prompt ends the list.
         messages = [message for text in texts
                     for message in (dict(role="user", content=text),
                                     dict(role="assistant", content=""))]

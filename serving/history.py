@@ -20,7 +20,7 @@ that hash. If a turn's visible text does not determine its ids, then it has no h
 any later turn of that context.
 
 A conversation's name begins with its owner's prefix, so owners need no column. A prefix has one
-"/", at its end, where `count_bytes` cuts a name: "3f9a/my chat" belongs to the owner "3f9a/". A
+"/", at its end, where OWNER cuts a name: "3f9a/my chat" belongs to the owner "3f9a/". A
 server without API keys has one owner, "".
 
 Invariants: every stored turn is needed by a conversation or by a later turn. A turn that `commit`
@@ -118,12 +118,13 @@ class History:
     """Any thread may call any method."""
 
     def __init__(self, path: str | os.PathLike = ":memory:", fingerprint: str = "",
-                 vocab_size: int = 2**31):
-        """fingerprint: the tokenizer's. vocab_size: the model's; all token ids are below it.
+                 vocab_size: int = 2**31, thinks: bool = False):
+        """fingerprint: the tokenizer's. vocab_size: the model's; all token ids are below it. thinks:
+        the chat template writes the "<think>" that a reply begins with, see tools.Form.
 
         ValueError if the file belongs to another tokenizer, to another version of this program, or
         to a server that is running, or if it is not a history. Then the file stays as it was."""
-        self._root_hash = digest(b"", fingerprint)
+        self._root_hash, self._thinks = digest(b"", fingerprint), thinks
         self._open = ExitStack()        # closes all that we open, in reverse order
         self.path = path
         self._file: int | None = None   # the descriptor, unless the history is in memory
@@ -235,7 +236,7 @@ class History:
             if carried is not None:
                 length, hashed = 0, self._root(salt)
             determined = hashed and text is not None
-            hashed = rolled(hashed, shown)[-1] if determined else None
+            hashed = rolled(hashed, shown, self._thinks)[-1] if determined else None
             turn = Turn(id or new_id(), parent, conversation, length + len(prompt) + len(reply),
                         reply[-1] if reply else -1, json.dumps(note or {}), hashed, time.time())
             db.execute("""
@@ -262,7 +263,7 @@ class History:
         we look at the head of `hint`, and at the MOST_ALIKE newest of them.)
 
         prefix: an owner's; we only look at its conversations. "": at all. salt: see `commit`."""
-        hashes = rolled(self._root(salt), messages)
+        hashes = rolled(self._root(salt), messages, self._thinks)
         ends = [n for n in range(1, len(messages)) if messages[n - 1]["role"] == "assistant"]
         nth_hash = f"substr(:hashes, {HASH_BYTES} * (value - 1) + 1, {HASH_BYTES})"
         has = f"NOT hidden AND {owned_by(prefix, 'conversation')} AND hash ="
@@ -341,6 +342,7 @@ class History:
             return db.execute("""
                 UPDATE conversation SET active = :now,
                     metadata = coalesce(:metadata, metadata, '{}'),
+                    -- '[a]' and '[b]' become '[a, b]'
                     waiting = CASE WHEN :new = '[]' THEN waiting WHEN waiting = '[]' THEN :new
                               ELSE rtrim(waiting, ']') || ', ' || substr(:new, 2) END
                 WHERE name = :name""", dict(
@@ -394,6 +396,7 @@ class History:
             if (record := find_record(db, conversation)) is None:
                 return False
             head, items = record.head, record.waiting
+            # From the end: `items` grows by a turn, and `head` goes back, until it has our item.
             while head and item_id not in [item["id"] for item in items]:
                 items = items_of(db, head) + items
                 head = find_turn(db, "id = :id", id=head).parent
@@ -696,22 +699,25 @@ def digest(previous: bytes, *texts: str) -> bytes:
     return hashlib.sha256(previous + json.dumps(texts).encode()).digest()
 
 
-def rolled(start: bytes, messages: list[dict]) -> list[bytes]:
+def rolled(start: bytes, messages: list[dict], thinks: bool) -> list[bytes]:
     """The rolling hash after each message: h_i = sha256(h_{i-1}, role, what was said)."""
     hashes = [start]
     for message in messages:
-        hashes.append(digest(hashes[-1], message["role"], said(message)))
+        hashes.append(digest(hashes[-1], message["role"], said(message, thinks)))
     return hashes[1:]
 
 
-def said(message: dict) -> str:
-    """The content; of a reply without the thoughts that it begins with, and without white space
-    around it: "<think>2 + 2</think> 4\\n" -> "4". Many clients and chat templates do not send these
-    back, and we must recognise the reply all the same. Of its calls the values count, since a
-    client parses their JSON and writes it anew. A tool's result names the call that it answers."""
+def said(message: dict, thinks: bool) -> str:
+    """What counts of a message: its content, and which call a tool's result answers.
+
+    Of a reply: the text behind its thoughts, without white space around it, since many clients and
+    chat templates send back no more: "<think>2 + 2</think> 4\\n" -> "4". (If it was cut off in its
+    thoughts, they are the text.) And the values of its calls, since a client parses their JSON and
+    writes it anew."""
     if message["role"] == "assistant":
+        thoughts, end, text = tools.without_thoughts(message["content"], thinks)
+        text = (text if end else thoughts + text).strip()
         calls = message.get("tool_calls")
-        text = message["content"].rpartition("</think>")[2].strip()
         return f"{text}\0{tools.canonical(calls)}" if calls else text
     if "tool_call_id" in message:
         return f"{message['content']}\0{message['tool_call_id']}"

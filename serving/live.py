@@ -1,7 +1,7 @@
 """The live picture: where every chunk of every conversation is, and which chunks move, as they
 move.
 
-    {"id": "c1", "tokens": 140, "gpu": 76, "cpu": 32, "idle_seconds": 3.2, "chunks": ".CBGG",
+    {"id": "c1", "tokens": 140, "gpu": 75, "cpu": 32, "idle_seconds": 3.2, "chunks": ".CBGG",
      "leaves_next": 2, ...}
 
 `chunks` has one letter for each chunk of the conversation, the leading one first:
@@ -74,7 +74,7 @@ def portrait_of(engine: Engine, name: str | int) -> dict | None:
 
 def picture(engine: Engine, call: Callable[[Callable], Any]) -> dict:
     """The engine's stats, and every conversation that has KV in a tier. call: runs a function
-    between two steps, as Engine.call does."""
+    between two steps, as Engine.call does. We call it once for each piece of the drawing."""
     whole = dict(stats={}, conversations=[])
     pieces = drawing(engine, whole)
     while call(partial(next, pieces, False)):
@@ -113,6 +113,7 @@ def own_stats(stats: dict, conversations: list[dict]) -> dict:
     """The stats of the tiers, as if they held these conversations alone."""
     slots, places = stats["slots_total"], stats["cpu_chunks_total"]
     gpu = sum(entry["gpu"] for entry in conversations)
+    # A copy of a chunk takes a place, also while the chunk is on the GPU.
     cpu = sum(entry["chunks"].count("C") + entry["chunks"].count("B") for entry in conversations)
     # Forks count the chunks that they share several times.
     return dict(slots_total=slots, slots_free=max(slots - gpu, 0),
@@ -138,7 +139,7 @@ class Broadcast:
         self.engine, self.private = engine, private
         self.lock = threading.Lock()                            # guards the next two
         self.queues: dict[Queue, str] = {}                      # a watcher's -> its prefix
-        self.drawing = False                                    # is there a thread?
+        self.drawing = False                                    # is there a thread that draws?
         self.recent = deque(maxlen=MOST_MOVES)                  # transfers since the last picture
         self.changed = threading.Event()    # a step has run, or a watcher has come
 
@@ -273,7 +274,7 @@ def departures(before: dict[str, str], after: dict[str, str], chunk_size: int) -
 def outside(prefix: str, entries: list[dict], key: str) -> list[dict]:
     """The entries of one client, with the names that it knows. entry[key] is the name of a
     conversation: we keep the entries whose name begins with the prefix, and remove the prefix. (A
-    one-off's name is a number, or None. It belongs to no key.)"""
+    one-off has a number for a name, or none. It belongs to no key.)"""
     if not prefix:
         return entries
     return [dict(entry, **{key: entry[key].removeprefix(prefix)})

@@ -32,7 +32,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import count, dropwhile
+from itertools import dropwhile
 from typing import Any, Literal
 
 from handles import Outbox
@@ -121,7 +121,8 @@ class API:
 
     def count_input_tokens(self, prefix: str, body: ResponseBody,
                            gone: Callable[[], bool]) -> dict:
-        """The number of tokens that the reply to this body would see. Nothing is generated."""
+        """The number of tokens that the reply to this body would see. Nothing is generated, but it
+        takes the place of a turn: the messages are rendered and tokenised as for one."""
         plan = self.sessions.plan(**self._question(prefix, body), gone=gone)
         tokens = plan.context_length + len(plan.prompt)
         return dict(object="response.input_tokens", input_tokens=tokens)
@@ -129,7 +130,7 @@ class API:
     def retrieve_response(self, prefix: str, id: str, query: ResponseQuery) -> "dict | Replay":
         if unfinished := self._unfinished(prefix, id):
             writer = ResponseWriter(unfinished, prefix, self.model)
-            told, events = writer.told, writer.events(LiveTurn.result)
+            told, events = writer.told, writer.events(lambda turn: turn.result())
             found = told.response("in_progress")
         else:
             told, found = self._stored(prefix, id, LOGPROBS in query.include)
@@ -192,7 +193,11 @@ class API:
     def warm_conversation(self, prefix: str, id: str) -> dict:
         """The client expects to send a turn soon. What will happen: see Engine.warm."""
         name = self._conversation(prefix, id).name
-        return dict(id=id, object="conversation.warmed", **self.sessions.warm(name, prefix))
+        try:
+            hint = self.sessions.warm(name, prefix)
+        except KeyError:                            # deleted at this moment
+            raise missing("conversation", id) from None
+        return dict(id=id, object="conversation.warmed", **hint)
 
     def create_items(self, prefix: str, id: str, body: ItemsBody) -> dict:
         new = self._identified(body.items)
@@ -387,7 +392,7 @@ def options_of_choices(options: dict, n: int) -> list[dict]:
     """The engine's options for each of n choices. With a seed, choice i draws with seed + i.
     Without one, every choice draws with a random seed of its own."""
     if "seed" not in options:
-        return [options] * n
+        return [options] * n            # one dict: nobody changes it
     seed, largest = options["seed"], LIMITS["seed"][1]
     if seed + n - 1 > largest:
         raise APIError(400, f"seed + n - 1 must be at most {largest}, got seed {seed} and n {n}",
@@ -474,6 +479,7 @@ ECHOED = dict(instructions=None, metadata={}, max_output_tokens=None, previous_r
 # The fields that are always the same, since there is nothing to choose.
 FIXED = dict(background=False, tools=[], max_tool_calls=None, reasoning=None,
              service_tier="default")
+ENDS = "response.completed", "response.incomplete"      # the last event of a stream
 # finish_reason of a turn -> status of its response, and of the item that holds the reply
 STATUS = dict(stop=("completed", "completed"), length=("incomplete", "incomplete"),
               cancelled=("cancelled", "incomplete"))
@@ -537,6 +543,17 @@ def response_usage(usage: dict) -> dict:
     details = dict(prompt_details(usage), cache_write_tokens=usage["recomputed"] + usage["new"])
     return dict(input_tokens=prompt, input_tokens_details=details, output_tokens=generated,
                 output_tokens_details=dict(reasoning_tokens=0), total_tokens=prompt + generated)
+
+
+# A writer writes the answer of its `turns` while they are generated.
+#
+#     whole(replies)     the answer in one piece; replies: of the turns, in order
+#     events(finish)     the answer as a stream. It yields an outbox when nothing is new until that
+#                        one has news; and after the last news of a turn once more. Then comes
+#                        finish(turn), which waits until the history has stored the turn, and
+#                        returns its reply.
+#     failure(error)     the last event of a stream in which something went wrong
+#     still_here()       an event that says nothing new, for a stream that is silent for long
 
 
 class ChatWriter:
@@ -603,16 +620,18 @@ class ChatWriter:
             return None
         return dict(content=entries(turn.tokenizer, reports), refusal=None)
 
-    def usage(self, index: int = -1, end: int | None = None) -> dict | None:
-        """The usage of all that we have sent: the first `end` tokens of choice `index`, and all
-        tokens of the choices before it. The prompt counts once, with the sources that the first
-        choice had. None before the engine has admitted the first choice."""
+    def usage(self, index: int | None = None, end: int | None = None) -> dict | None:
+        """The usage of all that we have sent: the first `end` tokens of choice `index`, by default
+        of the last choice, and all tokens of the choices before it. The prompt counts once, with
+        the sources that the first choice had. None before the engine has admitted the first
+        choice."""
         request = self.turns[0].handle.request
         if not (request and request.usage):
             return None
         prompt = sum(request.usage.values())
-        generated = len(self.turns[index].handle.token_ids[:end])
-        generated += sum(len(turn.handle.token_ids) for turn in self.turns[:index])
+        *before, last = self.turns if index is None else self.turns[:index + 1]
+        generated = sum(len(turn.handle.token_ids) for turn in before)
+        generated += len(last.handle.token_ids[:end])
         return dict(prompt_tokens=prompt, completion_tokens=generated,
                     total_tokens=prompt + generated,
                     prompt_tokens_details=prompt_details(request.usage))
@@ -653,12 +672,19 @@ def reports_of(turn: LiveTurn) -> list[Report]:
 
 
 class ResponseEvents:
-    """The JSON of one response, and its events, which are numbered."""
+    """The JSON of one response, and its events. They are numbered from 0 on. A delta has the number
+    of its last character: so a character has the same number in every stream of this response,
+    however its text is cut into deltas. The reply "Hello.", with two deltas and with one:
+
+        created 0    in_progress 1    output_item.added 2    content_part.added 3
+        "Hel" 6 "lo." 9      or      "Hello." 9
+        output_text.done 10    content_part.done 11    output_item.done 12    completed 13
+    """
 
     def __init__(self, turn_id: str, model: str, conversation: str | None, note: dict):
         """note: the turn's, which has the settings of the request."""
         self.turn_id, self.model, self.conversation, self.note = turn_id, model, conversation, note
-        self.numbers = count()
+        self.number = -1                    # of the last event
         self.message_id = f"msg_{turn_id}"
         self.opened = False                 # do the events have the reply's message?
         self.length = self.reported = 0     # how much of its text, and how many log probabilities
@@ -699,6 +725,7 @@ class ResponseEvents:
         self.opened, self.length = True, self.length + len(text)
         self.reported += len(logprobs)
         if text:
+            self.number += len(text) - 1
             yield self.part_event("output_text.delta", delta=text, logprobs=logprobs)
 
     def closing(self, whole: dict) -> Iterator[dict]:
@@ -737,7 +764,8 @@ class ResponseEvents:
                     response=self.response("in_progress"))
 
     def event(self, kind: str, **fields) -> dict:
-        return dict(type=f"response.{kind}", sequence_number=next(self.numbers), **fields)
+        self.number += 1
+        return dict(type=f"response.{kind}", sequence_number=self.number, **fields)
 
     def part_event(self, kind: str, **fields) -> dict:
         """An event of the message's only part. A message is the first item."""
@@ -778,22 +806,19 @@ class Replay:
     stream: Literal[True] = True
 
     def __init__(self, told: ResponseEvents, events: Iterator[dict | Outbox], after: int):
-        """after: the number of the last event that is left out."""
+        """after: the number of the last event that is left out. But the event that ends a response
+        always comes."""
         self.failure, self.still_here = told.failure, told.still_here
         self.replayed, self.after = events, after
 
     def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | Outbox]:
-        return (event for event in self.replayed
-                if isinstance(event, Outbox) or event["sequence_number"] > self.after)
+        for event in self.replayed:
+            if isinstance(event, Outbox) or event["type"] in ENDS:
+                yield event
+            elif (new := event["sequence_number"] - self.after) > 0:
+                # of a text delta, which has a number for each character, the new ones alone
+                is_text = event["type"] == "response.output_text.delta"
+                yield dict(event, delta=event["delta"][-new:]) if is_text else event
 
 
-# A writer writes the answer of its `turns` while they are generated.
-#
-#     whole(replies)     the answer in one piece; replies: of the turns, in order
-#     events(finish)     the answer as a stream. It yields an outbox when nothing is new until that
-#                        one has news; and after the last news of a turn once more. Then comes
-#                        finish(turn), which waits until the history has stored the turn, and
-#                        returns its reply.
-#     failure(error)     the last event of a stream in which something went wrong
-#     still_here()       an event that says nothing new, for a stream that is silent for long
 Writer = ChatWriter | CompletionWriter | ResponseWriter | Replay

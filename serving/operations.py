@@ -87,7 +87,7 @@ def without_empty(value: Any) -> Any:
 
 class Fields(BaseModel):
     """A JSON object. Nothing is converted: "5" is not a number. A field with a default may be left
-    out. Unknown fields: see `parse`."""
+    out. Unknown fields: see `parse`, whose `ignored` our validators find in info.context."""
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     refused: ClassVar[str] = ""     # the names of those that we never ignore: a regular expression
     messages_in: ClassVar[str | None] = None        # the field with the messages, if there is one
@@ -97,7 +97,7 @@ class Fields(BaseModel):
     def _leave_out(cls, given: Any, info: ValidationInfo) -> Any:
         """Without empty fields and, unless we are strict, without those that may be ignored."""
         given = without_empty(given)
-        if info.context is None or not isinstance(given, dict):
+        if info.context is None or not isinstance(given, dict):     # None: we are strict
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
         ignored = {name for name in given
@@ -108,7 +108,8 @@ class Fields(BaseModel):
 
 class OrString(NamedTuple):
     """In an Annotated type: a client may send a string, too. It stands for wrap(string), such as
-    `stop: "x"` for `stop: ["x"]`. kind: what else a client may send, for error messages."""
+    `stop: "x"` for `stop: ["x"]`. kind: what else a client may send, for error messages. We wrap a
+    string before pydantic checks the value; /openapi.json shows that both are welcome."""
     kind: str
     wrap: Callable[[str], Any]
 
@@ -377,6 +378,7 @@ class Thoughts(Fields):
     status: Text = None
 
 
+# The tags have brackets so that `place` can tell them from fields.
 KINDS = dict(item_reference="[reference]", function_call="[call]", function_call_output="[output]",
              reasoning="[thoughts]")
 
@@ -518,7 +520,8 @@ class EngineOptions(Fields):
 
 
 # Names that vLLM, SGLang, llama.cpp and OpenAI know and we do not, of fields that would change the
-# answer or keep a user apart.
+# answer or keep a user apart. A body that has such a field of its own serves it, as ChatBody does
+# with response_format.
 REFUSED = "|".join(r"""functions max_tool_calls web_search_options prompt_embeds
     documents reasoning reasoning_effort thinking enable_thinking verbosity modalities audio
     response_format structured_outputs json_schema guided_\w+ regex ebnf grammar chat_template
@@ -550,7 +553,7 @@ class GeneratingBody(EngineOptions):
         """How many turns its answer takes."""
         return getattr(self, "n", 1)
 
-    @field_validator("stream_options", check_fields=False)
+    @field_validator("stream_options", check_fields=False)      # each way to ask declares its own
     @classmethod
     def _of_a_stream(cls, options: Any, info: ValidationInfo) -> Any:
         if not info.data.get("stream"):
@@ -617,7 +620,7 @@ class ChatBody(ReplyBody):
 class ResponseBody(ReplyBody):
     refused = REFUSED + "|prompt|messages|max_tokens|max_completion_tokens|n|logprobs"
     messages_in = "input"
-    input: Annotated[list[InputItem], members(10_000), OrMessage]
+    input: Annotated[list[InputItem], members(10_000, least=1), OrMessage]
     instructions: Text = None
     previous_response_id: Name = None
     conversation: Annotated[ConversationId, OrId] = None
@@ -684,7 +687,7 @@ class Operation(NamedTuple):
     method: str
     path: str
     name: str
-    answer: type[answers.Shape] | str
+    answer: type[BaseModel] | str
     fields: type[Fields] = Fields       # it takes none
     generates: bool = False
 
@@ -715,7 +718,7 @@ OPERATIONS = [
     Operation("POST", CONVERSATION + "/warm", "warm_conversation", answers.Warmed),
     Operation("GET", CONVERSATION + "/items", "list_items", answers.Items, ItemsQuery),
     Operation("POST", CONVERSATION + "/items", "create_items", answers.Items, ItemsBody),
-    Operation("GET", ITEM, "retrieve_item", answers.Item),
+    Operation("GET", ITEM, "retrieve_item", answers.AnyItem),
     Operation("DELETE", ITEM, "delete_item", answers.Conversation),
     Operation("GET", "/v1/models", "list_models", answers.Models),
     Operation("GET", "/v1/models/{id}", "retrieve_model", answers.Model),
@@ -736,7 +739,7 @@ def find_operation(method: str, path: str) -> tuple[Operation, list[str]]:
         name = "([^/]+)"
         if operation.name == "retrieve_model":      # it may be owner/model, as on the Hub
             name = "(.+)"
-        elif operation.path.startswith(RESPONSE):   # not `compact`, which we do not have
+        elif operation.path.startswith(RESPONSE):   # not responses/compact, which we do not have
             name = "(resp_[^/]+)"
         pattern = re.sub(r"\\{\w+\\}", name, re.escape(operation.path))
         if match := re.fullmatch(pattern, path):
@@ -776,7 +779,7 @@ def sentence(fault: ErrorDetails) -> str:
     """What is wrong, and how to mend it."""
     where = place(fault) or "the body"
     if fault["type"] == "missing":
-        return f"{where} is missing"
+        return f"{where} is missing or empty"
     if fault["type"] == "extra_forbidden":
         return f"{where} is not supported here: leave it out"
     if fault["type"] == "int_parsing_size":

@@ -105,11 +105,13 @@ class Plan:
     prompt: list[int]
     messages: list[dict]        # the visible messages that `prompt` stands for
     after: Turn | None          # the turn before this one, if there is one
-    # None: the prompt goes on behind the context of `after`, and all of `messages` are new:
-    #     the context shows [sys, u1, a1]    messages = [u2]
-    # A number: the prompt is a whole context. The first `carried` of `messages` are not new:
-    #     the system message has changed     messages = [sys', u1, a1, u2]   carried = 3
-    #     a first turn                       messages = [sys, u1]            carried = 1
+    # If the prompt is a whole context that the template has written: the first `carried` of
+    # `messages` are not new. Else None.
+    #     the turn                           messages               carried
+    #     goes on behind [sys, u1, a1]       [u2]                   None
+    #     restarts with another sys'         [sys', u1, a1, u2]     3
+    #     is a first one                     [sys, u1]              1
+    #     has raw token ids                  []                     None
     carried: int | None
     note: dict                  # is kept with the turn
 
@@ -269,7 +271,9 @@ class Sessions:
         if not isinstance(history, History):
             raw = f"raw token ids below {engine.worker.vocab_size}"
             fingerprint = self.tokenizer.fingerprint if self.tokenizer else raw
-            history = History(str(history or ":memory:"), fingerprint, engine.worker.vocab_size)
+            thinks = bool(self.tokenizer and self.tokenizer.tool_form.thinks)
+            history = History(str(history or ":memory:"), fingerprint, engine.worker.vocab_size,
+                              thinks)
         self.history = history
 
     def _settled_tokens(self, conversation: str) -> array | None:
@@ -284,7 +288,10 @@ class Sessions:
 
     def start(self) -> "Sessions":
         """From now on one thread steps the engine, and another one writes the history."""
-        self.writer = self.writer or ThreadPoolExecutor(1, "history")
+        if not self.writer:
+            writer = ThreadPoolExecutor(1, "history")
+            writer.submit(int).result()     # its thread begins now: later there may be none for it
+            self.writer = writer
         self.engine.start()
         return self
 
@@ -338,11 +345,10 @@ class Sessions:
             after           `messages` are new. Two answers to the same turn are two branches.
             conversation    `messages` are new. The conversation may be busy, or not exist yet.
 
-        In the first two ways, the turn goes on in the conversation that ends with the turn before
+        Without `conversation`, the turn goes on in the conversation that ends with the turn before
         it, if that is idle and no client has created or edited it; else in a new one.
 
         exists: True: StaleTurn if `conversation` does not exist.
-        wait: False: raise Answering if `conversation` is busy, instead of waiting.
         hint: the client's name for its conversation. Among equal matches, one in this conversation
             is taken; a new conversation gets this name, if it is free.
         prefix: the names of this client's conversations begin with it; we see no others.
@@ -353,12 +359,13 @@ class Sessions:
         instructions: the system message of this turn alone; by default the system prompt.
         truncate: True: drop the oldest messages until max_tokens (by default a quarter of the
             limit) are left for the reply.
-        max_tokens: of the reply, at most; by default as many as fit.
         gone: True: nobody waits for the answer. `truncate` asks before each look at how many must
             be dropped; then we raise ConnectionError.
-        template_options: see Tokenizer.render.
         note: is kept with the turn, for the caller. Its "callable" names the functions that the
             reply may call; template_options["tools"] has them whole (see tools.py).
+        wait: False: raise Answering if `conversation` is busy, instead of waiting.
+        max_tokens: of the reply, at most; by default as many as fit.
+        template_options: see Tokenizer.render.
         stop, options: see `submit`."""
         with self._beginning(stop) as live:
             if conversation is not None:
@@ -435,7 +442,7 @@ class Sessions:
                     salt=note_before.get("salt", "") if after else salt)
         room = (max_tokens or self.engine.scheduler.limit // 4) if truncate else None
         if after and system == cached_system:
-            with suppress(TooLong, Rewritten):
+            with suppress(TooLong, Rewritten):      # of these: then the context starts anew
                 prompt, rendered = self._continue(system + earlier, new, after, template_options)
                 if self._fits(after.length + len(prompt), room):
                     return Plan(prompt, new, after, None, note | rendered)
@@ -446,12 +453,11 @@ class Sessions:
     def _plan_anew(self, after: Turn | None, system: list[dict], earlier: list[dict],
                    new: list[dict], droppable: int, room: int | None,
                    gone: Callable[[], bool], note: dict, template_options: dict | None) -> Plan:
-        """A context of its own: the system message, then as many messages as leave `room`. We cut
-        only before a user's message, and only among the first `droppable`: the history has them, or
-        the client has. If even the shortest prompt is too long, the engine will say so."""
-        messages = earlier + new
-
-        tokenizer = self._text_tokenizer()
+        """A context of its own: the system message, then as many messages as leave `room` (None:
+        all). We cut only before a user's message, and only among the first `droppable`: the history
+        has them, or the client has. If even the shortest prompt is too long, the engine will say
+        so."""
+        messages, tokenizer = earlier + new, self._text_tokenizer()
 
         def rendering(start: int) -> Rendering:
             return tokenizer.render([], system + messages[start:], template_options)
@@ -514,7 +520,7 @@ class Sessions:
             raise ValueError(f"system_prompt cannot be used with {model}: {error}") from error
         require(contexts[0] != self._tokenize(a), "system_prompt",
                 "left out, since this model's chat template shows no system message", prompt)
-        # it compares any lists: here, of ids
+        # commonprefix() compares any lists: here, of ids.
         self.engine.designate(list(os.path.commonprefix(contexts)))
         return system
 
@@ -532,8 +538,7 @@ class Sessions:
         """A new live turn. If it fails before it is submitted, its conversation is free again."""
         stop = [stop] if isinstance(stop, str) else stop or []
         require(isinstance(stop, (list, tuple)) and all(isinstance(text, str) for text in stop),
-                "stop",
-                "a string or a list of strings", stop)
+                "stop", "a string or a list of strings", stop)
         require(not stop or self.tokenizer is not None, "stop",
                 "left out, since this checkpoint has no tokenizer", stop)
         live = LiveTurn(self.new_id(), self.engine, self.tokenizer, stop)
@@ -575,6 +580,7 @@ class Sessions:
         if turn is None or turn.conversation in self.turns:
             return None
         record = self.history.record(turn.conversation)
+        # Those that a client has created or edited have metadata, and be it {}.
         goes_on = record and record.head == turn.id and record.metadata is None
         return record.name if goes_on else None
 
@@ -593,27 +599,34 @@ class Sessions:
 
     def _submit(self, live: LiveTurn, plan: Plan, like: Handle | None = None,
                 **options) -> LiveTurn:
+        """Submit the turn to the engine, behind the context of the turn before it."""
         context: Sequence[int] = ()
         parent, prompt = None, plan.prompt
         if plan.after:
             context, parent = self.history.tokens(plan.after.id), plan.after.conversation
+        # Not earlier: from here on a deletion of `after` cancels this turn, and waits for it.
         live.plan, live.min_tokens = plan, options.get("min_tokens") or 0
         if plan.restarts:
-            # The engine keeps the full chunks that the old and the new context have in common. The
-            # rest of the new context is the prompt: at least its last token, where the reply is
-            # sampled. With chunks of 32 tokens and 70 tokens in common, 64 stay.
-            common = common_length(context, prompt[:-1])
-            common -= common % self.engine.config.chunk_size
-            self.engine.shorten(live.conversation, common)
-            context, prompt = prompt[:common], prompt[common:]
-        new = live.conversation is not None and self.history.head(live.conversation) is None
-        live.branches = new and plan.after is not None
+            kept = self._shorten_to_common(live.conversation, context, prompt)
+            context, prompt = prompt[:kept], prompt[kept:]
+        begins = live.conversation is not None and self.history.head(live.conversation) is None
+        live.branches = begins and plan.after is not None
         live.handle = self.engine.submit(
             prompt, live.conversation or live.unstored, context=context, parent=parent, like=like,
             reached_stop=live.add, on_end=partial(self._ended, live), **options)
         if live.cancelled:
             live.handle.cancel()
         return live
+
+    def _shorten_to_common(self, conversation: str | None, old: Sequence[int],
+                           new: list[int]) -> int:
+        """The engine keeps the full chunks that the old and the new context have in common; returns
+        their length. At least the last token is computed, where the reply is sampled. With chunks
+        of 32 tokens and 70 tokens in common, 64 stay."""
+        common = common_length(old, new[:-1])
+        common -= common % self.engine.config.chunk_size
+        self.engine.shorten(conversation, common)
+        return common
 
     def _ended(self, live: LiveTurn, handle: Handle):
         """Whoever steps the engine calls this. The writing thread settles a turn that is to be
@@ -622,9 +635,10 @@ class Sessions:
         complete = handle.reply is not None and handle.reply.finish_reason != "cancelled"
         commits = complete and live.conversation is not None
         if commits and self.writer:
-            self.writer.submit(self._settle, live, handle, commits)
-        else:
-            self._settle(live, handle, commits)
+            with suppress(RuntimeError):            # the process ends, and that thread has ended
+                self.writer.submit(self._settle, live, handle, commits)
+                return
+        self._settle(live, handle, commits)
 
     def _settle(self, live: LiveTurn, handle: Handle, commits: bool):
         """The one place where turns are committed, and where their readers are told."""
@@ -663,7 +677,10 @@ class Sessions:
 
     def _continues(self, live: LiveTurn) -> bool:
         """Does the turn continue the context that its conversation has in the history? Not if it
-        restarts, if it begins a branch, or if the turn before it was deleted meanwhile."""
+        restarts, if it begins a branch, or if the turn before it was deleted meanwhile. A one-off
+        has no conversation to differ from."""
+        if live.conversation is None:
+            return True
         head, after = self.history.head(live.conversation), live.plan.after
         return not live.plan.restarts and (head and head.id) == (after and after.id)
 
@@ -736,8 +753,8 @@ class Sessions:
         tenant = prefix + json.loads(head.note).get("salt", "")
 
         def warm() -> dict[str, int]:
-            # Whoever changes the history tells the engine afterwards. So either we see the change
-            # here, or he undoes what we do.
+            # Whoever changes the history then calls engine.forget. So either we see the change
+            # here, or that call undoes what we do.
             changed = conversation in self.turns or self.history.head(conversation) != head
             holding = self.engine.hints.holding(self.engine.clock())
             hinted = [str(one.name) for one in holding]
@@ -831,7 +848,7 @@ class Sessions:
                 self._expect_room(stored.waiting + list(new))
             if self.history.update(conversation, metadata, new):
                 return True
-            # if its first turn is not committed yet
+            # It may exist all the same: its first turn is not committed yet.
             exists = self.record(conversation) is not None
             if exists:
                 self.history.create(conversation, metadata or {})

@@ -41,7 +41,7 @@ import tiktoken
 import tokenizers
 from jinja2 import Template, TemplateError, nodes, pass_context
 from jinja2.ext import Extension
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
@@ -112,8 +112,9 @@ class Tokenizer:
 
     def __init__(self, files: list[Path], config: dict, most_tokens: int | None = None):
         """files: tokenizer.json, or vocab.json and merges.txt. config: see read_config.
-        most_tokens: of a text. If a text has more bytes than so many of the longest token, we
-        refuse it unread: for 100 tokens, the longest of 20 bytes, TooLong for 2,001 bytes.
+        most_tokens: of a text. If a text has more bytes than most_tokens times the longest token,
+        we refuse it unread: for 100 tokens, the longest of 20 bytes, TooLong for 2,001 bytes. (If
+        there is a normalizer, four times as many pass, since it may shorten a text.)
 
         ValueError if they cannot be used."""
         # Templates see bos_token, eos_token and the like; and add_bos_token, a bool.
@@ -128,7 +129,8 @@ class Tokenizer:
         self.pieces |= {self.special[mark]: mark.encode() for mark in tools.MARKS
                         if mark in self.special}
         longest = max(map(len, [b"", *self.pieces.values(), *map(str.encode, self.special)]))
-        shrinks = 4 if spec["normalizer"] else 1    # NFC makes 3 bytes of 9, never 3 of 12
+        # NFC makes 3 bytes of 9, never 3 of 12; for any normalizer we take its factor.
+        shrinks = 4 if spec["normalizer"] else 1
         self._limit, self._most_bytes = most_tokens, (most_tokens or math.inf) * longest * shrinks
         # For each character that some special token begins with: a pattern, and what replaces the
         # character where such a token begins. The pattern only looks at what follows, (?=...), so
@@ -139,7 +141,7 @@ class Tokenizer:
             for first, group in groupby(sorted({*self.special, ESCAPED}), key=itemgetter(0))]
         source = config["chat_template"] or PLAIN_TEMPLATE
         self._template = compile_template(source)
-        self.tool_form = tools.LLAMA        # it shows messages as they are; now we look
+        self.tool_form = tools.LLAMA        # without `words`: _render shows messages as they are
         self.tool_form = tools.form_of(
             lambda messages, offer: self._render(messages, dict(tools=offer)))
         self._refuse_letters(special_tokens(config))
@@ -219,7 +221,9 @@ class Tokenizer:
                             "exactly once, so this conversation cannot go on from its raw "
                             "tokens: send its messages as a new one")
         said = reply["content"]
-        if "tool_calls" in reply:       # what the template writes for them; the model's ids stay
+        # Calls: what the template writes for them, "A <call>" of "<user> Hi <assistant> A <call>
+        # <user> More". The model's ids stay.
+        if "tool_calls" in reply:
             said = text.removeprefix(earlier.rstrip()).removesuffix(rest[0].lstrip())
         return Rendering(text, earlier, said, *rest)
 
@@ -280,8 +284,10 @@ class Tokenizer:
         try:
             text = self._template.render(guarded | self._for_template, messages=messages,
                                          tools=offer, documents=None, add_generation_prompt=True)
-            # repr and JSON in ASCII write a GUARD as six letters: we turn them back. Those that a
-            # user writes stay, since _guarded splits them.
+            # A template's `string` and `tojson` may write a GUARD as six letters: we turn it back.
+            # Those six letters from a user stay, since _guarded splits them:
+            #   user "<s>"       guarded "<Gs>"        tojson "<\ufdd0s>"       here "<Gs>"
+            #   user "\ufdd0"    guarded "\Gufdd0"    the template writes it      here "\Gufdd0"
             return text.replace(ESCAPED, GUARD)
         except Exception as error:      # the template is a stranger's code: it can fail in any way
             raise ValueError(f"the chat template failed: {error}") from error
@@ -393,7 +399,8 @@ class TextStream:
         """The text that is certain now: whole characters, and no beginning of a stop string at its
         end.
 
-        may_stop: False: the token's text neither completes nor begins a stop string."""
+        may_stop: False: the token's text neither completes nor begins a stop string, and text that
+        is held goes out."""
         piece = self._pieces.get(token, b"")
         if piece and self._drop_space:
             piece, self._drop_space = piece.removeprefix(b" "), False
@@ -454,7 +461,7 @@ class TiktokenBackend:
 
 
 class LibraryBackend:
-    """Every other tokenizer that tokenizer.json can describe.
+    """Any tokenizer that tokenizer.json can describe.
 
     The library looks for special tokens first and normalises the text between them afterwards. So a
     normaliser of ours removes the guards."""
@@ -526,7 +533,7 @@ def read_template(directory: Path, configured) -> str | None:
     tokenizer_config.json has: a text, or a list of templates with names.
 
     Of several templates we take "default". A file counts more than the configuration, and
-    chat_template.json, which belongs to what reads images, less. ValueError, with the names, for
+    chat_template.json (of models that read images, too) less. ValueError, with the names, for
     several without "default"."""
     legacy = directory / "chat_template.json"
     found = named_templates(read_json(legacy).get("chat_template")) if legacy.is_file() else {}
@@ -562,6 +569,7 @@ def read_vocabulary(files: list[Path], config: dict) -> tuple[dict, list[str]]:
        says.
     3. What `config` names as special becomes special, if there is such a token; see `is_special`.
     """
+    # 1.
     library = (tokenizers.Tokenizer.from_file(str(files[0])) if len(files) == 1
                else from_merges(files, config))
     library.no_truncation()
@@ -570,6 +578,7 @@ def read_vocabulary(files: list[Path], config: dict) -> tuple[dict, list[str]]:
     def added() -> set[str]:
         return {token.content for token in library.get_added_tokens_decoder().values()}
 
+    # 2.
     known = added()
     beside = {index: token for index, token in sorted(config["added_tokens"].items())
               if token.content not in known}
@@ -579,6 +588,7 @@ def read_vocabulary(files: list[Path], config: dict) -> tuple[dict, list[str]]:
             raise ValueError(f"the added token {token.content!r} is said to be {index}, but in "
                              f"this vocabulary it would be {given}")
 
+    # 3.
     named, known = special_tokens(config), added()
     library.add_special_tokens([
         AddedToken(name, normalized=False) for name in dict.fromkeys(named)
@@ -587,8 +597,8 @@ def read_vocabulary(files: list[Path], config: dict) -> tuple[dict, list[str]]:
     trained = vocabulary(spec | dict(added_tokens=[]))
     for token in spec["added_tokens"]:
         token["special"] = is_special(token, named, trained)
-        # so the library finds it while the guards are there
-        token["normalized"] &= not token["special"]
+        if token["special"]:            # the library finds it while the guards are there
+            token["normalized"] = False
     special = {token["content"] for token in spec["added_tokens"] if token["special"]}
     return spec, [token.content for token in beside.values() if token.content not in special]
 
@@ -601,7 +611,8 @@ def is_special(token: dict, named: list[str], trained: dict[str, int]) -> bool:
     text = token["content"]
     if not (token["special"] or text in named):
         return False
-    # A byte-level vocabulary spells all that is not ASCII: its "§" is the byte 167, half a letter.
+    # A byte-level vocabulary spells all that is not ASCII: its "§" is the byte 167, half a letter
+    # (see byte_alphabet).
     if len(text) == 1 and not (text.isascii() and text in trained):
         raise ValueError(f"the special token {text!r} has one character: we could not tell it from "
                          "the users' text")
@@ -704,8 +715,10 @@ class Generation(Extension):
 
 
 class Environment(ImmutableSandboxedEnvironment):
-    """A chat template is a stranger's code. It runs in a sandbox, and so many steps at most: loops'
-    rounds, calls and products."""
+    """A chat template is a stranger's code. It runs in a sandbox, takes MOST_STEPS steps at most (the
+    rounds of its loops, and calls), writes MOST_WRITTEN characters, and multiplies factors below
+    2**53; it has no powers. So an endless template fails. One that makes a single huge value, such
+    as a text doubled 30 times, does not: do not take a checkpoint from an enemy."""
     intercepted_binops = frozenset(["*", "**"])
 
     def _parse(self, *source):
@@ -717,6 +730,8 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def call(self, context, function, *args, **options):
         tick(context)
+        if isinstance(function, LoopContext):               # a recursive loop's next level
+            args = counted(context, args[0]), *args[1:]
         return super().call(context, function, *args, **options)
 
     def call_binop(self, context, operator, left, right):
@@ -728,11 +743,12 @@ class Environment(ImmutableSandboxedEnvironment):
 
 
 class BoundedTemplate(Template):
+    """A template that counts its steps and what it writes."""
 
     def render(self, *dicts, **values) -> str:
         """TemplateError if it takes too many steps or writes too much."""
         pieces, size = [], 0
-        for piece in self.generate(*dicts, **values, ticks=count()):
+        for piece in self.generate(*dicts, **values, _ticks=count()):
             pieces.append(piece)
             size += len(piece)
             if size > MOST_WRITTEN:
@@ -744,7 +760,7 @@ Environment.template_class = BoundedTemplate
 
 
 def tick(context: Context):
-    if next(context["ticks"]) > MOST_STEPS:
+    if next(context["_ticks"]) > MOST_STEPS:
         raise TemplateError(f"it takes more than {MOST_STEPS} steps")
 
 
@@ -777,11 +793,11 @@ def compile_template(source: str) -> Template:
 
 
 def any_of(texts: Iterable[str]) -> str:
-    """A regular expression for the longest of the texts that begins at a place; it matches nothing
+    r"""A regular expression for the longest of the texts that begins at a place; it matches nothing
     if there is none. Texts that begin alike share their beginning, so a search reads a place once,
     however many there are:
 
-        "<|end|>", "<|user|>", "<s>"        <(?:s>|\\|(?:end\\|>|user\\|>))"""
+        "<|end|>", "<|user|>", "<s>"        <(?:s>|\|(?:end\|>|user\|>))"""
     if not (texts := sorted(set(texts))):
         return "(?!)"
     start = os.path.commonprefix(texts)

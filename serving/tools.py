@@ -14,7 +14,7 @@ system message, in Hermes' form (`in_words`), so any model can take part.
                                 {"id": "call_T_0", "name": "add", "arguments": '{"a": 1}'}]}
 
 Invariant: no text is lost. What does not read as a call of an offered function stays content.
-(But a client that wants one call alone gets none of those behind the first.)
+(But a client that wants one call alone gets the first alone.)
 """
 import hashlib
 import json
@@ -45,8 +45,9 @@ class Form(NamedTuple):
     """How a call stands in a reply's text."""
     mark: str                   # what a call begins with; "": the whole reply is the call
     end: str = ""
-    # What stands before the calls, between two of them and behind them, in the grammar of
-    # `language`; between: "": there is one alone.
+    # What stands before the calls, between two of them and behind them, as parts of the grammar
+    # that `language` writes; between: "": there is one alone. That of HERMES allows
+    #   <tool_call>\n{a call}\n</tool_call>\n<tool_call>\n{a call}\n</tool_call>
     frame: tuple[str, str, str] = '{mark} "\\n"', '"\\n" {end} "\\n" {mark} "\\n"', '"\\n" {end}'
     arguments: str = "arguments"    # the name of a call's arguments
     # The role of the message in which we offer the tools. None: the template offers them.
@@ -200,15 +201,27 @@ def read(form: Form, text: str, names: Collection[str], turn_id: str,
     """A whole reply as a message: its calls of the functions `names`, and the text around them.
 
     most: calls; None: all. A message without calls has no "tool_calls"."""
-    thought, end, said = text.partition(THOUGHT_END)
-    if not (text.lstrip().startswith(THOUGHT) or form.thinks and end):
-        thought, end, said = "", "", text
+    thought, end, said = without_thoughts(text, form.thinks)
     rest, calls = split(form, said, names) if names else (said, [])
     if not calls:
         return dict(role="assistant", content=text)
     called = [dict(id=f"call_{turn_id}_{index}", name=name, arguments=as_json(arguments))
               for index, (name, arguments) in enumerate(calls[:most])]
     return dict(role="assistant", content=(thought + end + rest).rstrip(), tool_calls=called)
+
+
+def without_thoughts(text: str, thinks: bool) -> tuple[str, str, str]:
+    """The thoughts that a reply begins with, THOUGHT_END, and the rest.
+
+        "<think>2 + 2</think> 4"    "<think>2 + 2", "</think>", " 4"
+        "<think>2 + 2"              "<think>2 + 2", "", ""      it was cut off in its thoughts
+        "4 </think>"                "", "", "4 </think>"        if `thinks`: "4 ", "</think>", ""
+
+    thinks: see Form. Then a reply's thoughts begin without THOUGHT."""
+    thought, end, said = text.partition(THOUGHT_END)
+    if text.lstrip().startswith(THOUGHT) or thinks and end:
+        return thought, end, said
+    return "", "", text
 
 
 def split(form: Form, text: str, names: Collection[str]) -> tuple[str, list[tuple[str, dict]]]:
@@ -223,7 +236,9 @@ def split(form: Form, text: str, names: Collection[str]) -> tuple[str, list[tupl
     calls, around, start = [], [], 0
     closing = re.compile(rf"\s*{re.escape(form.end)}" if form.end else "")
     for mark in re.finditer(re.escape(form.mark), text):
-        with suppress(*BROKEN):         # of a mark within a call, too: its quotes have a backslash
+        if mark.start() < start:        # it stands in an argument of the call before
+            continue
+        with suppress(*BROKEN):
             value, end = DECODER.raw_decode(text, BLANKS.match(text, mark.end()).end())
             calls += calls_in(value, names)
             around.append(text[start:mark.start()])
@@ -232,7 +247,9 @@ def split(form: Form, text: str, names: Collection[str]) -> tuple[str, list[tupl
 
 
 def calls_in(value: Any, names: Collection[str]) -> list[tuple[str, dict]]:
-    """One of BROKEN unless it is a call, or a list of calls."""
+    """One of BROKEN unless it is a call, or a list of one or more."""
+    if value == []:
+        raise ValueError("no call at all")
     calls = []
     for entry in value if isinstance(value, list) else [value]:
         arguments = entry["arguments"] if "arguments" in entry else entry.get("parameters", {})
@@ -285,8 +302,12 @@ class TextBefore:
         if self.form is None:
             return len(held), False
         if not (mark := self.form.mark):
-            thought, end, said = held.rpartition(THOUGHT_END)
-            if (end or not self.length) and said.lstrip()[:1] in ("", "{"):
+            # The call is the whole reply, or all behind thoughts. So we hold what begins with "{"
+            # (or has not begun) there. Some of that is no call after all; then `read` says so.
+            if not self.length and held.lstrip()[:1] in ("", "{"):
+                return 0, bool(held.strip())
+            thought, end, said = held.partition(THOUGHT_END)
+            if end and said.lstrip()[:1] in ("", "{"):
                 return len(thought), bool(said.strip())
             return without_part(held, THOUGHT_END), False
         begin = held.find(mark) if mark in held else without_part(held, mark)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -273,3 +274,10 @@ class Zygote:
         """With whatever a test that failed has left running."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+def numbered(events):
+    """Are the events of a response numbered from 0 on, each delta by the last character that it has?"""
+    deltas = [event["delta"] if event["type"] == "response.output_text.delta" else " " for event in events]
+    ends = accumulate(map(len, deltas), initial=-1)
+    return [event["sequence_number"] for event in events] == list(ends)[1:]

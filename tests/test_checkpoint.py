@@ -153,6 +153,9 @@ ROPES = [
     dict(rope_parameters={"rope_type": "proportional", "partial_rotary_factor": 0.5}),
     dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
     dict(rope_parameters=PER_TYPE), dict(rope_scaling=PER_TYPE, layer_types=["full_attention"] * 3),
+    dict(rope_scaling=OLD_LLAMA3, rope_parameters=LLAMA3_ROPE, rope_theta=300.0),
+    dict(rope_scaling=OLD_LLAMA3, rope_parameters=LLAMA3_ROPE | dict(rope_theta=300.0)),
+    dict(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "default"}),
     dict(partial_rotary_factor=0.5), dict(partial_rotary_factor=1.0)]
 WINDOWS = [
     dict(sliding_window=16), dict(sliding_window=16, use_sliding_window=False),

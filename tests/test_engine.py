@@ -550,6 +550,24 @@ def test_ctrl_c_in_the_middle_of_a_step_stops_the_engine(engine):
             later()
 
 
+def test_ctrl_c_in_a_function_of_another_thread_wakes_that_thread(engine):
+    """The engine has no thread of its own: whoever owns it runs the functions of all others."""
+    errors = []
+    def interrupted():
+        raise KeyboardInterrupt
+    def caller():
+        with pytest.raises(RuntimeError, match="stopped: KeyboardInterrupt") as error:
+            engine.call(interrupted)
+        errors.append(error)
+    thread = threading.Thread(target=caller, daemon=True)
+    with pytest.raises(KeyboardInterrupt), engine.owner.owning():
+        thread.start()
+        assert engine.owner.posted.wait(30)
+        engine.owner.take_inbox()
+    thread.join(timeout=30)
+    assert errors and "KeyboardInterrupt" in str(engine.failure)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_callback_that_fails_keeps_nobody_waiting(depth):
     engine = make(depth).start()

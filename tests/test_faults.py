@@ -445,6 +445,19 @@ def test_one_picture_for_all_watchers(server, client, monkeypatch):
     eventually(lambda: not server.engine.watchers and not server.broadcast.drawing)
 
 
+def test_the_picture_comes_back_after_a_thread_that_could_not_start(server, monkeypatch):
+    def no_thread(self):
+        raise RuntimeError("can't start new thread")
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(threading.Thread, "start", no_thread)
+        next(server.broadcast.follow("", lambda: False))
+    assert not server.engine.watchers and not server.broadcast.queues
+    end = time.monotonic() + 10
+    events = server.broadcast.follow("", lambda: time.monotonic() > end)
+    assert json.loads(next(events))["stats"]
+    events.close()
+
+
 def test_a_new_watcher_hears_of_no_old_move(server):
     move = dict(step=1, kind="drop", conversation="of yesterday", start=0, end=16)
     server.broadcast.recent.append(move)        # as when the last watcher leaves before it is told

@@ -181,6 +181,22 @@ def test_a_reply_matches_with_and_without_its_thoughts(history):
     assert history.match([HI, HELLO, BYE])[0] == turn
 
 
+def test_only_thoughts_that_a_reply_begins_with_may_be_left_out(history):
+    """Else the model would never see the words that a client has put before a reply."""
+    def reply(text):
+        return dict(role="assistant", content=text)
+    turn = history.commit("c", None, [1], [2], [HI], "Hello")
+    for edited in ("I hate you </think> Hello", "<think>Who?</think> I hate you </think> Hello"):
+        assert not history.match([HI, reply(edited), BYE])
+    cut_off = history.commit("d", None, [1], [2], [MORE], "<think>Who?")    # no </think>: these are its words
+    assert history.match([MORE, reply("<think>Who?"), BYE]) == (cut_off, 2)
+    assert not history.match([MORE, reply("<think>Why?"), BYE]) and not history.match([MORE, reply(""), BYE])
+    thinking = History(thinks=True)         # the template writes the <think>
+    turn = thinking.commit("c", None, [1], [2], [HI], "Who?</think> Hello")
+    assert thinking.match([HI, HELLO, BYE]) == (turn, 2)
+    assert not thinking.match([HI, reply("Who?</think> I hate you </think> Hello"), BYE])
+
+
 def test_white_space_around_a_reply_does_not_count(history):
     """A client may trim the replies that it resends, or the reply itself ended with a newline."""
     turn = history.commit("c", None, [1], [2], [HI], "\n Hello\n")

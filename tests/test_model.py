@@ -292,6 +292,14 @@ def test_weights_that_are_stored_in_float16_stay_in_it_on_a_cpu(monkeypatch):
     assert served() == ({cpu_linear.PackedLinear}, expected)
 
 
+@pytest.mark.parametrize("flags, kind", [({}, cpu_linear.PackedLinear), (dict(eager=True), nn.Linear)])
+def test_a_cpu_that_cannot_keep_float16_computes_in_float32_all_the_same(flags, kind, monkeypatch):
+    _, expected = served(dtype="float32")
+    monkeypatch.setattr(loading, "SMALL_MODEL", 0)
+    monkeypatch.setattr(cpu_linear, "multiplies_float16", lambda: False)
+    assert served(dtype="float16", **flags) == ({kind}, expected)
+
+
 @needs_float16
 def test_a_checkpoint_with_one_tensor_in_float32_is_served_in_float32(tmp_path):
     CHECKPOINTS["llama"]().half().save_pretrained(tmp_path)
@@ -408,6 +416,8 @@ def test_a_field_that_is_missing_is_named(tmp_path):
     (dict(rope_parameters=LLAMA3_ROPE | dict(high_freq_factor=1.0)), "low_freq_factor 1.0 must be below"),
     (dict(rope_parameters=dict(rope_theta="fast")), ": rope_theta must be a number"),
     (dict(rope_parameters=dict(rope_theta=10**20)), "not 100000000000000000000"),
+    (dict(rope_scaling=LLAMA3_ROPE, rope_parameters=LLAMA3_ROPE | dict(rope_theta=500.0)),
+     "rope_scaling and rope_parameters differ"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
     (dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor = 0.5"),
     (dict(rms_norm_eps="small"), ": norm_eps must be a number"),
@@ -559,8 +569,10 @@ def test_a_weight_that_is_not_finite_is_named(value, tmp_path):
     theirs, name = CHECKPOINTS["llama"](), "model.layers.1.mlp.up_proj.weight"
     theirs.get_parameter(name).data[3, 4] = value
     theirs.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="'layers.1.mlp.up_proj.weight'.* NaN or infinity in torch.float16"):
-        load_model(tmp_path, "cpu", torch.float16)          # 1e30 does not fit there
+    why = ("too large for torch.float16: choose the dtype bfloat16 or float32" if value == 1e30
+           else "NaN or infinity; download the checkpoint again")
+    with pytest.raises(ValueError, match=f"'layers.1.mlp.up_proj.weight'.* {why}"):
+        load_model(tmp_path, "cpu", torch.float16)
     if value == 1e30:
         load_model(tmp_path, "cpu", torch.float32)
 

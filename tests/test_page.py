@@ -488,6 +488,47 @@ def test_two_clicks_count_once(page, url):
     assert list(page.ids()) == ["Chat 2", "Chat 3", "Chat 4"] and len(page.chats()) == 3
 
 
+def test_a_conversation_of_an_agent(new_url, page):
+    """Its calls of tools are not shown. What waits for an answer is, and the next turn follows it."""
+    page.open(new_url)
+    call = dict(type="function_call", call_id="1", name="add", arguments="{}")
+    result = dict(type="function_call_output", call_id="1", output="4")
+    asked = [dict(role="user", content="2 + 2?"), call, result, dict(role="user", content="And my name?")]
+    made = page.post(new_url, input=asked, max_output_tokens=4)
+    path = f"/v1/conversations/{made['conversation']['id']}/items"
+    waiting = [dict(role="assistant", content="Hm."), dict(role="user", content="I am Zorbella.")]
+    page.post(new_url, path, items=waiting)
+    eventually(lambda: "Other 1" in page.strips())
+    next(name for name in page.find(".row .plain") if name.text == "Other 1").click()
+    eventually(lambda: len(page.said()) == 2)
+    answer = made["output"][0]["content"][0]["text"]
+    shown = [["You: 2 + 2?\nAnd my name?", answer], ["You: ", "Hm."], ["You: I am Zorbella.", ""]]
+    assert [turn[:2] for turn in page.said()[1]] == shown
+    page.say(1, "Who am I?")
+    asked = [item["content"][0]["text"] for item in page.get(path + "?order=desc")["data"][1:4]]
+    assert asked == ["Who am I?", "I am Zorbella.", "Hm."]
+
+
+def test_a_chat_that_cannot_be_opened_is_kept(page, url):
+    """And those behind it are opened."""
+    page.open(url)
+    for chat in range(2):
+        page.find("#start")[0].click() if chat else None
+        page.say(chat, "Hello!")
+    ids = page.ids()
+    fails = """const real = window.fetch, failed = () => Promise.resolve(new Response("{}", {status: 500}));
+        window.fetch = (path, options) => path.endsWith("%s") ? failed() : real(path, options);"""
+    source = dict(source=fails % ids["Chat 1"])
+    once = page.browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", source)
+    page.browser.refresh()
+    page.browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", once)
+    eventually(lambda: [len(chat) for chat in page.said()] == [1])
+    page.say(0, "Hello again!")
+    assert page.ids() == ids
+    page.browser.refresh()
+    eventually(lambda: [len(chat) for chat in page.said()] == [1, 2])
+
+
 def test_keyboard_and_words(page, url):
     """A user can reach and read everything that the picture shows without a mouse."""
     page.open(url)
@@ -688,6 +729,25 @@ def test_a_chat_of_the_example_is_deleted(demo, page):
     eventually(lambda: page.said() == [[]])
     page.find("#step")[0].click()
     eventually(lambda: page.said()[0] and page.said()[0][0][0] == "You: Hi, I'm Zorbella.")
+
+
+def test_the_example_waits_where_a_turn_was_refused(demo, page):
+    """The next step says the same again."""
+    page.open(demo[0], ready="#key")
+    page.find("#secret")[0].send_keys("secret", Keys.ENTER)
+    eventually(lambda: "tokens" in page.find(".tier")[0].text)
+    page.run(HURRY)
+    page.run("""const real = window.fetch;
+        window.fetch = (path, options) => {
+            if (path !== "/v1/responses") return real(path, options);
+            window.fetch = real;
+            return Promise.resolve(new Response("{}", {status: 429}));
+        };""")
+    page.find("#play")[0].click()
+    eventually(lambda: page.find("#play")[0].text == "Play the example" and page.find(".undone"))
+    page.find("#step")[0].click()
+    eventually(lambda: len(page.said()[0]) == 2 and len(page.said()[0][1]) == 6)
+    assert [turn[0] for turn in page.said()[0]] == ["You: Hi, I'm Zorbella."] * 2
 
 
 def test_a_demo_without_a_browser(tmp_path, monkeypatch):

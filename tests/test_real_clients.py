@@ -9,7 +9,7 @@ from itertools import groupby
 
 import pytest
 
-from clients import CONTEXT, ROOT, eventually, fetch, serving, user
+from clients import CONTEXT, ROOT, eventually, fetch, numbered, serving, user
 from serving.sessions import Sessions
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -142,7 +142,7 @@ def test_open_responses(speaking, name):
     assert status == 200
     if "stream" in body:
         events = [json.loads(line[6:]) for line in response.splitlines() if line.startswith("data: ")]
-        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert numbered(events)
         assert [kind for kind, _ in groupby(event["type"] for event in events)] == EVENTS
         response = events[-1]["response"]
     for member, kinds in RESOURCE.items():

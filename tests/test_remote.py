@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 import bench
 from serving.sessions import Sessions
 from experiments import chats, run
-from experiments.remote import WORDS, RemoteEngine, Said, beginning, joined
+from experiments.remote import WORDS, RemoteEngine, Said, beginning, event_data, joined
 from clients import serving
 from experiments.workload import PlannedConversation, PlannedTurn
 from scheduler import SOURCES
@@ -209,6 +209,11 @@ def test_the_json_of_an_event_may_take_several_lines():
                        for text in texts).encode()
     with writing(answer) as url:
         assert ask(url).text == "one"
+
+
+def test_the_lines_of_an_event_stay_lines_and_half_an_event_is_none():
+    lines = ["data: one\n", "data: more\n", "\n", ": still here\n", "\n", "data: half\n"]
+    assert list(event_data(lines)) == [" one\n more\n"]
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "refusal"])

@@ -6,10 +6,10 @@ import urllib.request
 
 import pytest
 
-from serving.answers import Portrait
+from serving.answers import Cache, Portrait
 from serving.operations import OPERATIONS, ChatBody, CompletionBody, ItemsBody, ResponseBody
 from serving.sessions import Sessions
-from clients import CONTEXT, ask, connect, eventually, fetch, serving, user
+from clients import CONTEXT, ask, connect, eventually, fetch, numbered, serving, user
 
 openai = pytest.importorskip("openai", reason="needs openai (requirements-dev.txt)")
 
@@ -96,7 +96,7 @@ def test_a_response_in_one_piece(client, server, checkpoint):
 def test_events_are_complete_and_in_order(client):
     made = respond(client, "The same")
     *events, last = respond(client, "The same", stream=True)
-    assert [event.sequence_number for event in events + [last]] == list(range(len(events) + 1))
+    assert numbered([event.model_dump() for event in events + [last]])
     kinds = [event.type.removeprefix("response.") for event in events]
     deltas = [event for event in events if event.type == "response.output_text.delta"]
     assert kinds == ["created", "in_progress", "output_item.added", "content_part.added",
@@ -284,6 +284,11 @@ def test_asking_in_a_query_for_what_we_do_not_have(client):
     assert client.responses.input_items.list(made.id, include=include).data
 
 
+def test_an_empty_input_is_called_so(client):
+    with pytest.raises(openai.BadRequestError, match="input is missing or empty"):
+        respond(client, [])
+
+
 def test_counting_tokens_is_work_like_a_turn(server):
     """The same messages are rendered and tokenised, so as many may be at work."""
     assert fetch(server, "POST", "/v1/responses/input_tokens", dict(input="Hi"))[0] == 200
@@ -327,7 +332,7 @@ def test_a_response_once_more(client, server):
     made = respond(client, "Hello", temperature=2, extra_body=dict(seed=1))
     assert client.responses.retrieve(made.id, stream=False) == made
     *events, last = client.responses.retrieve(made.id, stream=True)
-    assert [event.sequence_number for event in events + [last]] == list(range(len(events) + 1))
+    assert numbered([event.model_dump() for event in events + [last]])
     assert last.response == made and events[0].type == "response.created"
     text = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(text) == made.output_text
@@ -340,11 +345,31 @@ def test_a_response_once_more(client, server):
     again = client.responses.retrieve(running, stream=True)
     assert next(event for event in again if event.type == "response.output_text.delta").delta
     from_nine = client.responses.retrieve(running, stream=True, starting_after=8)
-    assert [event.sequence_number for event, _ in zip(from_nine, range(3))] == [9, 10, 11]
+    first, second = (event for event, _ in zip(from_nine, range(2)))
+    assert first.sequence_number == 8 + len(first.delta)
+    assert second.sequence_number == first.sequence_number + len(second.delta)
     from_nine.close()
     client.responses.cancel(running)
     assert list(again)[-1].response.status == list(stream)[-1].response.status == "cancelled"
     assert fetch(server, "GET", f"/v1/responses/{made.id}?stream=maybe")[0] == 400
+
+
+def test_a_stream_that_broke_off_goes_on_where_it_was(client):
+    """Whatever the client has: it gets each character once, and the end."""
+    made = respond(client, "Hello", max_output_tokens=300, temperature=2, extra_body=dict(seed=1))
+    *first, done = client.responses.retrieve(made.id, stream=True)
+    assert len(made.output_text) > 10
+    for number in range(done.sequence_number):
+        *events, last = client.responses.retrieve(made.id, stream=True, starting_after=number)
+        text = [event.delta for event in events if event.type == "response.output_text.delta"]
+        assert "".join(text) == made.output_text[max(number - 3, 0):]
+        assert last == done and all(event.sequence_number > number for event in events)
+        whole = [event for event in events if event.type != "response.output_text.delta"]
+        assert whole == [event for event in first if event.sequence_number > number
+                         and event.type != "response.output_text.delta"]
+    numbers = [event.sequence_number for event in client.responses.retrieve(
+        made.id, stream=True, starting_after=done.sequence_number)]
+    assert numbers == [done.sequence_number]
 
 
 # ---- instructions and truncation
@@ -795,7 +820,15 @@ def test_where_a_conversation_is_has_one_shape(client, server):
         Portrait.model_validate(state)
 
 
-def test_a_hint_brings_a_conversation_back(client, server):
+def test_a_picture_with_a_one_off_is_as_the_document_says(client, server):
+    stream, _ = begun(client, store=False)
+    picture = fetch(server, "GET", "/cache")[1]
+    assert [entry for entry in picture["conversations"] if isinstance(entry["id"], int)]
+    Cache.model_validate(picture)
+    stream.close()
+
+
+def test_a_hint_brings_a_conversation_back(client, server, monkeypatch):
     """A hint for one that nobody knows is a 404, and one for a conversation without a turn does nothing."""
     made = client.conversations.create().id
     path = f"/v1/conversations/{made}/warm"
@@ -809,6 +842,11 @@ def test_a_hint_brings_a_conversation_back(client, server):
     details = respond(client, "Hello", conversation=made).usage.input_tokens_details
     assert (details.cached_tokens, details.gpu) == (hint["recomputed"], hint["recomputed"])
     assert fetch(server, "POST", path.replace(made, "conv_x"))[0] == 404
+    found = server.api._conversation
+    with monkeypatch.context() as patch:                    # it is deleted at that moment
+        patch.setattr(server.api, "_conversation", lambda *names: [
+            found(*names), server.sessions.forget(made)][0])
+        assert fetch(server, "POST", path)[0] == 404
     assert "nano_pensieve:warmed_tokens_recomputed_total{" in fetch(server, "GET", "/metrics")[1]
 
 

@@ -1191,6 +1191,16 @@ def test_what_was_opened_is_closed_if_the_server_cannot_start(flags, opens, chec
     assert len(closed) == opens and listeners[0].fileno() == -1
 
 
+def test_a_demo_whose_stateless_engine_cannot_start_is_one_line(monkeypatch, capsys, checkpoint):
+    import server
+
+    def no_second(**options):
+        raise ValueError("there is no memory for it")
+    monkeypatch.setattr(server, "Engine", no_second)
+    errors = last_words(checkpoint, "--demo", monkeypatch, capsys)
+    assert errors == "server.py: there is no memory for it\n"
+
+
 def test_a_port_that_is_taken(server, checkpoint, tmp_path, capsys, monkeypatch):
     from server import main
     monkeypatch.setattr("server.Sessions", None)            # the port is told before anything loads

@@ -18,7 +18,7 @@ from eviction import RecomputeCost
 from scheduler import TooLong
 from serving.history import History, StaleTurn
 from serving.sessions import Answering, Busy, Sessions
-from serving.tokenizer import TextStream, Tokenizer
+from serving.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 ROOT = Path(__file__).parent.parent
 COST = RecomputeCost({32: 1e-3, 1024: 4e-3}, rest=1e-3)
@@ -208,6 +208,14 @@ def test_one_offs_keep_nothing(sessions):
     assert stats["slots_free"] == 160 and stats["conversations"] == 0 and not sessions.history.conversations()
 
 
+def test_the_end_of_a_one_off_asks_the_history_for_nothing(sessions, monkeypatch):
+    """The engine's thread would wait for a client that reads a long one."""
+    turn = sessions.submit(ids(5), max_tokens=3)
+    monkeypatch.setattr(sessions, "history", None)
+    assert turn.result().token_ids
+    monkeypatch.undo()
+
+
 def test_a_resent_history_is_recognised_and_an_edited_one_branches(sessions):
     first = sessions.respond([user("Hello")], hint="mine", max_tokens=6)
     said = dict(role="assistant", content=first.result().text)
@@ -241,13 +249,19 @@ def scripted(model, position, tokens):
     model.positions.weight[first_row:first_row + len(tokens)] = 100 * embedding[tokens]
 
 
-def test_a_reply_resent_without_its_thoughts_comes_from_the_cache(checkpoint):
+@pytest.mark.parametrize("begin", ["<think>", ""])      # "": the template writes it
+def test_a_reply_resent_without_its_thoughts_comes_from_the_cache(checkpoint, monkeypatch, begin):
+    def load(directory, most):
+        tokenizer = load_tokenizer(directory, most)
+        tokenizer.tool_form = tokenizer.tool_form._replace(thinks=not begin)
+        return tokenizer
+    monkeypatch.setattr("serving.sessions.load_tokenizer", load)
     with closing(Sessions(checkpoint, gpu_cache_tokens=512, cpu_cache_tokens=512)) as sessions:
-        question, reply = [user("2 + 2?")], sessions.tokenizer.encode("<think>2 and 2</think> 4")
+        question, reply = [user("2 + 2?")], sessions.tokenizer.encode(f"{begin}2 and 2</think> 4")
         prompt = sessions.tokenizer.turn([], question, None)
         scripted(sessions.engine.worker.model, len(prompt) - 1, reply)
         thought = sessions.respond(question, max_tokens=len(reply)).result()
-        assert thought.text == "<think>2 and 2</think> 4"
+        assert thought.text == f"{begin}2 and 2</think> 4"
         answer = dict(role="assistant", content="4")
         usage = sessions.respond([*question, answer, user("and 3?")], max_tokens=1).result().usage
         assert usage["gpu"] == len(prompt) + len(reply) - 1     # the last token was never fed
@@ -555,6 +569,23 @@ def test_what_fails_in_a_change_of_the_history_is_told_to_the_caller(started, mo
             sessions.forget("c")
     assert sessions.generate(ids(3), "c", max_tokens=2, ignore_eos=True).finish_reason == "length"
     sessions.close()
+
+
+def test_turns_are_stored_though_the_system_has_no_more_threads(monkeypatch):
+    def no_thread(self):
+        raise RuntimeError("can't start new thread")
+    with closing(opened(True, **TINY)) as sessions:
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+        turn = sessions.respond([user("Hi")], "c", max_tokens=3)
+        assert turn.wait(20) and turn.result() and sessions.history.head("c").id == turn.id
+        assert not sessions.engine.failure
+
+
+def test_a_turn_settles_though_the_writing_thread_has_ended():
+    with closing(opened(True, **TINY)) as sessions:
+        sessions.writer.shutdown()
+        assert sessions.respond([user("Hi")], "c", max_tokens=3).wait(20)
+        assert sessions.history.head("c") and not sessions.engine.failure
 
 
 def test_a_cancelled_turn_need_not_be_read(sessions):

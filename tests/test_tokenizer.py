@@ -392,7 +392,8 @@ ENDLESS = ["{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{%
            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
            "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}",
            "{{ 'x' * 10000000000 }}", "{{ [0] * 10000000000 }}", "{{ 9 ** 9 ** 9 }}",
-           "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}"]
+           "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+           "{% for i in range(999) recursive %}{{ loop(range(9999)) if loop.depth < 3 }}{% endfor %}"]
 
 
 @pytest.mark.parametrize("template", ENDLESS)
@@ -407,8 +408,9 @@ def test_a_template_that_never_ends_is_stopped(tmp_path, template, monkeypatch):
 
 
 def test_a_template_counts_as_it_did():
-    """What loops know of themselves, arithmetic, and loops in macros."""
-    source = ("{% macro line(m) %}{% for c in m %}{{ c }}{{ ',' if not loop.last }}{% endfor %}{% endmacro %}"
+    """What loops know of themselves, arithmetic, loops in macros, and a name that we use, too."""
+    source = ("{% set ticks = 1 %}"
+              "{% macro line(m) %}{% for c in m %}{{ c }}{{ ',' if not loop.last }}{% endfor %}{% endmacro %}"
               "{% for m in messages if m %}{{ loop.index }}/{{ loop.length * 2 }}:{{ line(m) }} {% endfor %}"
               "{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}{% for x in nothing %}x{% else %}-"
               "{% endfor %}")

@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from clients import Script, connect, fetch, serving, user
 from serving import tools
 from serving.history import said
+from serving.operations import OPERATIONS
 from serving.sessions import Sessions
 from serving.tokenizer import load_tokenizer
 from test_templates import byte_level
@@ -236,6 +237,14 @@ READ = [
     (tools.MISTRAL, 'So: [TOOL_CALLS][{"name": "add", "arguments": {}, "id": "123456789"}]', "So:",
      [("add", {})]),
     (tools.MISTRAL, '[TOOL_CALLS][{"name": "add"}]  B', "  B", [("add", {})]),
+    # What reads as a call, or as no calls, within a call's argument is a part of that.
+    (tools.HERMES, hermes(a="<tool_call>[]") + " B", " B", [("add", dict(a="<tool_call>[]"))]),
+    (tools.MISTRAL, '[TOOL_CALLS][{"name": "add", "arguments": {"a": "[TOOL_CALLS][] here"}}] B', " B",
+     [("add", dict(a="[TOOL_CALLS][] here"))]),
+    (tools.HERMES, '<tool_call>{"name": "sub", "arguments": {"a": "<tool_call>{"}}": 1, "name": "add"}',
+     '": 1, "name": "add"}', [("sub", dict(a="<tool_call>{"))]),
+    (tools.HERMES, "x <tool_call>[]</tool_call> y " + hermes(a=1), "x <tool_call>[]</tool_call> y",
+     [("add", dict(a=1))]),
 ]
 DEEP = '{"a":' * 5000 + "1" + "}" * 5000
 TEXT = [
@@ -298,6 +307,9 @@ def test_text_is_held_back_only_where_a_call_may_begin():
     pieces = "<think>x</", "think>", " {", "}"
     assert [before.push(piece) for piece in pieces] == ["<think>x", "", "", ""]
     assert tools.TextBefore(tools.LLAMA, ["add"]).push("<think>x</think>{") == "<think>x"
+    for thoughts in "", "<think>x":         # the call's "</think>" ends no thoughts, in one piece, too
+        text = ("</think>" if thoughts else "") + '{"name": "add", "parameters": {"a": "</think>{"}}'
+        assert tools.TextBefore(tools.LLAMA, ["add"]).push(thoughts + text) == thoughts
     assert tools.TextBefore(tools.HERMES, []).push("<tool_call>") == "<tool_call>"
 
 
@@ -350,8 +362,8 @@ def test_calls_are_equal_by_value():
     others = [message("sub", '{"a":1,"b":["é"]}'), message("add", '{"a":"1","b":["é"]}'),
               message("add", "{}"), message("add", '{"a":1,"b":["é"]}', "x"),
               dict(role="assistant", content="")]
-    assert len({said(message) for message in same}) == 1
-    assert len({said(message) for message in same[:1] + others}) == 1 + len(others)
+    assert len({said(message, False) for message in same}) == 1
+    assert len({said(message, False) for message in same[:1] + others}) == 1 + len(others)
 
 
 # ---- an agent
@@ -465,6 +477,9 @@ def test_an_agent_in_responses(server, client, template, stream, follows):
         for item in listed:
             found = client.conversations.items.retrieve(item.id, conversation_id=options["conversation"])
             assert found.type == item.type
+            path = f"/v1/conversations/{options['conversation']}/items/{item.id}"
+            retrieve = next(entry for entry in OPERATIONS if entry.name == "retrieve_item")
+            retrieve.answer.model_validate(fetch(server, "GET", path)[1])
 
 
 def test_items_of_a_reply_with_two_calls(server, client, template):

@@ -24,7 +24,8 @@ from engine import Engine
 from eviction import RecomputeCost
 from experiments.simulator import VirtualClock
 from kv_cache import Conversation, Ticket
-from loading import INDUCTOR, fuse, largest_step, make_cuda_graph, tier_sizes, try_capture, warm_up
+from loading import (INDUCTOR, fuse, largest_step, make_cuda_graph, run_every_kernel, tier_sizes,
+                     try_capture)
 from model import ModelConfig, empty_model
 from sampling import Sampling
 from scheduler import PLACEHOLDER, Batch, Request, Span
@@ -429,7 +430,7 @@ def check_kernel():
         assert len(plan.merges) == 6 // 2 * 4               # of 4 decodes at most 3 can be split
 
 
-def check_warm_up():
+def check_every_kernel_runs():
     """Every kind of tile, and the kernel that merges, run before there is a request."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shapes = dict.fromkeys(AMPERE, 6)
@@ -440,7 +441,7 @@ def check_warm_up():
         worker = make_worker(kv_heads=1, device=device, dtype=torch.float16)
         plan, planned, before = worker._plan, [], worker.pool.gpu[:, :, :SLOTS].clone()
         patch.setattr(worker, "_plan", lambda *args: planned.append(plan(*args)) or planned[-1])
-        warm_up(worker)
+        run_every_kernel(worker)
     assert [[shape for shape, _ in plan.launches] for plan in planned] == [[shape] for shape in AMPERE]
     assert all(len(plan.merges) for plan in planned)
     assert torch.equal(worker.pool.gpu[:, :, :SLOTS], before)    # nothing but padding was stored
@@ -461,7 +462,7 @@ def test_padded_plans_and_warm_up_in_the_interpreter():
 @pytest.mark.gpu
 def test_padded_plans_and_warm_up_on_the_gpu():
     check_kernel()
-    check_warm_up()
+    check_every_kernel_runs()
 
 
 @pytest.mark.gpu
@@ -531,4 +532,4 @@ def test_the_cache_leaves_room_for_the_largest_step():
 
 if __name__ == "__main__":
     check_kernel()
-    check_warm_up()
+    check_every_kernel_runs()
