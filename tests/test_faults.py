@@ -161,7 +161,7 @@ def test_who_reads_one_large_body_does_not_rest_itself(server, monkeypatch):
     with server.unhurried(b"x" * 2 * sockets.LARGE_BYTES):
         sum(range(100_000))
     assert server.next_reading > time.monotonic() + 10
-    monkeypatch.setattr(server, "next_reading", 0.0)
+    server.next_reading = 0.0
 
 
 def test_of_a_request_we_keep_its_fields_alone(server, monkeypatch):
