@@ -387,6 +387,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def perform(self, prefix: str, operation: Operation, names: list[str], fields: Fields):
         """Answers an operation of API. names: those in the path."""
+        if operation.method == "POST":    # it may write: first make room in this key's share
+            self.server.sessions.prune(float("inf"), self.server.bytes_of_each_key, prefix)
         arguments: list[Any] = [prefix, *names]
         if operation.fields.model_fields:
             arguments.append(fields)
@@ -396,9 +398,6 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.counted(prefix, turns) as free_one:
             try:
                 answer = self.when_free(getattr(self.server.api, operation.name), *arguments)
-                if operation.method == "POST":      # this key's share must not grow. (The turn is
-                    self.server.sessions.prune(     # live now: so what it goes on from stays.)
-                        float("inf"), self.server.bytes_of_each_key, prefix)
                 if isinstance(answer, Writer):
                     return self.write(prefix, answer, free_one)
             except TooLong as error:
