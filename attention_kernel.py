@@ -15,8 +15,9 @@ the KV-token of that position lies.
 
 Invariant: the KV-token of every position that a span sees is in the cache when attention starts.
 
-Up to the mark `second day`, this file says what is computed, in plain torch. Behind the mark,
-multi_token_attention does the same: on a CPU by calling this, on a GPU with kernels.
+Up to the mark `second day`, this file says what is computed, in plain torch. Behind the mark stand
+a faster way for a single query, and multi_token_attention, which does the same: on a CPU by calling
+this, on a GPU with kernels.
 """
 from __future__ import annotations      # where triton is absent, `tl.constexpr` is, too
 
@@ -88,7 +89,7 @@ def multi_token_attention_reference(
         slots = slot_table[table_row, :kv_len]                                  # [kv_len]
         k = k_cache.index_select(0, slots)                                      # [kv_len, H_kv, D]
         v = v_cache.index_select(0, slots)                                      # [kv_len, H_kv, D]
-        # Second day: of one query, attend_one_query computes the same faster.
+        # Second day: for a single query, attend_one_query gives the same faster.
         attend = attend_one_query if q_len == 1 else attend_many_queries
         out[start:start + q_len] = attend(queries, k, v, scale)
         start += q_len

@@ -56,7 +56,7 @@ class Beginnings:
         return conversation in self.roots
 
     def same_tenant(self, one: Conversation, other: Conversation) -> bool:
-        """(Or has neither of them a tenant?)"""
+        """True also if neither has one."""
         return self.roots.get(one) == self.roots.get(other)
 
     def find(self, conversation: Conversation, tokens: array,

@@ -268,6 +268,8 @@ def destinations(model: Model, whole: Model,
         "layers.{}.attn.qkv": "layers.{}.self_attn.q_proj ...k_proj ...v_proj"      Llama
         "layers.{}.attn.qkv": "h.{}.attn.c_attn"                                    GPT-2
 
+    So, in layer 3:
+
         layers.3.attn.qkv.weight [H D + 2 H_kv D, width]    takes, in a Llama,
         layers.3.self_attn.q_proj.weight [H D, width], ...k_proj.weight and ...v_proj.weight;
         in a GPT-2 it takes  h.3.attn.c_attn.weight [width, 3 H D], which has the same three parts
@@ -637,7 +639,7 @@ def random_model(preset: str, device, dtype: torch.dtype, max_context: int | Non
     model = empty_model(shape, device, dtype, ranks)
     whole = empty_model(shape, "meta", dtype)
     generator = torch.Generator(device).manual_seed(seed)
-    # Each rank draws whole parameters and keeps its piece: so any number of ranks has one model.
+    # Each rank draws whole parameters and keeps its piece: so the number of ranks changes nothing.
     for (name, parameter), unshared in zip(model.named_parameters(), whole.parameters()):
         drawn = torch.empty_like(unshared, device=device).normal_(std=0.02, generator=generator)
         module = name.rpartition(".")[0]

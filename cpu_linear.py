@@ -10,9 +10,9 @@ weights in the order in which they are multiplied:
     float16       Float16Linear    FBGEMM, which pads each row to a multiple of 512: 4,096 numbers
                                    need none, 768 take the place of 1,024
 
-A PackedLinear takes and returns what its weights are in. A Float16Linear takes float32, computes in
-float32, and returns float32: only the weights are rounded to float16. For a checkpoint that is
-stored in float16 this changes no value.
+A PackedLinear takes and returns numbers of its weights' type. A Float16Linear takes float32,
+computes in float32, and returns float32: only the weights are rounded to float16. For a checkpoint
+that is stored in float16 this changes no value.
 
 Invariant: a layer's dense weights are let go before the next layer is packed, so the model is never
 in memory twice.
@@ -107,6 +107,6 @@ def keep_float16(model: Model):
 
 def replace_linears(model: Model, kind: Callable[[Tensor, Tensor | None], nn.Module]):
     for module in model.modules():
-        for name, child in module.named_children():     # `child` keeps one until the next comes
+        for name, child in module.named_children():     # `child` keeps one alive
             if isinstance(child, nn.Linear):
                 setattr(module, name, kind(child.weight.detach(), child.bias))

@@ -78,7 +78,7 @@ class Guess(NamedTuple):
 
 
 class Behind(NamedTuple):
-    """Stands for a request in sampling.py, of which it has what is read there. The token at
+    """Stands for a request in sampling.py, with only what is read there. The token at
     position `total` is sampled, behind a guess."""
     sampling: object
     total: int

@@ -87,7 +87,8 @@ class Outbox:
 
     def news(self, wait: bool = True) -> Iterator[list]:
         """Yield all items in order, each time as many as are new, until the outbox is closed.
-        wait=False: yield an empty list when nothing is new, and once more after the last item."""
+        wait=False: yield an empty list when nothing is new, and one after the last item, when the
+        outbox is closed."""
         seen = 0
         while True:
             if wait:

@@ -132,8 +132,8 @@ class Ticket:
 
     Until it has ended nobody else gets the slots or the place, and the chunk is not evicted. But
     the chunk may grow, if its conversation runs again, or be truncated, if a turn is cancelled:
-    `outdated` and `orphans` note what that means for `complete`. During a copy in the chunk owns
-    the place, during a copy out the ticket alone."""
+    `outdated` and `orphans` note what that means for `complete`. While KV comes in, the chunk owns
+    the place. While it goes out, only the ticket does."""
     conversation: Conversation     # "in": the one that returns; "out": the first user of the chunk
     chunk: Chunk
     direction: str                 # "in" or "out"
@@ -314,8 +314,9 @@ class KVCache:
     # How the cheapest chunk is found: second day. Of the chunks whose next move is `move`,
     #
     #     _cheapest(move, now)        is the one that is worth least; None: there is none
-    #     _victims(move, now)         are that one and those that leave with it (Policy.part; under
-    #                                 Pensieve's policy none do); empty: there is none
+    #     _victims(move, now)         are that one and those that leave with it: all of them, even
+    #                                 if fewer would do (Policy.part; under Pensieve's policy none
+    #                                 leave with it); empty: there is none
     #     _worth_less(one, two, now)  tells whether chunk `one` leaves before chunk `two` (both have
     #                                 a next move, as of the last refile)
     #     refile()                    looks again at the chunks in `changed`: files each under its

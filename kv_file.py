@@ -12,7 +12,7 @@
     a conversation is deleted  the server overwrites its chunks at once (`erase`), or at the next
                                start if none ran; its name stays until the next stop, and so does
                                the digest of its tokens
-    a start can use nothing    the server deletes the file at once: the deleted must not live on
+    a start can use nothing    the server deletes the file at once: what a user deleted must go
     it is of another history   the server leaves it alone
 
 Tokens that the history does not have are never written.
@@ -245,8 +245,8 @@ class KVFile:
                 self.restored += 1
 
     def _open(self, saved: SavedConversation) -> Conversation | None:
-        """The conversation in the cache; None if the file has it with other tokens or another
-        tenant."""
+        """The conversation in the cache. None if its tokens are gone, or if the file has other
+        tokens or another tenant."""
         held, roots = self.cache.conversations.get(saved.name), self.cache.beginnings.roots
         tokens = held.tokens if held else self.tokens_of(saved.name)
         if tokens is None or not saved.begins(tokens):

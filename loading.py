@@ -59,8 +59,8 @@ def load_worker(config, directory: Path | None, ranks: Alone = ALONE,
     if device == "cpu" and small:
         torch.set_num_threads(1)                        # in the whole process
     if device == "cpu" and dtype == torch.float16:
-        # On a CPU float16 is for weights alone: all else is in float32, and so are the weights where
-        # packing does not pay, or FBGEMM is missing.
+        # On a CPU float16 is for weights alone: all else is in float32, and so are the weights
+        # where packing does not pay, or FBGEMM is missing.
         if small or config.eager or not cpu_linear.multiplies_float16():
             model.float()
         else:

@@ -139,7 +139,7 @@ class Model(nn.Module):
         self.norm = NORMS[config.norm](config.width, config.norm_eps)
         if not config.tied_embeddings:
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        # Second day: what computes the same as run_layers, but faster, if loading.fuse made it.
+        # Second day: a faster run_layers, if loading.fuse has made one.
         self.fused_layers: Callable[..., Tensor] | None = None
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -222,12 +222,12 @@ class Scheduler:
 
     def schedule(self, now: float) -> Batch:
         """The next batch. It is empty if there is nothing to do, or if all requests must wait for a
-        copy in flight, or for tokens of a batch that is still computed."""
+        copy in flight, or for tokens of a batch that is still being computed."""
         batch = self.compose(now)
-        # Nothing to do, and nothing to wait for? Either `compose` has just marked chunks, so slots
-        # are available: we try again. Or none is, and all running requests are starved: one gives
-        # way. (A starved request lacks a single slot: see `grow`.) The loop ends, because each
-        # round marks chunks, starts a copy, or makes `running` shorter.
+        # Requests are unfinished, but the batch is empty, and nothing is on its way? Either `compose`
+        # has just marked chunks, so slots are available: we compose again. Or no slot is, and all
+        # running requests are starved: one gives way. (A starved request lacks a single slot: see
+        # `grow`.) The loop ends: each round marks chunks, starts a copy, or makes `running` shorter.
         while self.unfinished and not batch and not self._awaited():
             if self.running and not self.cache.available:
                 self.give_way(now)
@@ -474,7 +474,7 @@ class Scheduler:
         total = request.total                                       # 100 + 20 = 120
         known = max(request.known_before, request.missing()[-1][0]) # 99
         cpu = sum(ticket.filled for ticket in swap_in)              # 32
-        gpu = request.conversation.cached()[0] - cpu               # 35: of 67 in slots 32 arrive
+        gpu = request.conversation.cached()[0] - cpu                # 35: of 67 in slots 32 arrive
         recomputed = known - gpu - cpu                              # 99 - 35 - 32 = 32
         new = total - known                                         # 120 - 99 = 21
         request.usage = dict(zip(SOURCES, (gpu, cpu, recomputed, new)))

@@ -133,7 +133,7 @@ class SharingCache(KVCache):
                 return False
             found.append(chunk)
         super().extend(conversation, prompt)
-        self._use(conversation, found or prefix)    # `found` begins with it, but needs a tenant
+        self._use(conversation, found or prefix)    # `found` is empty without a tenant
         if origin:
             self._use(conversation, self._in_common(conversation, shareable, origin))
         return True

@@ -125,7 +125,7 @@ class Worker:
 
     def execute(self, batch: Batch) -> Result:
         """Run the batch's spans and start its copies. With nothing to compute, wait for a copy in
-        flight, if there is one. (For an engine that runs no steps ahead: depth 0.)"""
+        flight, if there is one. (An engine of depth 0 calls it, and any that drains its copies.)"""
         return self.launch(batch)()
 
     @torch.inference_mode()
@@ -241,8 +241,8 @@ class Worker:
         return self.graphs.size_for(len(packed.tokens), len(packed.table_row))
 
     def _scores(self, packed: Packed, hidden: Tensor, spans: list[Span]) -> Callable[[], None]:
-        """See score_prompts. Most batches sample at every position. They score nothing, so nobody
-        needs to look at their spans."""
+        """See score_prompts. A batch that samples at every position, as most do, scores no prompt:
+        we need not look at its spans."""
         scores = None
         if len(packed.tokens) > len(packed.sample_at):
             scores = score_prompts(self.model, hidden, spans)

@@ -270,7 +270,7 @@ def event_data(lines: Iterable[str]) -> Iterator[str]:
 
 
 def usage(prompt_tokens: int, completion_tokens: int, details: dict | None) -> dict:
-    """The same fields as Reply.usage. details: of the prompt's tokens."""
+    """The same fields as Reply.usage. details: where the server says the prompt's tokens came from."""
     details = details or {}
     sources = {source: details.get(source, 0) for source in SOURCES}
     if not any(sources.values()):                           # a server other than ours

@@ -113,9 +113,9 @@ class CompletionWriter:
         for index, turn in enumerate(self.turns):
             self.index, sent = index, self._text_of(index)
             if self.body.echo:
-                tokens = turn.handle.tokens
-                while not (tokens.items or tokens.closed.is_set()):
-                    yield tokens        # at the first token the prompt is computed
+                # At the first token the prompt is computed. (A stream's own thread begins each
+                # turn: it may wait, and take its time with the prompt's log probabilities.)
+                turn.handle.tokens.wait_beyond(0)
                 yield self.chunk(index, sent.begin(), sent.logprobs())
             for text, _ in turn.progress(wait=False):
                 if not text:

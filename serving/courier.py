@@ -80,7 +80,8 @@ class Courier:
 
 
 class Delivery:
-    """A stream while the courier has it. It is also the bell that hangs on the stream's outbox."""
+    """A stream while the courier has it. It is also the bell that hangs on the stream's outbox:
+    like a lock on which a reader sleeps, it is released when there is news."""
 
     def __init__(self, connection: socket.socket, pieces: Iterator[bytes | Outbox],
                  still_here: Callable[[], bytes], ready: "SimpleQueue[Delivery]"):
@@ -97,8 +98,10 @@ class Delivery:
         self.ready.put(self)
 
     def go_on(self):
-        """Sends what is new."""
-        if self.over.is_set():                  # this bell hung there from before
+        """Sends what is new. If the pieces are "Hi", box, box, it sends "Hi", hangs its bell on the
+        box, looks once more, and returns: the stream stays the courier's. But a closed box, or a
+        client that does not take all, makes it `over`."""
+        if self.over.is_set():                  # a bell that rang late: its own thread has it again
             return
         outbox = None
         try:
@@ -112,16 +115,19 @@ class Delivery:
                     return
                 else:
                     outbox = piece
-                    outbox.bells.append(self)   # then try once more
+                    outbox.bells.append(self)   # then we look once more
         except Exception as error:
             self.error = error
         self.over.set()
 
     def check(self):
         if time.monotonic() > self.last_sent + KEEPALIVE_SECONDS and not self.over.is_set():
-            with suppress(OSError):             # the client is gone: another check will see it
-                if not self._send(self.still_here()):
-                    self.over.set()
+            try:
+                if self._send(self.still_here()):
+                    return
+            except OSError as error:            # the client is gone
+                self.error = error
+            self.over.set()
 
     def _send(self, piece: bytes) -> bool:
         """True if the client takes the whole piece at once."""

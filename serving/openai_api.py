@@ -759,8 +759,9 @@ class ResponseEvents:
         return self.event("failed", response=self.response("failed", error=problem))
 
     def still_here(self) -> dict:
-        """The second event of `opening` once more, under its own number."""
-        return dict(type="response.in_progress", sequence_number=1,
+        """The second event of `opening` once more, under the number of the latest event: a client
+        that goes on from there misses nothing, and gets nothing twice."""
+        return dict(type="response.in_progress", sequence_number=self.number,
                     response=self.response("in_progress"))
 
     def event(self, kind: str, **fields) -> dict:
@@ -808,15 +809,19 @@ class Replay:
     def __init__(self, told: ResponseEvents, events: Iterator[dict | Outbox], after: int):
         """after: the number of the last event that is left out. But the event that ends a response
         always comes."""
-        self.failure, self.still_here = told.failure, told.still_here
+        self.failure, self.told = told.failure, told
         self.replayed, self.after = events, after
+
+    def still_here(self) -> dict:
+        return dict(self.told.still_here(), sequence_number=max(self.told.number, self.after))
 
     def events(self, finish: Callable[[LiveTurn], Answer]) -> Iterator[dict | Outbox]:
         for event in self.replayed:
             if isinstance(event, Outbox) or event["type"] in ENDS:
                 yield event
             elif (new := event["sequence_number"] - self.after) > 0:
-                # of a text delta, which has a number for each character, the new ones alone
+                # Of a text delta, which has a number for each character, the new ones alone. (Its
+                # log probabilities come whole.)
                 is_text = event["type"] == "response.output_text.delta"
                 yield dict(event, delta=event["delta"][-new:]) if is_text else event
 

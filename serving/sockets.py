@@ -591,7 +591,8 @@ class Handler(BaseHTTPRequestHandler):
                 for piece in pieces:
                     if isinstance(piece, bytes):
                         self.wfile.write(piece)
-                    elif not piece.closed.is_set():
+                    elif not piece.closed.is_set():     # else the next piece may wait: it is ours
+                        # The courier takes pieces from the same iterator. Then we go on.
                         self.wfile.write(self.server.courier.carry(
                             self.connection, pieces, lambda: self.framed(writer.still_here())))
             except HUNG_UP:
