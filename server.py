@@ -184,6 +184,8 @@ def open_server(flags: argparse.Namespace) -> Server:
         server = Server(listener, sessions.start(), flags.api_key, flags.max_waiting,
                         flags.max_connections, flags.allow_origin, flags.history_max_bytes,
                         flags.metrics_key, flags.strict)
+        if flags.demo:
+            begin_demo(server)
         opened.pop_all()
     max_age = DAY * flags.history_max_age_days
     threading.Thread(target=prune_by_age, args=(sessions, max_age), daemon=True).start()
@@ -259,8 +261,6 @@ def main():
         try:
             flags = parse_flags()
             server = open_server(flags)
-            if flags.demo:
-                begin_demo(server)
         except (ValueError, OSError, OverflowError) as error:
             print(f"server.py: {error}", file=sys.stderr)
             sys.exit(2)
