@@ -23,7 +23,7 @@ from queue import Empty, SimpleQueue
 
 from handles import Outbox
 
-POLL_SECONDS = 0.1          # between two checks of the same answer
+POLL_SECONDS = 0.1          # between two looks at what no event tells us, as a hang-up
 KEEPALIVE_SECONDS = 15      # of silence in a stream
 
 

@@ -77,7 +77,7 @@ def picture(engine: Engine, call: Callable[[Callable], Any]) -> dict:
     between two steps, as Engine.call does. We call it once for each piece of the drawing."""
     whole = dict(stats={}, conversations=[])
     pieces = drawing(engine, whole)
-    while call(partial(next, pieces, False)):
+    while call(partial(next, pieces, False)):       # False: there are no more pieces
         pass
     return whole
 

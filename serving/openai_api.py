@@ -725,7 +725,7 @@ class ResponseEvents:
         self.opened, self.length = True, self.length + len(text)
         self.reported += len(logprobs)
         if text:
-            self.number += len(text) - 1
+            self.number += len(text) - 1        # `event` adds one more: a number for each character
             yield self.part_event("output_text.delta", delta=text, logprobs=logprobs)
 
     def closing(self, whole: dict) -> Iterator[dict]:

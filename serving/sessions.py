@@ -161,7 +161,9 @@ class LiveTurn:
 
     def progress(self, wait: bool = True) -> Iterator[tuple[str, int]]:
         """The text as it grows: (new text, number of tokens that all text so far stands for).
-        wait=False: yields "" when nothing is new, and once more after the last text."""
+        wait=False: yields "" when nothing is new, and for tokens without text; and once more after
+        the last text, when `texts` is closed. Then its reader knows that all that follows may wait
+        for the history."""
         tokens = 0
         for new in self.texts.news(wait):
             tokens += len(new)

@@ -603,10 +603,10 @@ class Handler(BaseHTTPRequestHandler):
 
     @contextmanager
     def watched(self, writer: Writer, free_one: Callable[[], None]):
-        """While the block writes, or waits for something to write, the courier looks after it. It
-        cancels the turns as soon as the client hangs up, and frees the places of those that have
-        settled. At the end some turns may not be done, because writing or another of the turns has
-        failed: these are cancelled, too."""
+        """While the block writes, or waits for something to write, the courier looks after it every
+        0.1 s. It cancels the turns as soon as the client hangs up, and frees the places (see
+        `counted`) of those that have settled. At the end some turns may not be done, because
+        writing or another of the turns has failed: these are cancelled, too."""
         checks, unsettled = self.server.courier.checks, list(writer.turns)
 
         def settled(turn: LiveTurn) -> bool:
