@@ -355,8 +355,7 @@ def refuse_variants(config: dict, **supported):
 
 
 def given_or_empty(config: dict, kind: type, field: str):
-    """A field that must be of that kind: a dict or a list. An empty one if it is left out or null.
-    """
+    """A field that must be a dict or a list: `kind` says which. An empty one if it is left out."""
     value = config.get(field) or kind()
     if not isinstance(value, kind):
         raise ValueError(f"{field} must be a {kind.__name__}, not {value!r:.100}")
